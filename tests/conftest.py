@@ -1,0 +1,21 @@
+"""Shared fixtures: one thread per process, and a tiny model made once a session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Qwen3 with its tokenizer."""
+    from tests.tiny import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny") / "qwen3")

@@ -1,0 +1,70 @@
+"""Tiny models for tests: random weights, a character-level tokenizer, a ChatML template, made offline."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+
+
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character, plus the special ones."""
+    vocabulary = {t: i for i, t in enumerate([*SPECIAL, "\n", *string.printable[:95], "<unk>"])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>", unk_token="<unk>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_model(
+    folder: Path,
+    arch: str = "qwen3",
+    *,
+    hidden: int = 32,
+    layers: int = 2,
+    seed: int = 0,
+    template: str | None = CHATML,
+    max_len: int = 512,
+    tie: bool = True,
+) -> Path:
+    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2 or llama."""
+    tokenizer = make_tokenizer(template)
+    kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+    extra = {"head_dim": 8} if arch == "qwen3" else {}
+    config = kinds[arch](
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=tie,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **extra,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,244 @@
+"""Experience: what one rollout (or one step of it) leaves behind for training.
+
+Invariants, everywhere inside the code:
+- every per-token field has the length of `tokens`;
+- `mask[t]` is true where token t is trained;
+- `versions[t]` >= 0 is the weight version that sampled token t; -1 is prompt, inserted text or data;
+- `logprobs[t]` is log-softmax(logits / temperature) of token t under the policy that sampled it,
+  without truncation or penalties, so that the trainer can compute it again;
+- index 0 and unsampled tokens hold 0 in `logprobs` and never enter a ratio.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Fields with one entry per token, and the type each is held in.
+TOKEN_FIELDS: dict[str, torch.dtype] = {
+    "mask": torch.bool,
+    "logprobs": torch.float32,
+    "versions": torch.int32,
+    "sampler_logprobs": torch.float32,
+    "loss_weight": torch.float32,
+    "token_rewards": torch.float32,
+    "advantages": torch.float32,
+    "returns": torch.float32,
+    "teacher_logprobs": torch.float32,
+}
+
+
+@dataclass(frozen=True, order=True)
+class EID:
+    """Whose experience this is: batch (explore step), task in it, run (rollout) of it, step of that."""
+
+    batch: int | str = 0
+    task: int | str = 0
+    run: int = 0
+    step: int = 0
+    suffix: str = field(default="", compare=False)
+
+    @property
+    def uid(self) -> str:
+        """Unique in a job: `batch/task/run/step`, and the suffix where there is one."""
+        return f"{self.rid}/{self.step}" + (f"/{self.suffix}" if self.suffix else "")
+
+    @property
+    def sid(self) -> str:
+        """The same step of all runs of a task."""
+        return f"{self.tid}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """All steps of one run."""
+        return f"{self.tid}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """All runs of one task in one explore step: a group."""
+        return f"{self.batch}/{self.task}"
+
+    @classmethod
+    def random(cls) -> EID:
+        """An id for an experience that belongs to no run."""
+        return cls(suffix=secrets.token_hex(3))
+
+
+@dataclass(init=False, eq=False, repr=False)
+class Experience:
+    """One training sample, token for token as it was sampled.
+
+    Two ways to make one. The inner form gives `tokens [T]`, `mask [T]`, and per-token fields [T]. The
+    users' form gives `tokens [T]`, `prompt_length` P, and response-length fields [T - P]
+    (`logprobs`, `action_mask`, `token_level_reward`, `advantages`, `returns`, `teacher_logprobs`);
+    they are padded with P zeros. Without `action_mask` every token after the prompt is trained.
+
+    Raises ValueError when a per-token field fits neither length.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    logprobs: Tensor | None
+    versions: Tensor | None
+    sampler_logprobs: Tensor | None
+    loss_weight: Tensor | None
+    token_rewards: Tensor | None
+    advantages: Tensor | None
+    returns: Tensor | None
+    teacher_logprobs: Tensor | None
+    prompt_length: int
+    eid: EID
+    reward: float | None
+    temperature: float
+    stop_reason: str | None
+    truncate_status: str | None
+    prompt_text: str | None
+    response_text: str | None
+    info: dict[str, Any]
+    metrics: dict[str, float]
+    messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    chosen: Tensor | None
+    rejected: Tensor | None
+    multi_modal_inputs: dict[str, Tensor] | None
+
+    def __init__(
+        self,
+        tokens: Tensor | Sequence[int],
+        *,
+        mask: Tensor | Sequence[bool] | None = None,
+        logprobs: Tensor | Sequence[float] | None = None,
+        versions: Tensor | Sequence[int] | None = None,
+        sampler_logprobs: Tensor | Sequence[float] | None = None,
+        loss_weight: Tensor | Sequence[float] | None = None,
+        token_rewards: Tensor | Sequence[float] | None = None,
+        advantages: Tensor | Sequence[float] | None = None,
+        returns: Tensor | Sequence[float] | None = None,
+        teacher_logprobs: Tensor | Sequence[float] | None = None,
+        prompt_length: int | None = None,
+        action_mask: Tensor | Sequence[bool] | None = None,
+        token_level_reward: Tensor | Sequence[float] | None = None,
+        eid: EID | None = None,
+        reward: float | None = None,
+        temperature: float = 1.0,
+        stop_reason: str | None = None,
+        truncate_status: str | None = None,
+        prompt_text: str | None = None,
+        response_text: str | None = None,
+        info: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chosen: Tensor | Sequence[int] | None = None,
+        rejected: Tensor | Sequence[int] | None = None,
+        multi_modal_inputs: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.tokens = torch.as_tensor(tokens, dtype=torch.int64)
+        if self.tokens.dim() != 1 or len(self.tokens) == 0:
+            raise ValueError(
+                f"Experience.tokens must be one row of ids, not {list(self.tokens.shape)}"
+            )
+        self.prompt_length = _prompt_length(self.tokens, mask, prompt_length)
+        given = {
+            "mask": action_mask if mask is None else mask,
+            "logprobs": logprobs,
+            "versions": versions,
+            "sampler_logprobs": sampler_logprobs,
+            "loss_weight": loss_weight,
+            "token_rewards": token_level_reward if token_rewards is None else token_rewards,
+            "advantages": advantages,
+            "returns": returns,
+            "teacher_logprobs": teacher_logprobs,
+        }
+        for name, value in given.items():
+            setattr(self, name, None if value is None else self._aligned(name, value))
+        if given["mask"] is None:
+            self.mask = torch.arange(len(self.tokens)) >= self.prompt_length
+        self.eid = eid or EID.random()
+        self.reward = None if reward is None else float(reward)
+        self.temperature = temperature
+        self.stop_reason = stop_reason
+        self.truncate_status = truncate_status
+        self.prompt_text = prompt_text
+        self.response_text = response_text
+        self.info = info if info is not None else {}
+        self.metrics = metrics if metrics is not None else {}
+        self.messages = messages
+        self.tools = tools
+        self.chosen = None if chosen is None else torch.as_tensor(chosen, dtype=torch.int64)
+        self.rejected = None if rejected is None else torch.as_tensor(rejected, dtype=torch.int64)
+        self.multi_modal_inputs = multi_modal_inputs
+
+    def _aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
+        """`value` at the length of `tokens`; a response-length one gets zeros (versions: -1) before it."""
+        row = torch.as_tensor(value, dtype=TOKEN_FIELDS[name])
+        total = len(self.tokens)
+        if len(row) == total:
+            return row
+        if len(row) == total - self.prompt_length:
+            head = row.new_full((self.prompt_length,), -1 if name == "versions" else 0)
+            return torch.cat([head, row])
+        raise ValueError(
+            f"Experience.{name} has {len(row)} entries: expected {total} (one per token) "
+            f"or {total - self.prompt_length} (one per response token)"
+        )
+
+    @property
+    def action_mask(self) -> Tensor:
+        """`mask` of the response part alone, [T - prompt_length]."""
+        return self.mask[self.prompt_length :]
+
+    @property
+    def response_length(self) -> int:
+        """Number of tokens after the prompt."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def version(self) -> int:
+        """The oldest weight version that sampled a token of this experience; -1 where none did."""
+        if self.versions is None:
+            return -1
+        sampled = self.versions[self.versions >= 0]
+        return int(sampled.min()) if len(sampled) else -1
+
+    def __repr__(self) -> str:
+        return (
+            f"Experience({self.eid.uid}, tokens={len(self.tokens)}, trained={int(self.mask.sum())}, "
+            f"reward={self.reward}, stop={self.stop_reason})"
+        )
+
+
+def _prompt_length(
+    tokens: Tensor, mask: Tensor | Sequence[bool] | None, prompt_length: int | None
+) -> int:
+    """The given prompt length, else where the mask begins; checked against the number of tokens."""
+    if prompt_length is None:
+        if mask is None:
+            raise ValueError("Experience needs `mask` or `prompt_length` to know what is trained")
+        trained = torch.as_tensor(mask, dtype=torch.bool).nonzero()
+        return int(trained[0]) if len(trained) else len(tokens)
+    if not 0 <= prompt_length <= len(tokens):
+        raise ValueError(
+            f"Experience.prompt_length is {prompt_length}: expected 0 to {len(tokens)}, the number of tokens"
+        )
+    return prompt_length
+
+
+def group_by(experiences: Iterable[Experience], level: str) -> dict[str, list[Experience]]:
+    """Experiences by `task`, `run` or `step`, in the order in which each first appears."""
+    keys: dict[str, Callable[[Experience], str]] = {
+        "task": lambda e: e.eid.tid,
+        "run": lambda e: e.eid.rid,
+        "step": lambda e: e.eid.sid,
+    }
+    if level not in keys:
+        raise ValueError(f"group_by level '{level}' is not known: one of {', '.join(keys)}")
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(keys[level](experience), []).append(experience)
+    return groups

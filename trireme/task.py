@@ -1,0 +1,67 @@
+"""Task: one row of a taskset, with all that a workflow needs to try it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Task:
+    """What a workflow is given. `repeat_times` rollouts of it form a group.
+
+    `raw_task` is the data set's row, all columns. `format_args`, `rollout_args`, `workflow_args` and
+    `reward_fn_args` are the plain dictionaries of the YAML, defaults filled in.
+    """
+
+    raw_task: dict[str, Any] = field(default_factory=dict)
+    workflow: Any = None
+    reward_fn: Any = None
+    repeat_times: int = 1
+    format_args: Any = field(default_factory=dict)
+    rollout_args: dict[str, Any] = field(default_factory=dict)
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward_fn_args: dict[str, Any] = field(default_factory=dict)
+    is_eval: bool = False
+    batch_id: int | str = 0
+    task_id: int | str = 0
+    index: dict[str, int] = field(default_factory=dict)
+
+    def _format(self, key: str, default: Any = None) -> Any:
+        args = self.format_args
+        return args.get(key, default) if isinstance(args, dict) else getattr(args, key, default)
+
+    @property
+    def prompt(self) -> Any:
+        """The column that `format.prompt_key` names."""
+        return self.raw_task.get(self._format("prompt_key", "prompt"))
+
+    @property
+    def truth(self) -> Any:
+        """The column that `format.response_key` names; None where the data set has none."""
+        return self.raw_task.get(self._format("response_key", "response"))
+
+    @property
+    def task_desc(self) -> Any:
+        """The prompt, by the name that the seeds' classes use."""
+        return self.prompt
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """`workflow_args` of the YAML."""
+        return self.workflow_args
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system prompt: the row's own where `format.system_prompt_key` names a column."""
+        key = self._format("system_prompt_key")
+        return self.raw_task.get(key) if key else self._format("system_prompt")
+
+    @property
+    def reply_prefix(self) -> str | None:
+        """Text that every reply begins with, if any."""
+        return self._format("reply_prefix")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The data set's row."""
+        return self.raw_task
