@@ -1,0 +1,42 @@
+"""Advantages against hand-worked numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trireme.algorithms.advantage import by_group, grpo
+
+
+def test_grpo_subtracts_the_mean_and_divides_by_the_sample_std():
+    rewards = torch.tensor([0.0, 1.0, 2.0, 5.0, 5.0])
+    out = grpo(rewards, torch.tensor([0, 0, 0, 1, 1]))
+    # group 0: mean 1, std 1; group 1: std 0
+    assert out.tolist() == pytest.approx([-1, 0, 1, 0, 0], abs=1e-5)
+
+
+def test_grpo_gives_a_lone_rollout_its_own_reward():
+    assert grpo(torch.tensor([3.0]), torch.tensor([0])).item() == pytest.approx(3, rel=1e-5)
+
+
+def test_grpo_marks_groups_without_spread_when_a_threshold_is_set():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 7.0])
+    out = grpo(rewards, torch.tensor([0, 0, 1, 1, 2]), std_threshold=0.0)
+    assert out.isnan().tolist() == [True, True, False, False, True]
+
+
+def test_grpo_over_the_batch_std_keeps_the_group_mean():
+    rewards = torch.tensor([0.0, 2.0, 4.0, 4.0])
+    out = grpo(rewards, torch.tensor([0, 0, 1, 1]), std_cal_level="batch")
+    std = 1.9148542155126762  # sqrt(11 / 3): deviations -2.5, -0.5, 1.5, 1.5
+    assert out.tolist() == pytest.approx([-1 / std, 1 / std, 0, 0], abs=1e-5)
+
+
+def test_grpo_refuses_an_unknown_level():
+    with pytest.raises(ValueError, match="'group' or 'batch'"):
+        grpo(torch.zeros(1), torch.zeros(1), std_cal_level="task")  # pyright: ignore
+
+
+def test_by_group_gives_each_member_once():
+    members = list(by_group(torch.tensor([4, 2, 4])))
+    assert [m.tolist() for m in members] == [[False, True, False], [True, False, True]]

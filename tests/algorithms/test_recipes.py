@@ -1,0 +1,224 @@
+"""Recipes: what the YAML may say of an algorithm, and how a user adds one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from trireme.algorithms.advantage import by_group
+from trireme.algorithms.names import (
+    ADVANTAGE_PATHS,
+    ADVANTAGES,
+    ALGORITHM_PATHS,
+    ALGORITHMS,
+    ENTROPIES,
+    ENTROPY_PATHS,
+    KL_PATHS,
+    KLS,
+    POLICY_LOSS_PATHS,
+    POLICY_LOSSES,
+    SAMPLE_PATHS,
+    SAMPLES,
+    advantage,
+    policy_loss,
+)
+from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.config.schema.algorithm import AlgorithmConfig
+from trireme.experience import EID, Experience
+
+
+def _config(**given):
+    return AlgorithmConfig(**given)
+
+
+def _rollouts(rewards: dict[tuple[int, int], float | None]) -> list[Experience]:
+    """{(task, run): reward}, each two prompt tokens and two sampled ones, the last not trained."""
+    return [
+        Experience(
+            [5, 6, 7, 8], mask=[False, False, True, False], eid=EID(3, task, run), reward=reward
+        )
+        for (task, run), reward in rewards.items()
+    ]
+
+
+def test_every_built_in_name_resolves():
+    for registry, paths in (
+        (ALGORITHMS, ALGORITHM_PATHS),
+        (ADVANTAGES, ADVANTAGE_PATHS),
+        (POLICY_LOSSES, POLICY_LOSS_PATHS),
+        (KLS, KL_PATHS),
+        (ENTROPIES, ENTROPY_PATHS),
+        (SAMPLES, SAMPLE_PATHS),
+    ):
+        for name in paths:
+            assert registry.get(name) is not None
+
+
+def test_names_load_no_torch():
+    code = "import sys, trireme.algorithms.names; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_grpo_has_a_reference_model_unless_its_coefficient_is_zero():
+    assert get_recipe(_config(algorithm_type="grpo")).needs_reference
+    off = _config(algorithm_type="grpo", kl_loss_fn_args={"kl_coef": 0.0})
+    assert not get_recipe(off).needs_reference
+    assert not get_recipe(_config(algorithm_type="grpo", kl_loss_fn="none")).needs_reference
+
+
+def test_sft_has_neither_advantage_nor_reference():
+    recipe = get_recipe(_config(algorithm_type="sft"))
+    assert (recipe.schema, recipe.needs_reference) == ("sft", False)
+    experiences = _rollouts({(0, 0): None})
+    assert recipe.advantages(experiences) == (experiences, {})
+
+
+def test_given_options_are_laid_over_the_defaults():
+    recipe = get_recipe(
+        _config(algorithm_type="grpo", policy_loss_fn_args={"clip_range_high": 0.28})
+    )
+    assert recipe.policy_loss.options == {"clip_range_high": 0.28}
+
+
+def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given():
+    args = {"loss_agg_mode": "seq-mean-token-sum"}
+    older = _config(algorithm_type="grpo", policy_loss_fn_args=args)
+    assert get_recipe(older).loss_agg_mode == "seq-mean-token-sum"
+    both = _config(algorithm_type="grpo", policy_loss_fn_args=args, loss_agg_mode="token-mean")
+    assert get_recipe(both).loss_agg_mode == "token-mean"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm_type": "grpoo"}, "did you mean 'grpo'"),
+        ({"policy_loss_fn": "pppo"}, "did you mean 'ppo'"),
+        ({"policy_loss_fn_args": {"clip": 0.1}}, "has no option 'clip'.*It has: clip_range,"),
+        ({"kl_loss_fn_args": {"coef": 0.1}}, "It has: kl_coef"),
+        ({"advantage_fn_args": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
+        ({"kl_penalty_fn": "k1"}, "use kl_loss_fn"),
+        ({"loss_agg_mode": "mean"}, "expected one of token-mean"),
+        ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1}}, "has no advantage_fn"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(given, message):
+    with pytest.raises(ValueError, match=message):
+        get_recipe(_config(**{"algorithm_type": "grpo", **given}))
+
+
+def test_advantages_are_per_task_and_lie_on_the_mask():
+    experiences = _rollouts({(0, 0): 0.0, (1, 0): 9.0, (0, 1): 2.0, (1, 1): 9.0})
+    kept, metrics = get_recipe(_config(algorithm_type="grpo")).advantages(experiences)
+    assert kept == experiences
+    half = 1 / 2**0.5
+    for experience, score in zip(kept, [-half, 0, half, 0], strict=True):
+        assert experience.advantages is not None and experience.returns is not None
+        assert experience.advantages.tolist() == pytest.approx([0, 0, score, 0], abs=1e-5)
+        assert torch.equal(experience.returns, experience.advantages)
+    assert metrics["reward_mean"] == 5.0
+    assert metrics["zero_std_groups"] == 0.5
+
+
+def test_groups_below_the_threshold_are_dropped_and_counted():
+    config = _config(algorithm_type="grpo", advantage_fn_args={"std_threshold": 0.01})
+    experiences = _rollouts({(0, 0): 0.0, (0, 1): 2.0, (1, 0): 9.0, (1, 1): 9.0})
+    kept, metrics = get_recipe(config).advantages(experiences)
+    assert [e.eid.task for e in kept] == [0, 0]
+    assert (metrics["filtered_count"], metrics["experience_count"]) == (2, 2)
+
+
+def test_an_experience_without_a_reward_is_named():
+    with pytest.raises(ValueError, match="3/0/1/0 has no reward"):
+        get_recipe(_config(algorithm_type="grpo")).advantages(_rollouts({(0, 0): 1, (0, 1): None}))
+
+
+def test_no_experiences_have_no_advantages():
+    kept, metrics = get_recipe(_config(algorithm_type="grpo")).advantages([])
+    assert kept == [] and metrics["experience_count"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["default", "warmup"])
+def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
+    class Five:
+        async def take(self, n: int) -> list[Experience]:
+            return _rollouts({(0, run): 0.0 for run in range(n)})
+
+    recipe = get_recipe(_config(algorithm_type="grpo", sample_strategy=strategy))
+    assert len(asyncio.run(recipe.take(Five(), 5))) == 5
+
+
+@advantage("rank")
+def rank(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards [N], group ids [N] -> advantages [N]: the rank in the group, in [-1, 1]."""
+    out = torch.zeros_like(rewards)
+    for member in by_group(groups):  # member: bool [N]
+        r = rewards[member]
+        below = (r[:, None] > r).sum(1) - (r[:, None] < r).sum(1)
+        out[member] = below / max(len(r) - 1, 1)
+    return out
+
+
+@policy_loss("soft_clip")
+def soft_clip(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, width: float = 0.2):
+    """All [M] -> loss [M]: the ratio's gain saturates smoothly past `width`."""
+    ratio = (logprobs - old_logprobs).exp()
+    return -advantages * (1 + width * torch.tanh((ratio - 1) / width))
+
+
+algorithm("rank_rl", advantage="rank", policy_loss="soft_clip", kl="none", group_size=8)
+
+
+def test_a_users_algorithm_is_two_functions_and_a_line():
+    recipe = get_recipe(_config(algorithm_type="rank_rl", policy_loss_fn_args={"width": 0.3}))
+    assert recipe.group_size == 8 and not recipe.needs_reference
+    kept, _ = recipe.advantages(_rollouts({(0, run): float(run) for run in range(3)}))
+    assert [e.advantages[2].item() for e in kept if e.advantages is not None] == [-1, 0, 1]
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    data = {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs.detach(),
+        "advantages": torch.tensor([0.5]),
+    }
+    recipe.policy_loss(lambda name, _: data[name], data.__contains__).backward()
+    assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(-0.5)
+
+
+def test_a_users_option_is_checked_against_the_signature():
+    with pytest.raises(ValueError, match=r"'soft_clip' has no option 'clip'. It has: width"):
+        get_recipe(_config(algorithm_type="rank_rl", policy_loss_fn_args={"clip": 1}))
+
+
+def test_parts_may_be_dotted_paths():
+    config = _config(algorithm_type="grpo", policy_loss_fn=f"{__name__}:soft_clip")
+    assert get_recipe(config).policy_loss.function is soft_clip
+
+
+def test_an_advantage_that_asks_for_what_there_is_not_is_told():
+    @advantage("wants_values")
+    def wants_values(rewards: Tensor, values: Tensor) -> Tensor:
+        return rewards - values
+
+    recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn="wants_values"))
+    with pytest.raises(ValueError, match=r"'wants_values' asks for 'values'. There is: rewards"):
+        recipe.advantages(_rollouts({(0, 0): 1.0}))
+
+
+def test_an_advantage_of_the_wrong_shape_is_told():
+    @advantage("one_number")
+    def one_number(rewards: Tensor) -> Tensor:
+        return rewards.mean()
+
+    recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn="one_number"))
+    with pytest.raises(ValueError, match="one number per experience"):
+        recipe.advantages(_rollouts({(0, 0): 1.0}))
+
+
+def test_something_that_is_no_recipe_is_refused():
+    with pytest.raises(ValueError, match="not a Recipe"):
+        get_recipe(SimpleNamespace(algorithm_type="trireme.algorithms.policy_loss.ppo"))

@@ -1,0 +1,127 @@
+"""Backend: scores like the plain model, resumes byte for byte, writes Hugging Face names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tests.tiny import make_model
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.recipes import get_recipe
+from trireme.batch import flatten
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.model import load_model, refuse_recurrent
+from trireme.trainer.step import train_step
+
+RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo"))
+
+
+def _backend(path, **given) -> TorchBackend:
+    return TorchBackend(
+        path, optimizer=Settings(), reference=True, **{"max_token_len": 60, **given}
+    )
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+def test_scores_are_those_of_the_plain_model(arch, tmp_path):
+    path = make_model(tmp_path / arch, arch)
+    plain = AutoModelForCausalLM.from_pretrained(path).double()
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 1], [40, 41]]
+    for row, scored in zip(rows, _backend(path).score(rows, temperature=0.5), strict=True):
+        with torch.no_grad():
+            logprobs = (plain(torch.tensor([row])).logits[0] / 0.5).log_softmax(-1)
+        expected = [0.0, *(float(logprobs[t - 1, row[t]]) for t in range(1, len(row)))]
+        assert scored == pytest.approx(expected, abs=1e-5)
+
+
+def test_sliding_windows_are_honoured(tmp_path):
+    config = Qwen3Config(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=4,
+        max_window_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).double()
+    assert plain.config.layer_types == ["full_attention", "sliding_attention"]
+    rows = [[*range(20), 3, 4], [*range(20), 7, 8, 9]]
+    for row, scored in zip(rows, _backend(tmp_path).score(rows), strict=True):
+        with torch.no_grad():
+            logprobs = plain(torch.tensor([row])).logits[0].log_softmax(-1)
+        expected = [0.0, *(float(logprobs[t - 1, row[t]]) for t in range(1, len(row)))]
+        assert scored == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_reference_stays_while_the_model_learns(tiny_dir):
+    backend = _backend(tiny_dir)
+    batch = flatten(experiences())
+    before = backend.logprobs(batch)
+    train_step(backend, RECIPE, experiences(), version=0)
+    assert torch.equal(backend.logprobs(batch, reference=True), before)
+    assert not torch.allclose(backend.logprobs(batch), before)
+
+
+def test_a_resumed_run_ends_with_the_same_bytes(tiny_dir, tmp_path):
+    def steps(backend, numbers):
+        for number in numbers:
+            train_step(backend, RECIPE, experiences(number), version=0)
+
+    settings = Settings(lr_scheduler_type="cosine", lr_warmup_steps=2)
+    whole = TorchBackend(
+        tiny_dir, optimizer=settings, max_token_len=60, total_steps=5, reference=True
+    )
+    steps(whole, [0, 1])
+    whole.module.save_pretrained(tmp_path / "model")
+    torch.save(whole.state(), tmp_path / "state.pt")
+    steps(whole, [2, 3])
+    resumed = TorchBackend(
+        tmp_path / "model", optimizer=settings, max_token_len=60, total_steps=5, reference=True,
+        reference_path=tiny_dir,
+    )  # fmt: skip
+    resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    steps(resumed, [2, 3])
+    for name, weight in whole.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_weights_are_those_that_save_pretrained_writes(tie, tmp_path):
+    backend = _backend(make_model(tmp_path / "model", tie=tie))
+    backend.module.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    weights = backend.weights()
+    assert set(weights) == set(saved)
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def test_the_schedule_and_the_clipped_norm_are_reported(tiny_dir):
+    backend = TorchBackend(
+        tiny_dir, optimizer=Settings(lr_warmup_steps=4), max_token_len=60, reference=True,
+        grad_clip=1e-3,
+    )  # fmt: skip
+    metrics = train_step(backend, RECIPE, experiences(), version=0)
+    assert metrics["actor/lr"] == pytest.approx(2.5e-4)
+    assert metrics["actor/grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
+def test_a_recurrent_architecture_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=rf"'{kind}' has layers .* \(linear_attention\)"):
+        refuse_recurrent(AutoConfig.for_model(kind))
+
+
+def test_an_architecture_whose_attention_has_extras_is_refused(tmp_path, monkeypatch):
+    path = make_model(tmp_path / "model")
+    original = load_model.__globals__["token_logprobs"]
+
+    def off(*args, **kwargs):
+        logprobs, entropies = original(*args, **kwargs)
+        return logprobs + 0.1, entropies
+
+    monkeypatch.setitem(load_model.__globals__, "token_logprobs", off)
+    with pytest.raises(ValueError, match=r"'qwen3': packed attention gives .* differ by 0.1"):
+        load_model(path, device="cpu")

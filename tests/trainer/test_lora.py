@@ -1,0 +1,99 @@
+"""LoRA: only the additions train, the base is the reference, merged weights have plain names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.recipes import get_recipe
+from trireme.batch import flatten
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.lora import Lora
+from trireme.trainer.step import train_step
+
+RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo"))
+
+
+def _trained(path, steps: int = 2, **given) -> TorchBackend:
+    torch.manual_seed(0)
+    backend = TorchBackend(
+        path, optimizer=Settings(lr=1e-2), max_token_len=60, reference=True,
+        lora=Lora(rank=4, alpha=8, **given),
+    )  # fmt: skip
+    for number in range(steps):
+        train_step(backend, RECIPE, experiences(number), version=0)
+    return backend
+
+
+def test_merged_weights_are_those_of_peft_and_the_module_stays_unmerged(tiny_dir, tmp_path):
+    backend = _trained(tiny_dir)
+    assert backend.adapter is not None
+    merged = backend.weights()
+    before = {n: p.clone() for n, p in backend.module.named_parameters()}
+    backend.adapter.save(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    expected = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload().state_dict()
+    del expected["lm_head.weight"]  # tied
+    assert set(merged) == set(expected)
+    for name, weight in expected.items():
+        assert torch.allclose(merged[name], weight, atol=1e-7), name
+    assert all(torch.equal(p, before[n]) for n, p in backend.module.named_parameters())
+
+
+def test_merged_weights_score_like_the_adapter(tiny_dir, tmp_path):
+    backend = _trained(tiny_dir)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    plain.load_state_dict(backend.weights(), strict=False)
+    plain.tie_weights()
+    plain.save_pretrained(tmp_path)
+    other = TorchBackend(tmp_path, optimizer=Settings(), max_token_len=60)
+    batch = flatten(experiences())
+    assert torch.allclose(other.logprobs(batch), backend.logprobs(batch), atol=1e-5)
+
+
+def test_the_base_weights_do_not_move_and_are_the_reference(tiny_dir):
+    backend = _trained(tiny_dir)
+    plain = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60)
+    batch = flatten(experiences())
+    assert torch.allclose(backend.logprobs(batch, reference=True), plain.logprobs(batch), atol=1e-6)
+    assert not torch.allclose(backend.logprobs(batch), plain.logprobs(batch), atol=1e-3)
+    trainable = [n for n, p in backend.module.named_parameters() if p.requires_grad]
+    assert trainable and all("lora_" in n for n in trainable)
+
+
+def test_a_resumed_adapter_ends_with_the_same_bytes(tiny_dir, tmp_path):
+    whole = _trained(tiny_dir, steps=2, dropout=0.1)
+    torch.save(whole.state(), tmp_path / "state.pt")
+    train_step(whole, RECIPE, experiences(9), version=0)
+    resumed = _trained(tiny_dir, steps=0, dropout=0.1)
+    resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    train_step(resumed, RECIPE, experiences(9), version=0)
+    for name, weight in whole.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+
+
+def test_the_saved_adapter_holds_the_additions_alone(tiny_dir, tmp_path):
+    backend = _trained(tiny_dir, steps=1)
+    assert backend.adapter is not None
+    backend.adapter.save(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+
+
+def test_gradient_checkpointing_works_with_an_adapter(tiny_dir):
+    results = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        backend = TorchBackend(
+            tiny_dir, optimizer=Settings(), max_token_len=60, reference=True, lora=Lora(rank=4),
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        train_step(backend, RECIPE, experiences(), version=0)
+        results.append(backend.weights())
+    for name, weight in results[0].items():
+        assert torch.allclose(results[1][name], weight, atol=1e-6), name

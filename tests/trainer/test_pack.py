@@ -1,0 +1,98 @@
+"""Pack: the trie computes each shared prefix once and keeps every row's own view of the past."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.samples import experiences
+from trireme.batch import flatten, of_tokens
+from trireme.trainer.pack import cut, pack
+
+
+def _paths(layout) -> dict[int, list[int]]:
+    """Flat token -> the token ids it sees, itself last, from rows and masks."""
+    seen = {}
+    at = 0
+    where = {int(p): t for t, p in enumerate(layout.place)}
+    for rows in layout.rows:
+        mask = rows.mask()
+        for r in range(len(rows.queries)):
+            for q in range(rows.queries.shape[1]):
+                if at in where:
+                    keys = rows.keys[r][mask[r, 0, q]]
+                    seen[where[at]] = layout.tokens[keys].tolist()
+                at += 1
+    return seen
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_every_entry_is_predicted_from_exactly_what_comes_before_it(share):
+    batch = flatten(experiences())
+    layout = pack(batch, share_prefix=share)
+    seen = _paths(layout)
+    for m in range(batch.num_tokens):
+        row = batch.tokens[int(batch.sample_ids[m])]
+        before = row[: int(batch.positions[m])].tolist()
+        assert seen[int(layout.predecessors[m])] == before
+        assert int(layout.positions[layout.predecessors[m]]) == len(before) - 1
+
+
+def test_a_shared_prompt_is_computed_once():
+    batch = of_tokens([[1, 2, 3, 4, 9], [1, 2, 3, 5, 9], [1, 2, 3, 4, 8]])
+    assert sorted(pack(batch).tokens.tolist()) == [1, 2, 3, 4, 5]
+    assert len(pack(batch, share_prefix=False).tokens) == 12
+
+
+def test_equal_rollouts_are_one_row():
+    layout = pack(of_tokens([[1, 2, 3]] * 5))
+    assert layout.tokens.tolist() == [1, 2]
+    assert [len(r.queries) for r in layout.rows] == [1]
+
+
+def test_steps_that_extend_one_another_are_one_causal_row():
+    layout = pack(of_tokens([[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]))
+    [rows] = layout.rows
+    assert rows.causal and rows.queries.tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_tokens_after_the_last_trained_one_are_left_out():
+    [e] = experiences()[-1:]
+    e.mask[:] = False
+    e.mask[4] = True
+    assert len(pack(flatten([e])).tokens) == 4
+
+
+def test_a_window_hides_what_is_further_back():
+    layout = pack(of_tokens([list(range(8))]))
+    mask = layout.rows[0].mask(window=3)[0, 0]
+    assert mask.sum(-1).tolist() == [1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [1, 20, 45, 1000])
+def test_a_cut_holds_every_sample_once_and_keeps_to_its_budget(share, budget):
+    batch = flatten(experiences())
+    parts = list(cut(batch, budget, share_prefix=share))
+    assert sorted(e for p in parts for e in p.eids) == sorted(batch.eids)
+    for part in parts:
+        assert part.num_samples == 1 or len(pack(part, share_prefix=share).tokens) <= budget
+
+
+def test_a_group_that_fits_stays_together():
+    rows = [[t, 2, 3, 4, run, 5] for t in range(6) for run in range(3)]
+    batch = of_tokens(rows)
+    batch = type(batch)(**{**vars(batch), "groups": tuple(str(r[0]) for r in rows)})
+    # One group costs 4 + 3 tokens: two fit into 15, a third would be split.
+    parts = list(cut(batch, 15))
+    assert [len(set(p.groups)) for p in parts] == [2, 2, 2]
+
+
+def test_a_sample_without_entries_is_in_no_micro_batch():
+    some = experiences()
+    some[1].mask[:] = False
+    assert some[1].eid.uid not in {e for p in cut(flatten(some), 50) for e in p.eids}
+
+
+def test_the_sort_orders_ids_beyond_a_byte():
+    layout = pack(of_tokens([[300, 1, 0], [2, 1, 0], [300, 2, 0]]))
+    assert layout.tokens.tolist() == [2, 1, 300, 1, 2]

@@ -1,0 +1,260 @@
+"""Step: one packed train step against a plain float64 loop, and however it is computed."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import make_model
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.names import policy_loss
+from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.trainer.backend import NotFinite, TorchBackend
+from trireme.trainer.step import train_step
+
+FULL = {
+    "algorithm_type": "grpo",
+    "kl_loss_fn": "k3",
+    "kl_loss_fn_args": {"kl_coef": 0.3},
+    "entropy_loss_fn_args": {"entropy_coef": 0.2},
+}
+
+
+def _recipe(**given):
+    return get_recipe(SimpleNamespace(**given))
+
+
+def _gradients(backend: TorchBackend, recipe, samples) -> tuple[dict[str, torch.Tensor], dict]:
+    """Gradients that a train step leaves for the optimizer, and its metrics."""
+    kept = {}
+
+    def keep() -> dict[str, float]:
+        for name, p in backend.module.named_parameters():
+            assert p.grad is not None
+            kept[name] = p.grad.clone()
+        return {}
+
+    backend.step = keep
+    metrics = train_step(backend, recipe, samples, version=0)
+    return kept, metrics
+
+
+def _backend(path, **given) -> TorchBackend:
+    return TorchBackend(path, optimizer=Settings(), **{"max_token_len": 60, **given})
+
+
+def _moved_reference(backend: TorchBackend) -> None:
+    """Make the trained model differ from its reference."""
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in backend.module.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=rng)
+
+
+def _entry_terms(model, reference, e, t):
+    """(policy loss, k3, entropy) of token t of an experience, in float64, by the definitions."""
+    logits = model(e.tokens[None, :t]).logits[0, -1] / e.temperature
+    with torch.no_grad():
+        q = (reference(e.tokens[None, :t]).logits[0, -1] / e.temperature).log_softmax(-1)
+    p = logits.log_softmax(-1)
+    target = e.tokens[t]
+    ratio = (p[target] - e.logprobs[t].double()).exp()
+    a = e.advantages[t].double()
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+    if a < 0:
+        loss = torch.minimum(loss, -a * 3.0)
+    d = q[target] - p[target]
+    return loss, d.exp() - 1 - d, -(p.exp() * p).sum()
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, tmp_path):
+    path = make_model(tmp_path / arch, arch, tie=arch != "llama")
+    backend = _backend(path, reference=True)
+    _moved_reference(backend)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    reference = copy.deepcopy(plain)
+    plain.load_state_dict({k: v.double() for k, v in backend.module.state_dict().items()})
+    samples = experiences()
+    total = torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(int(e.mask.sum()) for e in samples)
+    for e in samples:
+        own = e.mask.nonzero().squeeze(1).tolist()
+        weight = 1 / num_tokens if mode == "token-mean" else 1 / (len(samples) * len(own))
+        for t in own:
+            loss, divergence, entropy = _entry_terms(plain, reference, e, t)
+            total = total + weight * (loss + 0.3 * divergence - 0.2 * entropy)
+    total.backward()
+    got, metrics = _gradients(backend, _recipe(**FULL, loss_agg_mode=mode), samples)
+    assert metrics["actor/loss"] == pytest.approx(total.item(), abs=1e-5)
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        assert torch.allclose(got[name].double(), p.grad, atol=1e-5, rtol=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_token_len": 1000},
+        {"max_token_len": 30},
+        {"share_prefix": False},
+        {"share_prefix": False, "max_token_len": 30},
+        {"gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_layout_changes_neither_loss_nor_gradient(given, tiny_dir):
+    expected, loss = _gradients(_backend(tiny_dir, reference=True), _recipe(**FULL), experiences())
+    got, same = _gradients(
+        _backend(tiny_dir, reference=True, **given), _recipe(**FULL), experiences()
+    )
+    assert same["actor/loss"] == pytest.approx(loss["actor/loss"], abs=1e-6)
+    for name in expected:
+        assert torch.allclose(got[name], expected[name], atol=1e-6, rtol=1e-4), name
+
+
+def test_logits_made_in_chunks_give_the_same_gradient(tiny_dir, monkeypatch):
+    expected, _ = _gradients(
+        _backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences()
+    )
+    monkeypatch.setattr("trireme.trainer.model._LOGIT_NUMBERS", 100 * 7)
+    got, _ = _gradients(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences())
+    for name in expected:
+        assert torch.allclose(got[name], expected[name], atol=1e-6, rtol=1e-4), name
+
+
+def test_samples_without_advantage_are_skipped_and_still_count(tiny_dir):
+    samples = experiences()
+    for e in samples[1:6]:
+        e.advantages = torch.zeros(len(e.tokens))
+    recipe = _recipe(algorithm_type="grpo", kl_loss_fn="none")
+    results = []
+    for skip in (True, False):
+        backend = _backend(tiny_dir)
+        metrics = train_step(backend, recipe, samples, version=0, skip_idle=skip)
+        results.append((metrics, backend.weights()))
+    (lean, lean_weights), (plain, plain_weights) = results
+    assert (lean["perf/idle_experiences"], plain["perf/idle_experiences"]) == (5, 0)
+    assert lean["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+    for name in plain_weights:
+        assert torch.allclose(lean_weights[name], plain_weights[name], atol=1e-5)
+
+
+def test_a_batch_without_any_advantage_still_decays_the_weights(tiny_dir):
+    samples = experiences()
+    for e in samples:
+        e.advantages = torch.zeros(len(e.tokens))
+    backend = _backend(tiny_dir)
+    before = {name: w.clone() for name, w in backend.weights().items()}
+    metrics = train_step(
+        backend, _recipe(algorithm_type="grpo", kl_loss_fn="none"), samples, version=0
+    )
+    assert metrics["actor/grad_norm"] == 0
+    for name, weight in backend.weights().items():
+        assert torch.allclose(weight, before[name] * (1 - 1e-3 * 0.01), atol=1e-9)
+
+
+def test_a_batch_without_a_trained_token_moves_nothing(tiny_dir):
+    samples = experiences()[:2]
+    for e in samples:
+        e.mask[:] = False
+    backend = _backend(tiny_dir)
+    assert train_step(backend, _recipe(**FULL), samples, version=0) == {"perf/trained_tokens": 0}
+    assert backend.steps == 0
+
+
+def test_sft_lowers_the_loss_on_its_own_data(tiny_dir):
+    samples = experiences()
+    for e in samples:
+        e.logprobs = e.advantages = e.versions = None
+    backend = _backend(tiny_dir)
+    recipe = _recipe(algorithm_type="sft")
+    losses = [train_step(backend, recipe, samples, version=0)["actor/loss"] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
+
+
+def test_loss_weight_scales_what_a_token_contributes(tiny_dir):
+    samples = experiences()
+    for e in samples:
+        e.loss_weight = torch.full((len(e.tokens),), 2.0)
+    recipe = _recipe(algorithm_type="sft")
+    _, doubled = _gradients(_backend(tiny_dir), recipe, samples)
+    _, plain = _gradients(_backend(tiny_dir), recipe, experiences())
+    assert doubled["actor/loss"] == pytest.approx(2 * plain["actor/loss"], rel=1e-5)
+
+
+def test_engine_and_trainer_are_compared_on_tokens_of_this_version(tiny_dir):
+    backend = _backend(tiny_dir)
+    samples = experiences()
+    for e in samples:
+        [scored] = _scored(backend, e)
+        off = 0.5 if e is samples[0] else 0.0
+        e.logprobs = torch.tensor(scored) + off
+    recipe = _recipe(algorithm_type="grpo", kl_loss_fn="none")
+    assert train_step(backend, recipe, samples, version=0)["rollout/logprob_diff_max"] == (
+        pytest.approx(0.5, abs=1e-4)
+    )
+    stale = train_step(backend, recipe, samples, version=3)
+    assert "rollout/logprob_diff_max" not in stale
+    assert stale["rollout/staleness_mean"] == 3
+
+
+def _scored(backend, e):
+    return backend.score([e.tokens.tolist()], temperature=e.temperature)
+
+
+def test_old_logprobs_may_be_the_trainers_own(tiny_dir):
+    samples = experiences()
+    for e in samples:
+        e.logprobs = None
+    recipe = _recipe(algorithm_type="grpo", kl_loss_fn="none", bypass_old_logprobs=False)
+    assert train_step(_backend(tiny_dir), recipe, samples, version=0)["actor/ppo_kl"] == 0
+
+
+def test_missing_data_is_named_with_the_experience(tiny_dir):
+    samples = experiences()
+    samples[2].logprobs = None
+    with pytest.raises(
+        ValueError, match=r"'ppo' asks for 'old_logprobs', which experience 0/0/2/0"
+    ):
+        train_step(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), samples, version=0)
+
+
+def test_a_loss_that_is_not_finite_names_the_sample(tiny_dir):
+    samples = experiences()
+    samples[5].advantages = samples[5].mask * float("nan")
+    with pytest.raises(NotFinite, match="experience 0/1/0/1 is nan at token"):
+        train_step(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), samples, version=0)
+
+
+def test_a_gradient_that_is_not_finite_names_the_sample_and_moves_nothing(tiny_dir):
+    @policy_loss("steep_at_one_place")
+    def steep(logprobs, advantages):
+        # sqrt has an infinite slope at 0
+        return (advantages.abs() * (logprobs - logprobs.detach())).sqrt() * (advantages == 7)
+
+    algorithm("steep", advantage=None, policy_loss=steep)
+    samples = experiences()
+    for e in samples:
+        e.advantages = torch.zeros(len(e.tokens))
+    samples[5].advantages = 7.0 * samples[5].mask
+    backend = _backend(tiny_dir)
+    before = {name: w.clone() for name, w in backend.weights().items()}
+    with pytest.raises(NotFinite, match="experience"):
+        train_step(backend, _recipe(algorithm_type="steep"), samples, version=0)
+    assert all(torch.equal(w, before[n]) for n, w in backend.weights().items())
+
+
+def test_a_loss_that_averages_by_itself_is_refused(tiny_dir):
+    @policy_loss("averages")
+    def averages(logprobs):
+        return -logprobs.mean()
+
+    algorithm("averages", advantage=None, policy_loss=averages)
+    with pytest.raises(ValueError, match="not averaged"):
+        train_step(_backend(tiny_dir), _recipe(algorithm_type="averages"), experiences(), version=0)

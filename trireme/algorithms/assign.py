@@ -1,0 +1,74 @@
+"""Assign: writes a group-relative advantage into the experiences of an explore step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trireme.algorithms.part import Part
+from trireme.experience import Experience, group_by
+
+
+def assign_advantages(
+    part: Part, experiences: list[Experience]
+) -> tuple[list[Experience], dict[str, float]]:
+    """Every experience's `advantages` = score * mask and `returns` the same.
+
+    Groups are the tasks of the explore step. Those that the part leaves out (NaN) are not returned.
+    """
+    if not experiences:
+        return [], {"experience_count": 0.0, "filtered_count": 0.0}
+    data = _data(experiences)
+
+    def lookup(name: str, asked_by: str) -> Tensor:
+        if name in data:
+            return data[name]
+        raise ValueError(f"{asked_by} asks for '{name}'. There is: {', '.join(data)}")
+
+    scores = part(lookup, data.__contains__)
+    if not isinstance(scores, Tensor) or scores.shape != data["rewards"].shape:
+        given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"{part.label} gave {given}: expected one number per experience, [{len(experiences)}]"
+        )
+    kept: list[Experience] = []
+    for experience, score in zip(experiences, scores.tolist(), strict=True):
+        if score != score:
+            continue
+        advantages = score * experience.mask.float()
+        experience.advantages, experience.returns = advantages, advantages.clone()
+        kept.append(experience)
+    metrics = _reward_metrics(data["rewards"], data["groups"])
+    metrics["experience_count"] = float(len(kept))
+    metrics["filtered_count"] = float(len(experiences) - len(kept))
+    return kept, metrics
+
+
+def _data(experiences: list[Experience]) -> dict[str, Tensor]:
+    """What an advantage may ask for, one entry per experience."""
+    rewards = []
+    for experience in experiences:
+        if experience.reward is None:
+            raise ValueError(
+                f"experience {experience.eid.uid} has no reward: its workflow must set one"
+            )
+        rewards.append(experience.reward)
+    numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
+    return {
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "groups": torch.tensor([numbers[e.eid.tid] for e in experiences]),
+        "runs": torch.tensor([e.eid.run for e in experiences]),
+        "steps": torch.tensor([e.eid.step for e in experiences]),
+    }
+
+
+def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
+    """Mean reward, mean of the groups' std, and the share of groups that teach nothing."""
+    stds = torch.stack(
+        [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
+    )
+    return {
+        "reward_mean": float(rewards.mean()),
+        "group_reward_std": float(stds.mean()),
+        "zero_std_groups": float((stds == 0).float().mean()),
+    }

@@ -1,0 +1,43 @@
+"""KL: estimates, per token, of how far the policy is from the reference model.
+
+Functions `(logprobs [M], ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
+http://joschu.net/blog/kl-approx.html. What is added to the loss is `kl_coef` (0.001 by default)
+times it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def none(logprobs: Tensor) -> Tensor:
+    """0: no reference model is loaded."""
+    return torch.zeros_like(logprobs)
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log p - log q: unbiased in value, may be negative."""
+    return logprobs - ref_logprobs
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log p - log q|"""
+    return (logprobs - ref_logprobs).abs()
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: its gradient is that of the KL divergence on on-policy tokens."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(d) - 1 - d with d = log q - log p: unbiased in value and never negative."""
+    difference = ref_logprobs - logprobs
+    return difference.exp() - 1 - difference
+
+
+def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """k3 with d kept within +-20 and the result within +-10."""
+    difference = (ref_logprobs - logprobs).clamp(-20, 20)
+    return (difference.exp() - 1 - difference).clamp(-10, 10)

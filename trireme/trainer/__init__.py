@@ -1,0 +1,1 @@
+"""Trainer: turns experiences into moves of the weights."""

@@ -1,0 +1,239 @@
+"""Backend: holds the trained weights, their optimizer and the reference model.
+
+On a CPU all is float32. On a GPU with dtype bfloat16 the weights, gradients and optimizer stay
+float32 and the forward pass runs in bfloat16 (autocast); log-probabilities are float32 always.
+
+Invariants:
+- gradients add up over micro-batches and do not depend on how a batch is cut;
+- a step whose loss or gradient is not finite changes no weight and names the sample;
+- tied weights appear once in `weights`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trireme.batch import Batch, of_tokens
+from trireme.trainer.lora import Adapter, Lora
+from trireme.trainer.model import load_model, token_logprobs
+from trireme.trainer.optim import OptimizerSettings, Schedule, make_optimizer
+from trireme.trainer.pack import cut
+
+# (part of the batch, logprobs [M], entropies [M] or None) -> what the part adds to the loss.
+LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
+
+
+class NotFinite(RuntimeError):
+    """A loss or gradient is NaN or infinite."""
+
+
+class TrainerBackend(Protocol):
+    """What a train step, the synchronizer and a checkpoint need of the trained model."""
+
+    def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
+        """Add the gradient of the batch's loss, one micro-batch after the other."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Move the weights by the gradients so far and forget them."""
+        ...
+
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """log p of each entry [M], of the trained or the reference model; on the CPU."""
+        ...
+
+    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """log p of every token of plain rows; index 0 is 0."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights as they are now, by Hugging Face names, not copied."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beside the weights; `torch.load(weights_only=True)` reads it."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Back to where `state` was taken."""
+        ...
+
+
+class TorchBackend:
+    """One process, one device."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        optimizer: OptimizerSettings,
+        max_token_len: int,
+        total_steps: int | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        grad_clip: float = 1.0,
+        lora: Lora | None = None,
+        gradient_checkpointing: bool = False,
+        reference: bool = False,
+        reference_path: str | Path | None = None,
+        share_prefix: bool = True,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`reference` keeps the model as it is now (or that of `reference_path`) for KL terms."""
+        self.device = torch.device(device)
+        self.module = load_model(model_path, device=device, trust_remote_code=trust_remote_code)
+        self.adapter: Adapter | None = None
+        self._reference: PreTrainedModel | None = None
+        self._has_reference = reference
+        if reference and reference_path is not None:
+            self._reference = load_model(
+                reference_path, device=device, trust_remote_code=trust_remote_code
+            ).requires_grad_(False)
+        elif reference and lora is None:
+            self._reference = copy.deepcopy(self.module).requires_grad_(False)
+        if lora is not None:
+            self.adapter = Adapter(self.module, lora)
+        # Dropout in an adapter and checkpointing are the only things that tell training apart.
+        self._train_mode = gradient_checkpointing or bool(lora and lora.dropout)
+        if gradient_checkpointing:
+            # transformers 5 renames the one to the other on its way to 6.
+            older = self.module.gradient_checkpointing_enable
+            enable = getattr(self.module, "activation_checkpointing_enable", older)
+            enable({"use_reentrant": False})
+        self.optimizer = make_optimizer(self.module.parameters(), optimizer)
+        self.schedule = Schedule(optimizer, total_steps)
+        self.steps = 0
+        self._half = dtype == "bfloat16" and self.device.type == "cuda"
+        self._grad_clip = grad_clip
+        self._max_token_len = max_token_len
+        self._share_prefix = share_prefix
+        self._since_step: list[tuple[Batch, LossFunction, bool]] = []
+        self._micro_batches = 0
+
+    def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
+        """See TrainerBackend. Raises NotFinite where the loss does."""
+        self._since_step.append((batch, loss, entropy))
+        self.module.train(self._train_mode)
+        for part in cut(batch, self._max_token_len, share_prefix=self._share_prefix):
+            self._micro_batches += 1
+            self._gradient(part, loss, entropy)
+        self.module.eval()
+
+    def step(self) -> dict[str, float]:
+        """See TrainerBackend. Raises NotFinite naming a sample, and moves nothing."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            # No gradient is one of 0: momentum and weight decay go on.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip))
+        if norm != norm or norm == float("inf"):
+            raise NotFinite(
+                f"train step {self.steps + 1}: the gradient norm is {norm}; {self._blame()}"
+            )
+        lr = self.schedule.lr(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        metrics = {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "perf/micro_batches": float(self._micro_batches),
+        }
+        self.steps += 1
+        self._since_step.clear()
+        self._micro_batches = 0
+        return metrics
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """See TrainerBackend."""
+        assert self._has_reference or not reference, (
+            "this backend was made without a reference model"
+        )
+        model = self._reference if reference and self._reference is not None else self.module
+        off = reference and model is self.module and self.adapter is not None
+        out = torch.empty(batch.num_tokens)
+        index = torch.arange(batch.num_tokens)
+        numbered = batch.with_fields(entry=index)
+        with self.adapter.disabled() if off and self.adapter else nullcontext():
+            for part in cut(numbered, self._max_token_len, share_prefix=self._share_prefix):
+                with self._precision():
+                    got, _ = token_logprobs(model, part, share_prefix=self._share_prefix)
+                out[part.fields["entry"]] = got.cpu()
+        return out
+
+    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """See TrainerBackend."""
+        batch = of_tokens(ids, temperature=temperature)
+        rows = self.logprobs(batch).split(batch.counts.tolist())
+        return [[0.0, *row.tolist()] for row in rows]
+
+    def weights(self) -> dict[str, Tensor]:
+        """See TrainerBackend. With LoRA: merged, in new tensors for the layers concerned."""
+        named = self.adapter.merged() if self.adapter else self.module.state_dict()
+        seen: set[int] = set()
+        out: dict[str, Tensor] = {}
+        for name, tensor in named.items():
+            if tensor.data_ptr() not in seen:
+                out[name] = tensor.detach()
+            seen.add(tensor.data_ptr())
+        return out
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer, schedule and random state; with LoRA the adapter too."""
+        rng = {"torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {"last_epoch": self.steps},
+            "rng": rng,
+        }
+        if self.adapter:
+            state["adapter"] = self.adapter.weights()
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See TrainerBackend. The weights are those that the backend was made from."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["scheduler"]["last_epoch"]
+        torch.set_rng_state(state["rng"]["torch"])
+        if self.device.type == "cuda" and "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+        if self.adapter:
+            self.adapter.load(state["adapter"])
+
+    def _gradient(self, part: Batch, loss: LossFunction, entropy: bool) -> None:
+        """Add the gradient of one micro-batch."""
+        with self._precision():
+            logprobs, entropies = token_logprobs(
+                self.module, part, entropy=entropy, share_prefix=self._share_prefix
+            )
+        loss(part, logprobs, entropies).backward()
+
+    def _precision(self) -> AbstractContextManager:
+        """bfloat16 autocast on a GPU that was asked for it."""
+        return torch.autocast("cuda", torch.bfloat16) if self._half else nullcontext()
+
+    def _blame(self) -> str:
+        """Which sample's own gradient is not finite. Slow: one sample after the other."""
+        for batch, loss, entropy in self._since_step:
+            for sample in range(batch.num_samples):
+                if not batch.counts[sample]:
+                    continue
+                self.optimizer.zero_grad()
+                self._gradient(batch.select([sample]), loss, entropy)
+                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+                if not all(bool(torch.isfinite(g).all()) for g in grads):
+                    return f"the gradient of experience {batch.eids[sample]} is not finite"
+        return "no single experience's gradient is: only their sum overflows"

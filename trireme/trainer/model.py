@@ -1,0 +1,173 @@
+"""Model: log-probabilities of a packed micro-batch from a Hugging Face causal language model.
+
+The base model runs on the flat tokens; logits are made only where an entry needs them, in chunks
+that are computed again in the backward pass, so that no [M, V] tensor outlives its chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from trireme.batch import Batch, of_tokens
+from trireme.trainer import attention
+from trireme.trainer.pack import Layout, pack
+
+logger = logging.getLogger(__name__)
+
+# Layers that attend to tokens by position and to nothing else.
+_PLAIN_LAYERS = ("full_attention", "sliding_attention", "attention")
+_RECURRENT_KEYS = ("state_size", "mamba_d_state", "linear_num_key_heads", "lru_width")
+# How much float32 logits may take at once, in numbers: 64 MiB.
+_LOGIT_NUMBERS = 2**24
+_AGREEMENT = 1e-3  # largest difference to the model's own forward pass, nats, float32
+
+
+def load_model(
+    path: str | Path, *, device: str, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model of a folder in float32 with packed attention; ValueError if it cannot have it."""
+    attention.register()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    refuse_recurrent(config)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
+    model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
+    prove_packed(model)
+    return model
+
+
+def refuse_recurrent(config: PreTrainedConfig) -> None:
+    """Raise ValueError where layers carry a state that packed attention does not."""
+    text = config.get_text_config()
+    others = sorted({*(getattr(text, "layer_types", None) or ())} - {*_PLAIN_LAYERS})
+    others += [key for key in _RECURRENT_KEYS if not others and getattr(text, key, None)]
+    if others:
+        raise ValueError(
+            f"model_type '{config.model_type}' has layers that are not plain attention "
+            f"({', '.join(others)}): the torch trainer cannot train it"
+        )
+
+
+def prove_packed(model: PreTrainedModel) -> None:
+    """Switch to packed attention, having compared a small trie with the model's own forward pass.
+
+    Raises ValueError where the two differ: an architecture with extras that are not computed here.
+    """
+    batch = of_tokens([[7, 2, 3, 5], [7, 2, 3, 5], [7, 4, 3, 6]])
+    name = model.config.model_type
+    with torch.no_grad():
+        expected = _own_logprobs(model, batch)
+        try:
+            model.set_attn_implementation(attention.NAME)
+            got, _ = token_logprobs(model, batch)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"model_type '{name}' does not take packed attention: {error}"
+            ) from error
+    worst = float((got.cpu() - expected).abs().max())
+    if not worst < _AGREEMENT:
+        raise ValueError(
+            f"model_type '{name}': packed attention gives log-probabilities that differ by "
+            f"{worst:.3g} from the model's own (at most {_AGREEMENT:g} allowed): the torch trainer "
+            f"cannot train it"
+        )
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    entropy: bool = False,
+    share_prefix: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Of each entry log p(target | earlier) at its temperature, and the entropy there: [M], [M].
+
+    Both are float32 at least, and on the model's device.
+    """
+    device = next(model.parameters()).device
+    layout = pack(batch, share_prefix=share_prefix).to(device)
+    hidden = _hidden(model, layout)
+    temperatures = batch.temperatures.to(device)
+    chunk = max(1, _LOGIT_NUMBERS // model.config.get_text_config().vocab_size)
+    targets = batch.targets.to(device)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, batch.num_tokens, chunk):
+        at = slice(start, start + chunk)
+        inputs = (model, hidden, layout.predecessors[at], targets[at], temperatures[at], entropy)
+        if batch.num_tokens > chunk and torch.is_grad_enabled():
+            parts.append(checkpoint(_score, *inputs, use_reentrant=False))
+        else:
+            parts.append(_score(*inputs))
+    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropies if entropy else None
+
+
+def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
+    """Last hidden states [T, D] of the flat tokens."""
+    out = model.base_model(
+        input_ids=layout.tokens[None],
+        position_ids=layout.positions[None],
+        use_cache=False,
+        packed=layout,
+    )
+    return out.last_hidden_state[0]
+
+
+def _score(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    predecessors: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability [M] and entropy [M] (empty where not asked for) of a chunk of entries.
+
+    Entries that follow the same token at the same temperature (equal rollouts) share their logits.
+    """
+    nodes, node_of = predecessors.unique(return_inverse=True)
+    at_node = torch.empty_like(nodes, dtype=torch.float32).index_copy_(0, node_of, temperatures)
+    shared = bool((at_node[node_of] == temperatures).all())
+    if not shared:
+        nodes, node_of, at_node = predecessors, torch.arange(len(predecessors)), temperatures
+        node_of = node_of.to(predecessors.device)
+    logits = _logits(model, attention.select(hidden, nodes)) / at_node[:, None]
+    log_sums = logits.logsumexp(-1)
+    flat_index = node_of * logits.shape[1] + targets
+    logprobs = logits.view(-1)[flat_index] - log_sums[node_of]
+    if not entropy:
+        return logprobs, logprobs.new_empty(0)
+    expected = (logits.softmax(-1) * logits).sum(-1)
+    return logprobs, (log_sums - expected)[node_of]
+
+
+def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Float32 logits [M, V], with the scale or soft cap that a few architectures put on them."""
+    head = model.get_output_embeddings()
+    assert head is not None
+    logits = head(hidden)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    config = model.config
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+def _own_logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The entries' log-probabilities by the model's own forward pass, a row per sample."""
+    device = next(model.parameters()).device
+    ids = torch.stack([torch.from_numpy(row) for row in batch.tokens]).to(device)
+    logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1).cpu()
+    return logprobs[batch.sample_ids, batch.positions - 1, batch.targets]

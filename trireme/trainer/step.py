@@ -1,0 +1,157 @@
+"""Step: from a batch of experiences to one move of the weights.
+
+The loss is policy loss - entropy_coef * entropy + kl_coef * KL, each weighted per token over the
+whole batch. There is one optimizer step a batch, so that the log-probabilities that the sampler
+reported are the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trireme.algorithms.recipes import Recipe
+from trireme.batch import Batch, flatten
+from trireme.experience import Experience
+from trireme.trainer.backend import NotFinite, TrainerBackend
+from trireme.trainer.tally import Tally
+
+
+def train_step(
+    backend: TrainerBackend,
+    recipe: Recipe,
+    experiences: Sequence[Experience],
+    *,
+    version: int,
+    skip_idle: bool = True,
+) -> dict[str, float]:
+    """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
+
+    `skip_idle` leaves out samples whose gradient is 0 because all their advantages are (groups with
+    equal rewards, mostly). They count in every average; metrics of single tokens are without them.
+
+    Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
+    """
+    batch = flatten(experiences)
+    if not batch.num_tokens:
+        return {"perf/trained_tokens": 0.0}
+    sizes = _sizes(batch, version)
+    batch = batch.with_fields(weights=recipe.weights(batch))
+    if recipe.needs_reference:
+        batch = batch.with_fields(ref_logprobs=backend.logprobs(batch, reference=True))
+    if skip_idle and recipe.idle_at_zero_advantage:
+        batch = _with_advantage(batch)
+    sizes["perf/idle_experiences"] = sizes["perf/experiences"] - batch.num_samples
+    tally = Tally()
+    loss = partial(batch_loss, recipe=recipe, tally=tally, version=version)
+    backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
+    moved = backend.step()
+    return tally.metrics() | moved | sizes
+
+
+def batch_loss(
+    batch: Batch,
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    *,
+    recipe: Recipe,
+    tally: Tally,
+    version: int,
+) -> Tensor:
+    """What a part of the batch adds to the loss, a scalar; `tally` gets what is to be reported."""
+    own = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
+    if entropies is not None:
+        own["entropies"] = entropies
+    if not recipe.bypass_old_logprobs:
+        own["old_logprobs"] = logprobs.detach()
+
+    def lookup(name: str, asked_by: str) -> Tensor:
+        found = own[name] if name in own else batch.get(name, asked_by=asked_by)
+        return found.to(logprobs.device)
+
+    def has(name: str) -> bool:
+        return name in own or name in batch.fields
+
+    weights = lookup("weights", "the trainer")
+    policy = recipe.policy_loss(lookup, has)
+    policy, reported = policy if isinstance(policy, tuple) else (policy, {})
+    _check(policy, batch, recipe)
+    total = policy
+    tally.sum("actor/pg_loss", policy * weights)
+    if recipe.kl:
+        divergence = recipe.kl(lookup, has)
+        total = total + recipe.kl.coefficient * divergence
+        tally.sum("actor/kl_loss", divergence * weights)
+    if recipe.entropy:
+        bonus = recipe.entropy(lookup, has)
+        total = total - recipe.entropy.coefficient * bonus
+        tally.mean("actor/entropy", bonus)
+    elif recipe.schema == "experience":
+        # On tokens that the policy sampled itself, -log p is an unbiased estimate of its entropy.
+        tally.mean("actor/entropy", -logprobs)
+    for name, values in reported.items():
+        tally.mean(f"actor/{name}", values)
+    _compare_with_sampler(batch, logprobs, version, tally)
+    loss = (total * weights).sum()
+    tally.sum("actor/loss", loss)
+    if not torch.isfinite(loss):
+        _blame(total, batch, recipe)
+    return loss
+
+
+def _check(policy: Tensor, batch: Batch, recipe: Recipe) -> None:
+    """A user's loss that averages by itself is the likeliest mistake."""
+    if policy.shape != batch.targets.shape:
+        raise ValueError(
+            f"algorithm.{recipe.policy_loss.label} gave {list(policy.shape)}: expected one "
+            f"number per token, [{batch.num_tokens}], not averaged"
+        )
+
+
+def _blame(total: Tensor, batch: Batch, recipe: Recipe) -> None:
+    """Raise NotFinite naming the sample with the first token whose loss is not finite."""
+    broken = (~torch.isfinite(total)).nonzero()
+    if len(broken):
+        entry = int(broken[0])
+        raise NotFinite(
+            f"the loss of experience {batch.eids[int(batch.sample_ids[entry])]} is "
+            f"{float(total[entry].detach())} at token {int(batch.positions[entry])} "
+            f"(algorithm '{recipe.name}')"
+        )
+    raise NotFinite(f"the loss of a batch overflows (algorithm '{recipe.name}')")
+
+
+def _compare_with_sampler(batch: Batch, logprobs: Tensor, version: int, tally: Tally) -> None:
+    """|engine - trainer| on tokens that the current weights sampled: rounding, nothing else."""
+    if "versions" not in batch.fields or "old_logprobs" not in batch.fields:
+        return
+    current = batch.fields["versions"] == version
+    if not bool(current.any()):
+        return
+    difference = (logprobs.detach().cpu() - batch.fields["old_logprobs"])[current].abs()
+    tally.mean("rollout/logprob_diff_mean", difference)
+    tally.max("rollout/logprob_diff_max", difference)
+
+
+def _with_advantage(batch: Batch) -> Batch:
+    """The samples of which at least one token has an advantage."""
+    advantages = batch.get("advantages", asked_by="the trainer")
+    busy = batch.sample_ids[advantages != 0].unique()
+    return batch if len(busy) == batch.num_samples else batch.select(busy.tolist())
+
+
+def _sizes(batch: Batch, version: int) -> dict[str, float]:
+    """Size of the batch, and how many pushes ago its tokens were sampled."""
+    metrics = {
+        "perf/trained_tokens": float(batch.num_tokens),
+        "perf/experiences": float(batch.num_samples),
+    }
+    versions = batch.fields.get("versions")
+    if versions is not None and len(sampled := versions[versions >= 0]):
+        ages = (version - sampled).float()
+        metrics["rollout/staleness_mean"] = float(ages.mean())
+        metrics["rollout/staleness_max"] = float(ages.max())
+    return metrics

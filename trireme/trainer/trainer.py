@@ -1,0 +1,128 @@
+"""Trainer: takes batches from the buffer, learns from them, publishes weights, saves checkpoints.
+
+Invariants:
+- What is taken is committed with the checkpoint that learned from it, and not before.
+- The trainer catches nothing: the first error ends the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from trireme.algorithms.recipes import Recipe
+from trireme.buffer.buffer import Buffer, Closed
+from trireme.engines.device import Device
+from trireme.experience import Experience
+from trireme.log import get_logger
+from trireme.sync.synchronizer import TrainerSync
+from trireme.trainer.backend import TrainerBackend
+from trireme.trainer.step import train_step
+
+logger = get_logger("trainer")
+
+Report = Callable[[str, int, dict[str, float]], None]
+
+
+class Checkpointer(Protocol):
+    """Writes whole checkpoints."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where explorer, taskset and buffer stand now; asked on the event loop, where they live."""
+        ...
+
+    def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+        """Write everything that belongs to `step`; runs on the device, next to the weights."""
+        ...
+
+
+class Trainer:
+    """Buffer.take ▸ train_step ▸ Synchronizer.trained, until the steps or the experiences run out."""
+
+    def __init__(
+        self,
+        *,
+        backend: TrainerBackend,
+        recipe: Recipe,
+        buffer: Buffer,
+        device: Device,
+        sync: TrainerSync | None,
+        batch_size: int,
+        total_steps: int | None,
+        save_interval: int,
+        checkpointer: Checkpointer,
+        report: Report,
+        version: Callable[[], int] = lambda: 0,
+        max_seconds: float | None = None,
+    ) -> None:
+        """`version()` is the engine's weight version.
+
+        `max_seconds` ends training after so much time, for comparisons at equal cost.
+        """
+        self.backend = backend
+        self.recipe = recipe
+        self.buffer = buffer
+        self.device = device
+        self.sync = sync
+        self.batch_size = batch_size
+        self.total_steps = total_steps
+        self.save_interval = save_interval
+        self.checkpointer = checkpointer
+        self.report = report
+        self.version = version
+        self.max_seconds = max_seconds
+        self.step = 0
+        self.seconds = 0.0
+
+    async def train(self) -> None:
+        """The loop. Always ends with a checkpoint of the last step."""
+        while not self._enough():
+            try:
+                experiences = await self._take()
+            except Closed:
+                break
+            await self._train_on(experiences)
+            if self.save_interval and self.step % self.save_interval == 0 and not self._enough():
+                await self._save(last=False)
+        await self._save(last=True)
+        if self.sync is not None:
+            self.sync.stopped(self.step)
+        await self.buffer.close()
+
+    def _enough(self) -> bool:
+        if self.max_seconds is not None and self.seconds >= self.max_seconds:
+            return True
+        return self.total_steps is not None and self.step >= self.total_steps
+
+    async def _take(self) -> list[Experience]:
+        """A batch; the synchronizer knows while we wait for one, so that it can let others go on."""
+        short = len(self.buffer) < self.batch_size
+        if short and self.sync is not None:
+            self.sync.waiting(True)
+        try:
+            return await self.recipe.take(self.buffer, self.batch_size)
+        finally:
+            if short and self.sync is not None:
+                self.sync.waiting(False)
+
+    async def _train_on(self, experiences: list[Experience]) -> None:
+        started = time.monotonic()
+        metrics = await self.device.run(self._step, experiences)
+        self.step += 1
+        elapsed = time.monotonic() - started
+        self.seconds += elapsed
+        tokens = sum(len(e.tokens) for e in experiences)
+        metrics |= {"time/train": elapsed, "perf/train_tokens_per_s": tokens / max(elapsed, 1e-9)}
+        if self.sync is not None:
+            metrics |= await self.sync.trained(self.step)
+        self.report("trainer", self.step, metrics)
+
+    def _step(self, experiences: list[Experience]) -> dict[str, Any]:
+        return train_step(self.backend, self.recipe, experiences, version=self.version())
+
+    async def _save(self, *, last: bool) -> None:
+        state = self.checkpointer.snapshot()
+        await self.device.run(self.checkpointer.save, self.step, state, last)
+        self.buffer.commit()
+        logger.info("checkpoint of step %d saved", self.step)
