@@ -1,0 +1,1 @@
+"""Buffer: what carries experiences from the explorer to the trainer."""

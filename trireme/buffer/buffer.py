@@ -1,8 +1,8 @@
 """Buffer: carries experiences from the explorer to the trainer.
 
-Invariants: a group (all experiences of one task in one explore step) enters in one `put` and is never
-split before its advantages are known. Nothing is lost or doubled: `state` holds what was put and not
-taken, `commit` says that what was taken is safely in a checkpoint.
+Invariants: a group (all experiences of one task in one explore step) enters in one `put` and is
+never split before its advantages are known. Nothing is lost or doubled: `state` holds what was
+put and not taken, `commit` says that what was taken is safely in a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Buffer(Protocol):
         Waits for more; raises TimeoutError naming the buffer, how many were wanted and how many it
         has after `max_read_timeout` seconds without a new one; raises Closed when closed and empty.
         """
+        ...
+
+    async def fail(self, error: BaseException) -> None:
+        """The run has failed: everyone who waits, here or in another process, gets the cause."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,224 @@
+"""What every buffer keeps: order, batches, the end, back-pressure, time-outs, and resuming."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
+from trireme.buffer.buffer import Buffer, Closed
+from trireme.buffer.file import FileBuffer
+from trireme.buffer.queue import QueueBuffer
+from trireme.buffer.sql import SqlBuffer
+from trireme.experience import EID, Experience
+
+Make = Callable[..., Any]
+
+
+class FourRows:
+    """A data set of four rows."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        return sample(1, index // 2, index % 2)
+
+
+@pytest.fixture(params=["queue", "sql"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Makes buffers of one kind; the SQL ones all open the same database."""
+
+    def build(**options: Any) -> Any:
+        if request.param == "queue":
+            return QueueBuffer("experiences", **options)
+        return SqlBuffer("experiences", f"sqlite:///{tmp_path / 'buffer.db'}", **options)
+
+    return build
+
+
+@pytest.fixture(params=["queue", "sql", "file"])
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Makes a buffer that holds the four experiences of one step and gets no more."""
+
+    async def build() -> Buffer:
+        if request.param == "file":
+            return FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
+        buffer: Any = QueueBuffer("experiences")
+        if request.param == "sql":
+            buffer = SqlBuffer("experiences", f"sqlite:///{tmp_path / 'buffer.db'}")
+        await buffer.put(step_of(1))
+        return buffer
+
+    return build
+
+
+ALL = uids(step_of(1))
+
+
+def test_experiences_come_in_the_order_of_the_puts_across_their_borders(make: Make) -> None:
+    async def main() -> None:
+        buffer = make()
+        await buffer.put(step_of(1))
+        await buffer.put(step_of(2))
+        assert len(buffer) == 8
+        taken = await buffer.take(3) + await buffer.take(5)
+        assert uids(taken) == uids(step_of(1) + step_of(2))
+        assert len(buffer) == 0
+
+    run(main())
+
+
+def test_what_comes_out_is_what_went_in(make: Make) -> None:
+    async def main() -> None:
+        buffer = make()
+        await buffer.put([sample(3, 1, 1)])
+        [out] = await buffer.take(1)
+        wanted = sample(3, 1, 1)
+        assert out.tokens.tolist() == wanted.tokens.tolist()
+        assert out.mask.tolist() == wanted.mask.tolist()
+        assert out.logprobs is not None and wanted.logprobs is not None
+        assert out.logprobs.tolist() == wanted.logprobs.tolist()
+        assert (out.version, out.reward, out.info) == (3, 1.0, wanted.info)
+
+    run(main())
+
+
+def test_what_is_left_at_the_end_is_one_smaller_batch(filled: Callable[[], Any]) -> None:
+    async def main() -> None:
+        buffer = await filled()
+        assert len(buffer) == 4
+        first = await buffer.take(3)
+        if not isinstance(buffer, FileBuffer):
+            await buffer.close()
+        assert uids(first + await buffer.take(3)) == ALL
+        with pytest.raises(Closed, match="experiences"):
+            await buffer.take(3)
+
+    run(main())
+
+
+def test_a_resumed_buffer_gives_exactly_what_was_not_taken(filled: Callable[[], Any]) -> None:
+    async def main() -> None:
+        buffer = await filled()
+        first = await buffer.take(1)
+        state = buffer.state()
+        buffer.commit()
+        lost = await buffer.take(2)  # learned from, but not in a checkpoint when the process dies
+        if isinstance(buffer, SqlBuffer):
+            again: Any = SqlBuffer("experiences", str(buffer._database.url))
+        elif isinstance(buffer, FileBuffer):
+            again = FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
+        else:
+            again = QueueBuffer("experiences")
+        again.load_state(state)
+        assert len(again) == 3
+        taken = await again.take(3)
+        assert uids(first + taken) == ALL
+        assert uids(taken)[:2] == uids(lost)
+
+    run(main())
+
+
+def test_closing_wakes_a_trainer_that_waits_for_more_than_will_come(make: Make) -> None:
+    """7,680 are wanted, and the episodes end early."""
+
+    async def main() -> None:
+        buffer = make()
+        waiting = asyncio.create_task(buffer.take(7680))
+        await buffer.put(step_of(1))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await buffer.close()
+        assert uids(await waiting) == ALL
+
+    run(main())
+
+
+def test_closing_wakes_an_explorer_that_waits_for_room(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(capacity=1)
+        await buffer.put(step_of(1))
+        waiting = asyncio.create_task(buffer.put(step_of(2)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await buffer.close()
+        with pytest.raises(Closed):
+            await waiting
+
+    run(main())
+
+
+def test_failing_wakes_everyone_with_the_cause(make: Make) -> None:
+    async def main() -> None:
+        buffer = make()
+        waiting = asyncio.create_task(buffer.take(2))
+        await asyncio.sleep(0.02)
+        await buffer.fail(RuntimeError("the engine is out of memory"))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await waiting
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await buffer.put(step_of(1))
+
+    run(main())
+
+
+def test_a_put_waits_while_the_buffer_is_full(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(capacity=1)
+        await buffer.put(step_of(1))
+        waiting = asyncio.create_task(buffer.put(step_of(2)))
+        await asyncio.sleep(0.02)
+        assert len(buffer) == 4 and not waiting.done()
+        await buffer.take(4)
+        await waiting
+        assert uids(await buffer.take(4)) == uids(step_of(2))
+
+    run(main())
+
+
+def test_a_full_buffer_takes_more_when_the_trainer_wants_more_than_it_holds(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(capacity=1)
+        await buffer.put(step_of(1))
+        taking = asyncio.create_task(buffer.take(8))
+        await buffer.put(step_of(2))
+        assert uids(await taking) == uids(step_of(1) + step_of(2))
+
+    run(main())
+
+
+def test_a_trainer_that_waits_too_long_is_told_for_what(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(max_read_timeout=10.0, clock=JumpingClock())
+        await buffer.put(step_of(1))
+        wanted = r"wanted 5 experiences of buffer 'experiences', which has 4, .* 10 s"
+        with pytest.raises(TimeoutError, match=wanted):
+            await buffer.take(5)
+        assert len(buffer) == 4
+
+    run(main())
+
+
+def test_an_explorer_that_waits_too_long_is_told_for_what(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(capacity=1, max_read_timeout=10.0, clock=JumpingClock())
+        await buffer.put(step_of(1))
+        with pytest.raises(TimeoutError, match=r"'experiences' is full \(1 explore steps\)"):
+            await buffer.put(step_of(2))
+
+    run(main())
+
+
+def test_an_empty_put_is_no_put(make: Make) -> None:
+    async def main() -> None:
+        buffer = make(capacity=1)
+        for _ in range(3):
+            await buffer.put([])
+        assert len(buffer) == 0
+
+    run(main())

@@ -1,0 +1,119 @@
+"""The copy of experiences: one row and one line an id, in the places that the seeds show."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.buffer.samples import run, sample, step_of, uids
+from trireme.buffer.queue import QueueBuffer
+from trireme.buffer.record import Record, record_for
+from trireme.buffer.table import resolve_url
+from trireme.serialize import decode
+
+
+def rows(database: Path, columns: str = "msg_id") -> list[Any]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute(f"SELECT {columns} FROM experiences ORDER BY id").fetchall()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_queue_leaves_a_copy_in_the_database_and_as_lines(tmp_path: Path) -> None:
+    record = record_for("sqlite:///gsm8k.db", tmp_path)
+
+    async def main() -> None:
+        buffer = QueueBuffer("gsm8k_buffer", record=record)
+        await buffer.put(step_of(1))
+        await buffer.take(4)
+        record.close()
+
+    run(main())
+    assert [uid for (uid,) in rows(tmp_path / "gsm8k.db")] == uids(step_of(1))
+    [row] = rows(tmp_path / "gsm8k.db", "task_id, model_version, reward, prompt_text")[:1]
+    assert row == ("1/0", 1, 0.0, "question 0")
+    [data] = rows(tmp_path / "gsm8k.db", "experience_bytes")[3]
+    assert decode(data)[0].tokens.tolist() == sample(1, 1, 1).tokens.tolist()
+    written = lines(tmp_path / "experience_buffer.jsonl")
+    assert [line["eid"] for line in written] == uids(step_of(1))
+    assert written[1]["response"] == "answer 1" and written[1]["reward"] == 1.0
+
+
+def test_a_relative_database_lies_in_the_buffer_folder() -> None:
+    folder = Path("/job/buffer")
+    assert resolve_url("sqlite:///x.db", folder) == "sqlite:////job/buffer/x.db"
+    assert resolve_url("x.db", folder) == "sqlite:////job/buffer/x.db"
+    assert resolve_url("sqlite:////data/x.db", folder) == "sqlite:////data/x.db"
+    assert resolve_url("postgresql://host/x", folder) == "postgresql://host/x"
+
+
+def test_writing_an_id_again_replaces_it(tmp_path: Path) -> None:
+    async def main(record: Record, reward: float) -> None:
+        changed = step_of(1)
+        changed[0].reward = reward
+        await record.write(changed)
+
+    for reward in (3.0, 5.0):
+        record = record_for("copy.db", tmp_path)
+        run(main(record, reward))
+        record.close()
+    assert len(rows(tmp_path / "copy.db")) == 4
+    assert (5.0,) in rows(tmp_path / "copy.db", "reward")
+    written = lines(tmp_path / "experience_buffer.jsonl")
+    assert len(written) == 4 and written[0]["reward"] == 5.0
+
+
+def test_rewinding_removes_what_came_after_the_step(tmp_path: Path) -> None:
+    record = record_for("copy.db", tmp_path)
+
+    async def main() -> None:
+        for batch in (1, 2, 3):
+            await record.write(step_of(batch))
+
+    run(main())
+    record.rewind(1)
+    record.close()
+    assert [uid for (uid,) in rows(tmp_path / "copy.db")] == uids(step_of(1))
+    assert [line["eid"] for line in lines(tmp_path / "experience_buffer.jsonl")] == uids(step_of(1))
+
+
+def test_a_line_that_a_crash_cut_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "experience_buffer.jsonl"
+    path.write_text('{"eid": "1/0/0/0", "step": 1}\n{"eid": "1/0/1/0", "st')
+    record = record_for(None, tmp_path)
+    run(record.write([sample(2, 0, 0)]))
+    record.close()
+    assert [line["eid"] for line in lines(path)] == ["1/0/0/0", "2/0/0/0"]
+
+
+def test_the_copy_is_of_the_moment_when_it_was_written(tmp_path: Path) -> None:
+    record = record_for(None, tmp_path)
+
+    async def main() -> None:
+        e = sample(1, 0, 0)
+        await record.write([e])
+        e.reward, e.metrics["accuracy"] = 9.0, 9.0
+
+    run(main())
+    record.close()
+    [line] = lines(tmp_path / "experience_buffer.jsonl")
+    assert line["reward"] == 0.0 and line["metrics"] == {"accuracy": 1.0}
+
+
+def test_a_copy_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "experience_buffer.jsonl").mkdir()
+    record = record_for(None, tmp_path)
+
+    async def main() -> None:
+        buffer = QueueBuffer("experiences", record=record)
+        await buffer.put(step_of(1))
+        buffer.state()
+
+    with pytest.raises(OSError, match=r"experience_buffer\.jsonl"):
+        run(main())

@@ -1,0 +1,148 @@
+"""convert: what this trainer writes, as folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import make_model
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.save import save_checkpoint
+from trireme.cli.convert import convert
+
+
+def save(job: Path, step: int, model: Path, *, hf: bool = False) -> Path:
+    return save_checkpoint(
+        JobFolder(job),
+        step,
+        weights=load_file(model / "model.safetensors"),
+        optimizer={},
+        extra={},
+        run_state={},
+        model_dir=model,
+        hf=hf,
+    )
+
+
+def exported(step: Path) -> Path:
+    return step / "actor" / "huggingface" / "model.safetensors"
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_exported_folder_loads_and_computes_the_same(
+    tmp_path: Path, arch: str, tie: bool
+) -> None:
+    model = make_model(tmp_path / "model", arch, tie=tie)
+    step = save(tmp_path / "job", 1, model)
+    assert not exported(step).exists()
+    assert convert(tmp_path / "job", None) == 0
+    hf = step / "actor" / "huggingface"
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        before = AutoModelForCausalLM.from_pretrained(model)(ids).logits
+        after = AutoModelForCausalLM.from_pretrained(hf)(ids).logits
+    assert torch.equal(before, after)
+    text = AutoTokenizer.from_pretrained(hf)
+    assert text.chat_template == AutoTokenizer.from_pretrained(model).chat_template
+
+
+def test_all_steps_under_a_folder_are_converted_once(
+    tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        save(tmp_path / "project" / "name", 2, tiny_dir),
+        save(tmp_path / "project" / "name", 10, tiny_dir, hf=True),
+        save(tmp_path / "project" / "name" / "sft", 1, tiny_dir),
+    ]
+    assert convert(tmp_path, None) == 0
+    assert "2 exported, 1 complete already, 0 failed" in capsys.readouterr().out
+    assert all(exported(step).exists() for step in steps)
+    times = [exported(step).stat().st_mtime_ns for step in steps]
+    assert convert(tmp_path, None) == 0
+    assert "0 exported, 3 complete already, 0 failed" in capsys.readouterr().out
+    assert [exported(step).stat().st_mtime_ns for step in steps] == times
+
+
+@pytest.mark.parametrize("inner", ["", "actor", "actor/huggingface"])
+def test_one_step_by_its_folder_or_one_inside_it(
+    tmp_path: Path, tiny_dir: Path, inner: str
+) -> None:
+    step, other = save(tmp_path, 120, tiny_dir), save(tmp_path, 121, tiny_dir)
+    assert convert(step / inner, None) == 0
+    assert exported(step).exists() and not exported(other).exists()
+
+
+def test_an_export_that_is_cut_is_made_again(tmp_path: Path, tiny_dir: Path) -> None:
+    step = save(tmp_path, 1, tiny_dir)
+    convert(tmp_path, None)
+    whole = exported(step).read_bytes()
+    exported(step).write_bytes(whole[:-5])
+    assert convert(tmp_path, None) == 0
+    assert exported(step).read_bytes() == whole
+
+
+def test_a_cut_file_with_nothing_to_make_it_from_fails(
+    tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = save(tmp_path, 1, tiny_dir, hf=True)
+    exported(step).write_bytes(exported(step).read_bytes()[:-5])
+    assert convert(tmp_path, None) == 1
+    assert "bytes instead of" in capsys.readouterr().out
+
+
+def test_a_missing_layer_is_seen_by_the_configuration(
+    tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = save(tmp_path, 1, tiny_dir, hf=True)
+    path = step / "actor" / "huggingface" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    assert convert(tmp_path, None) == 1
+    assert "layer 2 of 3 is missing" in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_configuration_asks_for_the_base_model(
+    tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, fine = save(tmp_path, 1, tiny_dir), save(tmp_path, 2, tiny_dir)
+    (step / "actor" / "huggingface" / "config.json").unlink()
+    assert convert(tmp_path, None) == 1
+    out = capsys.readouterr().out
+    [line] = [line for line in out.splitlines() if "--base-model-dir" in line]
+    assert str(step) in line and exported(fine).exists()
+    assert convert(tmp_path, tmp_path) == 1
+    assert "has no config.json" in capsys.readouterr().out
+    assert convert(tmp_path, tiny_dir) == 0
+    AutoModelForCausalLM.from_pretrained(step / "actor" / "huggingface")
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("model_world_size_4_rank_0.pt", "FSDP shards"),
+        ("dist_ckpt/metadata.json", "Megatron checkpoint"),
+        ("other", "there is no model.safetensors in actor"),
+    ],
+)
+def test_other_trainers_checkpoints_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, says: str
+) -> None:
+    path = tmp_path / "global_step_4" / "actor" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    assert convert(tmp_path, None) == 1
+    assert says in capsys.readouterr().out
+
+
+def test_a_folder_without_checkpoints_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(tmp_path, None) == 1
+    assert "holds no global_step_* folder" in capsys.readouterr().err
+    assert convert(tmp_path / "none", None) == 1
+    assert "does not exist" in capsys.readouterr().err

@@ -1,0 +1,199 @@
+"""SFT rows as experiences: columns found, replies masked, ends of turn trained exactly once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.tiny import CHATML, make_tokenizer
+from trireme.data.formats import SftFormat, sft_columns
+from trireme.data.rows import Rows
+from trireme.experience import EID, Experience
+
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+# drops what earlier replies thought, as templates of thinking models do
+FORGETFUL = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- set text = message['content'] %}"
+    "{%- if message['role'] == 'assistant' and not loop.last %}"
+    "{%- set text = text.split('</think>')[-1] %}{%- endif %}"
+    "{{- text + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+BLOCKS = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' %}{% generation %}{{- message['content'] }}"
+    "{% endgeneration %}{%- else %}{{- message['content'] }}{%- endif %}"
+    "{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+NO_END = (
+    "{%- for message in messages %}{{- message['role'] + ': ' + message['content'] + '\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
+)
+
+
+def rows(*data: dict[str, Any]) -> Rows:
+    return Rows("dataset 'x'", list(data), dict.fromkeys(key for row in data for key in row))
+
+
+def made(row: dict[str, Any], template: str | None = CHATML, **options: Any) -> Experience:
+    given: dict[str, Any] = {"max_model_len": 512} | options
+    experience = SftFormat(rows(row), make_tokenizer(template), **given)(0, eid=EID(0, 0))
+    assert experience is not None
+    return experience
+
+
+def text(experience: Experience, trained: bool | None = None) -> str:
+    ids = experience.tokens if trained is None else experience.tokens[experience.mask == trained]
+    return str(make_tokenizer().decode(ids.tolist()))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT[:2]},
+        {"message": CHAT[:2]},
+        {"messages": json.dumps(CHAT[:2])},
+        {"prompt": "1+1?", "response": "2"},
+        {"question": "1+1?", "answer": "2"},
+    ],
+)
+def test_the_reply_and_its_end_are_trained_and_nothing_else(row: dict[str, Any]) -> None:
+    e = made(row)
+    assert text(e, trained=False) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert text(e, trained=True) == "2<|im_end|>"
+    assert e.tokens[-1] == make_tokenizer().eos_token_id
+    assert e.prompt_length == int((~e.mask).sum())
+    assert e.response_text == "2<|im_end|>" and e.version == -1
+
+
+def test_columns_are_looked_for_in_a_fixed_order() -> None:
+    every = {n: "x" for n in ("answer", "question", "response", "prompt", "message", "messages")}
+    assert sft_columns(rows(every), {}).messages == "messages"
+    del every["messages"]
+    assert sft_columns(rows(every), {}).messages == "message"
+    del every["message"]
+    assert sft_columns(rows(every), {}).prompt == "prompt"
+    del every["prompt"]
+    assert sft_columns(rows(every), {}).prompt == "question"
+    named = {"prompt_key": "question", "response_key": "response"}
+    assert sft_columns(rows(every), named).response == "response"
+
+
+def test_unknown_columns_are_listed_and_the_user_asked() -> None:
+    with pytest.raises(
+        ValueError, match=r"columns problem, solution.*name them as format\.messages"
+    ):
+        made({"problem": "1", "solution": "2"})
+    with pytest.raises(ValueError, match="no column 'answer'"):
+        made({"q": "1", "a": "2"}, format_args={"prompt_key": "q", "response_key": "answer"})
+
+
+def test_of_a_conversation_the_last_reply_is_trained() -> None:
+    e = made({"messages": [*CHAT, {"role": "user", "content": "left out"}]})
+    assert text(e, trained=True) == "4<|im_end|>"
+    assert text(e).startswith("<|im_start|>user\n1+1?") and "left out" not in text(e)
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS])
+def test_or_every_reply_each_with_its_end(template: str) -> None:
+    every = {"enable_concatenated_multi_turn": True}
+    e = made({"messages": CHAT}, template, format_args=every)
+    assert text(e, trained=True) == "2<|im_end|>4<|im_end|>"
+    assert text(e) == f"{made({'messages': CHAT}).prompt_text}4<|im_end|>"
+
+
+def test_a_template_that_marks_its_replies_is_believed() -> None:
+    e = made({"messages": CHAT}, BLOCKS)
+    assert text(e, trained=True) == "4<|im_end|>"
+
+
+def test_a_turn_that_the_template_rewrites_is_not_trained() -> None:
+    chat = [dict(message) for message in CHAT]
+    chat[1]["content"] = "hm</think>2"
+    data = rows({"messages": chat})
+    sft = SftFormat(
+        data,
+        make_tokenizer(FORGETFUL),
+        max_model_len=512,
+        format_args={"enable_concatenated_multi_turn": True},
+    )
+    e = sft(0, eid=EID(0, 0))
+    assert e is not None and text(e, trained=True) == "4<|im_end|>"
+    assert "hm" not in text(e)
+    assert sft.counts["rewritten_turns"] == 1
+
+
+def test_a_template_without_an_end_of_turn_gets_the_model_s() -> None:
+    e = made({"messages": CHAT[:2]}, NO_END)
+    assert text(e, trained=True) == "2\n<|im_end|>"
+
+
+def test_a_turn_that_ends_in_a_token_at_which_the_model_goes_on_gets_the_stop_behind_it() -> None:
+    pad = make_tokenizer().pad_token_id
+    e = made({"messages": CHAT[:2]}, end_ids=[pad])
+    assert text(e, trained=True) == "2<|im_end|><|pad|>"
+
+
+def test_a_model_without_a_template_learns_the_response_and_its_end() -> None:
+    e = made({"prompt": "1+1=", "response": "2"}, None)
+    assert (text(e, trained=False), text(e, trained=True)) == ("1+1=", "2<|im_end|>")
+    with pytest.raises(ValueError, match="needs a chat template"):
+        made({"messages": CHAT}, None)
+
+
+def test_system_prompts_come_from_the_format_or_the_row() -> None:
+    row = {"question": "1+1?", "answer": "2", "rules": "be right"}
+    e = made(row, format_args={"system_prompt": "be brief"})
+    assert text(e).startswith("<|im_start|>system\nbe brief<|im_end|>")
+    e = made(row, format_args={"system_prompt": "be brief", "system_prompt_key": "rules"})
+    assert text(e).startswith("<|im_start|>system\nbe right<|im_end|>")
+
+
+def test_a_row_that_is_too_long_is_cut_or_left_out_and_counted() -> None:
+    data = rows(
+        {"question": "1+1?", "answer": "2" * 50},
+        {"question": "1" * 50, "answer": "2"},
+        {"question": "1+1?", "answer": "2"},
+    )
+    sft = SftFormat(data, make_tokenizer(), max_model_len=40)
+    cut, dropped, whole = (sft(index, eid=EID(0, index)) for index in range(3))
+    assert cut is not None and len(cut.tokens) == 40
+    assert cut.truncate_status == "response_truncated"
+    assert dropped is None
+    assert whole is not None and whole.truncate_status is None
+    assert (sft.counts["cut"], sft.counts["dropped"], sft.counts["rows"]) == (1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "q", "answer": None}, r"row 0: column 'answer' holds None"),
+        ({"messages": []}, "row 0: column 'messages' must hold a list of messages"),
+        ({"messages": CHAT[:1]}, "row 0: the conversation .* has no assistant turn"),
+        ({"messages": "[{"}, "row 0: column 'messages' holds text that is no JSON"),
+        ({"messages": [{"content": "x"}]}, "row 0: a message must have a role"),
+    ],
+)
+def test_a_malformed_row_is_named_before_any_training(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SftFormat(rows(row), make_tokenizer(), max_model_len=64)
+
+
+def test_recorded_experiences_come_back_as_they_were() -> None:
+    e = made({"tokens": [5, 6, 7, 8], "prompt_length": 2, "reward": 1, "logprobs": [-1.0, -2.0]})
+    assert e.tokens.tolist() == [5, 6, 7, 8] and e.mask.tolist() == [False, False, True, True]
+    assert e.reward == 1.0 and e.logprobs is not None and e.logprobs.tolist() == [0, 0, -1, -2]
+
+
+def test_messages_of_a_table_lose_the_keys_that_only_others_have() -> None:
+    e = made({"messages": [{**CHAT[0], "tool_calls": None}, {**CHAT[1], "tool_calls": None}]})
+    assert text(e, trained=True) == "2<|im_end|>"

@@ -1,0 +1,170 @@
+"""Rows of data sets in every form that users hold them in, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trireme.data.rows import load_rows
+
+TRAIN = [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(6)]
+TEST = TRAIN[:2]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_parquet(path: Path, rows: list[dict]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+HEADER = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: socratic
+  data_files:
+  - split: train
+    path: socratic/train-*
+---
+# GSM8K
+"""
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_a_folder_in_the_hub_layout_with_and_without_a_header(tmp_path: Path, header: bool) -> None:
+    write_parquet(tmp_path / "main" / "train-00000-of-00001.parquet", TRAIN)
+    write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", TEST)
+    write_parquet(tmp_path / "socratic" / "train-00000-of-00001.parquet", TRAIN[:1])
+    # what one mirror's download has beside the data: it must not matter
+    (tmp_path / "dataset_infos.json").write_text('{"main": {"features": {"question": {}}}}')
+    if header:
+        (tmp_path / "README.md").write_text(HEADER)
+    assert list(load_rows(tmp_path, "main", "train")) == TRAIN
+    assert list(load_rows(tmp_path, "main", "test")) == TEST
+    assert len(load_rows(tmp_path, "socratic", "train")) == 1
+
+
+def test_a_folder_of_json_lines_by_subset_and_split(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "main" / "train.jsonl", TRAIN)
+    write_jsonl(tmp_path / "main" / "test.jsonl", TEST)
+    rows = load_rows(tmp_path, "main", "train")
+    assert rows.columns == ("question", "answer")
+    assert list(rows) == TRAIN
+    assert len(load_rows(tmp_path, "main", "test")) == 2
+
+
+def test_a_prepared_folder_with_a_list_of_its_splits(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"game_file": "/a.tw-pddl", "target": ""}])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": {"name": "train", "num_examples": 1}}')
+    assert load_rows(tmp_path, None, "train")[0]["game_file"] == "/a.tw-pddl"
+
+
+def test_a_saved_data_set(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    test = Dataset.from_list(TEST)
+    DatasetDict([("train", Dataset.from_list(TRAIN)), ("test", test)]).save_to_disk(
+        tmp_path / "all"
+    )
+    test.save_to_disk(tmp_path / "one")
+    assert list(load_rows(tmp_path / "all", None, "train")) == TRAIN
+    assert list(load_rows(tmp_path / "one")) == TEST
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_a_single_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, TRAIN)
+    elif kind == "json":
+        path.write_text(json.dumps(TRAIN))
+    elif kind == "csv":
+        lines = ["question,answer", *(f"{r['question']},{r['answer']}" for r in TRAIN)]
+        path.write_text("\n".join(lines))
+    else:
+        write_parquet(path, TRAIN)
+    assert list(load_rows(path)) == TRAIN
+
+
+def test_a_slice_of_a_split(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", TRAIN)
+    path = tmp_path / "rows.jsonl"
+    assert list(load_rows(path, split="train[:2]")) == TRAIN[:2]
+    assert list(load_rows(path, split="train[50%:]")) == TRAIN[3:]
+    assert list(load_rows(path, split="train[1:3]")) == TRAIN[1:3]
+
+
+def test_a_json_lines_file_needs_no_datasets_library(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    write_jsonl(tmp_path / "rows.jsonl", TRAIN)
+    code = (
+        "import sys; from trireme.data.rows import load_rows; load_rows(sys.argv[1]);"
+        "assert 'datasets' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.jsonl")], check=True)
+
+
+def test_a_missing_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dataset '.*/no/where' is no file or folder here"):
+        load_rows(tmp_path / "no" / "where")
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_named() -> None:
+    with pytest.raises(ValueError, match="'trireme-tests/none' is neither a file or folder here"):
+        load_rows("trireme-tests/none")
+
+
+def test_a_broken_line_is_named_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1"}\n\n{"question": \n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3"):
+        load_rows(path)
+    path.write_text('{"question": "1"}\n[1, 2]\n')
+    with pytest.raises(ValueError, match=r"line 2: expected an object, got \[1, 2\]"):
+        load_rows(path)
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(ValueError, match=r"broken file among .*rows\.parquet"):
+        load_rows(tmp_path / "rows.parquet")
+
+
+def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"\(split 'train'\) is empty"):
+        load_rows(tmp_path / "train.jsonl")
+
+
+def test_a_missing_split_or_subset_names_those_there_are(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "main" / "train-0.jsonl", TRAIN)
+    write_jsonl(tmp_path / "main" / "test-0.jsonl", TEST)
+    with pytest.raises(ValueError, match=r"no split 'held_out'; it has: test, train"):
+        load_rows(tmp_path, "main", "held_out")
+    (tmp_path / "README.md").write_text(HEADER)
+    with pytest.raises(ValueError, match=r"no subset 'mian'; did you mean 'main'"):
+        load_rows(tmp_path, "mian", "train")
+
+
+def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", TRAIN)
+    rows = load_rows(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=r"no column 'prompt' .*It has: question, answer"):
+        rows.require("prompt", "format.prompt_key")
+    with pytest.raises(ValueError, match="did you mean 'question'"):
+        rows.require("questions", "format.prompt_key")

@@ -1,0 +1,119 @@
+"""Tasksets: batches, epochs, resuming, and what each task carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trireme.data.rows import Rows
+from trireme.data.tasksets import Exhausted, Taskset
+
+FORMAT = {"prompt_key": "question", "response_key": "answer"}
+
+
+def rows(count: int, **more: str) -> Rows:
+    data = [{"question": f"q{n}", "answer": f"a{n}", **more} for n in range(count)]
+    return Rows("dataset 'x'", data, data[0])
+
+
+def taskset(count: int = 10, **options: Any) -> Taskset:
+    given: dict[str, Any] = {"name": "x", "batch_size": 4, "format_args": FORMAT, "workflow": "w"}
+    return Taskset(rows(count), **(given | options))
+
+
+def all_batches(tasks: Taskset) -> list[list[int]]:
+    out = []
+    with pytest.raises(Exhausted):
+        while True:
+            out.append([task.index["index"] for task in tasks.next()])
+    return out
+
+
+def test_batches_run_on_over_epochs_and_the_rest_is_left_out() -> None:
+    batches = all_batches(taskset(total_epochs=2))
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+    assert len(all_batches(taskset(total_epochs=1))) == 2
+
+
+def test_total_steps_go_before_epochs() -> None:
+    assert len(all_batches(taskset(total_epochs=1, total_steps=7))) == 7
+
+
+def test_an_evaluation_keeps_its_last_rows() -> None:
+    held_out = taskset(is_eval=True)
+    assert all_batches(held_out) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [task.index["index"] for task in held_out.all()] == list(range(10))
+    assert all(task.is_eval for task in held_out.all())
+
+
+def test_shuffling_gives_each_epoch_its_own_permutation() -> None:
+    batches = all_batches(taskset(8, selector="shuffle", total_epochs=2, seed=1))
+    first, second = batches[0] + batches[1], batches[2] + batches[3]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    assert batches == all_batches(taskset(8, selector="shuffle", total_epochs=2, seed=1))
+    assert batches != all_batches(taskset(8, selector="shuffle", total_epochs=2, seed=2))
+
+
+@pytest.mark.parametrize("selector", ["sequential", "shuffle", "random"])
+def test_a_resumed_taskset_gives_what_the_other_would_have(selector: str) -> None:
+    whole = taskset(selector=selector, total_epochs=5)
+    for _ in range(5):
+        whole.next()
+    resumed = taskset(selector=selector, total_epochs=5)
+    resumed.load_state(whole.state())
+    assert all_batches(resumed) == all_batches(whole)
+
+
+def test_a_task_carries_ids_columns_and_options_of_its_own() -> None:
+    tasks = taskset(
+        workflow_args={"max_turns": 3},
+        rollout_args={"temperature": 0.7},
+        reward_fn="r",
+        repeat_times=8,
+        taskset_id=2,
+    )
+    tasks.next()
+    first, second = tasks.next()[:2]
+    assert (first.batch_id, first.task_id, second.task_id) == (2, 0, 1)
+    assert first.index == {"index": 4, "taskset_id": 2}
+    assert (first.prompt, first.truth) == ("q4", "a4")
+    assert (first.workflow, first.reward_fn, first.repeat_times) == ("w", "r", 8)
+    first.workflow_args["max_turns"] = 99
+    assert second.workflow_args == {"max_turns": 3}
+
+
+def test_a_row_may_name_its_own_workflow_and_reward() -> None:
+    keys = FORMAT | {"workflow_key": "kind", "reward_fn_key": "judge"}
+    data = [
+        {"question": "q", "answer": "a", "kind": "tool_use", "judge": None},
+        {"question": "q", "answer": "a", "kind": "", "judge": "strict"},
+    ]
+    tasks = Taskset(
+        Rows("x", data, data[0]),
+        name="x",
+        batch_size=2,
+        format_args=keys,
+        workflow="w",
+        reward_fn="r",
+    ).next()
+    assert [(t.workflow, t.reward_fn) for t in tasks] == [("tool_use", "r"), ("w", "strict")]
+
+
+def test_a_batch_size_that_gives_no_step_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"10 rows: in 1 epoch .*batch_size 128.* at most 10"):
+        taskset(batch_size=128)
+    assert len(all_batches(taskset(batch_size=16, total_epochs=2))) == 1
+
+
+def test_a_missing_prompt_column_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"no column 'prompt' .format\.prompt_key.*question, answer"
+    ):
+        taskset(format_args={})
+
+
+def test_an_unknown_selector_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="unknown data_selector 'suffle'; did you mean 'shuffle'"):
+        taskset(selector="suffle")

@@ -1,0 +1,121 @@
+"""FileBuffer: experiences that lie in a data set, for stages that train without an explorer.
+
+Invariants:
+- Rows run on over the borders of epochs, in an order that depends on seed and epoch alone; the last
+  batch of the last epoch may be smaller.
+- `state` is the number of rows read: a resume goes on with exactly the next one.
+- A row's id is (epoch, row): the same in every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from trireme.buffer.buffer import Closed
+from trireme.data.selectors import Order
+from trireme.experience import EID, Experience
+from trireme.log import get_logger
+
+logger = get_logger("queue_experience_buffer")
+
+
+class Format(Protocol):
+    """Makes row after row an experience."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        """Row `index`; None where it cannot be trained on (too long)."""
+        ...
+
+
+class FileBuffer:
+    """Reads a data set again and again."""
+
+    def __init__(
+        self,
+        name: str,
+        format: Format,
+        *,
+        total_epochs: int | None = None,
+        shuffle: bool = True,
+        seed: int = 42,
+    ) -> None:
+        """`total_epochs` None: without end, where the trainer counts its steps."""
+        self.name = name
+        self._format = format
+        self._order = Order(len(format), selector="shuffle" if shuffle else "sequential", seed=seed)
+        self._end = None if total_epochs is None else total_epochs * len(format)
+        self._position = 0
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    async def put(self, experiences: Sequence[Experience]) -> None:
+        """A data set takes no experiences: raises ValueError."""
+        raise ValueError(f"buffer '{self.name}' reads a data set: nothing can be put into it")
+
+    async def take(self, n: int) -> list[Experience]:
+        """See Buffer. Never waits for anyone."""
+        if self._failure is not None:
+            raise RuntimeError(
+                f"buffer '{self.name}': the run has failed: {self._failure}"
+            ) from self._failure
+        taken, position = (
+            ([], self._position) if self._closed else await asyncio.to_thread(self._read, n)
+        )
+        self._position = position
+        if not taken:
+            raise Closed(f"buffer '{self.name}' has been read to its end")
+        return taken
+
+    async def close(self) -> None:
+        """See Buffer."""
+        self._closed = True
+
+    async def fail(self, error: BaseException) -> None:
+        """The run has failed: whoever takes later gets `error` as the cause."""
+        self._failure = self._failure or error
+        self._closed = True
+
+    def __len__(self) -> int:
+        """Rows left; of an endless one those of an epoch."""
+        if self._closed:
+            return 0
+        return len(self._format) if self._end is None else max(self._end - self._position, 0)
+
+    def commit(self) -> None:
+        """A data set keeps its rows: nothing to forget."""
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands: `current_index`, the rows read so far."""
+        return {"current_index": self._position}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See Buffer."""
+        self._position = int(state["current_index"])
+
+    def _read(self, n: int) -> tuple[list[Experience], int]:
+        """The next n experiences, and the position behind them."""
+        found: list[Experience] = []
+        position, dropped = self._position, 0
+        while len(found) < n and (self._end is None or position < self._end):
+            row = self._order[position]
+            epoch = position // len(self._format)
+            experience = self._format(row, eid=EID(epoch, row))
+            position += 1
+            if experience is not None:
+                found.append(experience)
+                continue
+            dropped += 1
+            if dropped >= len(self._format) and not found:
+                raise ValueError(
+                    f"buffer '{self.name}': no row of its {len(self._format)} leaves anything to "
+                    f"train within model.max_model_len"
+                )
+        if dropped:
+            logger.warning("%d rows of buffer '%s' are too long to train on", dropped, self.name)
+        return found, position

@@ -1,0 +1,140 @@
+"""QueueBuffer: carries experiences in memory, first in first out, within one process.
+
+Invariants:
+- `capacity` counts puts (explore steps). A put waits while as many lie untaken, unless the
+  trainer waits for more than there is: then waiting would be for ever.
+- `state` holds every experience that was put and not taken, as bytes: a resume loses and doubles
+  none.
+- What is taken after `close` may be fewer than asked for: the rest of an epoch is one smaller
+  batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from trireme.buffer.buffer import Closed
+from trireme.buffer.record import Record
+from trireme.buffer.waiting import Bell, Clock, WallClock
+from trireme.experience import Experience
+from trireme.serialize import decode, encode
+
+
+class QueueBuffer:
+    """A bounded queue with back-pressure."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        capacity: int = 10000,
+        max_read_timeout: float = 1800.0,
+        record: Record | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`record` gets a copy of each experience that is put."""
+        self.name = name
+        self._capacity = capacity
+        self._timeout = max_read_timeout
+        self._record = record
+        self._clock = clock or WallClock()
+        self._bell = Bell(self._clock)
+        self._puts: deque[deque[Experience]] = deque()
+        self._wanted = 0
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._last_put = self._last_take = self._clock.now()
+
+    async def put(self, experiences: Sequence[Experience]) -> None:
+        """See Buffer. Raises TimeoutError when nothing is taken for `max_read_timeout` seconds."""
+        begun = self._clock.now()
+        await self._bell.until(
+            lambda: self._closed or len(self._puts) < self._capacity or self._wanted > len(self),
+            timeout=self._timeout,
+            since=lambda: max(begun, self._last_take),
+            waited_for=lambda: (
+                f"buffer '{self.name}' is full ({self._capacity} explore steps) and "
+                f"the trainer took nothing for {self._timeout:g} s (max_read_timeout)"
+            ),
+        )
+        self._stop_if_failed()
+        if self._closed:
+            raise Closed(f"buffer '{self.name}' is closed")
+        if not experiences:
+            return
+        if self._record is not None:
+            await self._record.write(experiences)
+        # Last, and nothing is awaited after it: who asks for the explorer's state and ours in one
+        # go finds a step either still under way or here, never both.
+        self._puts.append(deque(experiences))
+        self._last_put = self._clock.now()
+        self._bell.ring()
+
+    async def take(self, n: int) -> list[Experience]:
+        """See Buffer."""
+        begun = self._clock.now()
+        self._wanted = n
+        if len(self) < n:
+            self._bell.ring()  # a put that waits for room may be what we need
+        try:
+            await self._bell.until(
+                lambda: self._closed or len(self) >= n,
+                timeout=self._timeout,
+                since=lambda: max(begun, self._last_put),
+                waited_for=lambda: (
+                    f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
+                    f"{len(self)}, and no new one came for {self._timeout:g} s (max_read_timeout)"
+                ),
+            )
+        finally:
+            self._wanted = 0
+        self._stop_if_failed()
+        if not self._puts:
+            raise Closed(f"buffer '{self.name}' is closed and empty")
+        taken = [self._pop() for _ in range(min(n, len(self)))]
+        self._last_take = self._clock.now()
+        self._bell.ring()
+        return taken
+
+    async def close(self) -> None:
+        """See Buffer."""
+        self._closed = True
+        self._bell.ring()
+
+    async def fail(self, error: BaseException) -> None:
+        """The other side has failed: who puts or takes, now or later, gets `error` as the cause."""
+        self._failure = self._failure or error
+        await self.close()
+
+    def __len__(self) -> int:
+        return sum(len(experiences) for experiences in self._puts)
+
+    def commit(self) -> None:
+        """What was taken is not kept here: nothing to forget."""
+
+    def state(self) -> dict[str, Any]:
+        """Sizes of the puts and their experiences; the copy of them all is on the disk by then."""
+        if self._record is not None:
+            self._record.flush()
+        untaken = [e for experiences in self._puts for e in experiences]
+        return {"puts": [len(p) for p in self._puts], "experiences": encode(untaken)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See Buffer."""
+        left = iter(decode(state["experiences"]))
+        self._puts = deque(deque(next(left) for _ in range(size)) for size in state["puts"])
+
+    def _pop(self) -> Experience:
+        first = self._puts[0]
+        experience = first.popleft()
+        if not first:
+            self._puts.popleft()
+        return experience
+
+    def _stop_if_failed(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"buffer '{self.name}': the other side has failed: {self._failure}"
+            ) from self._failure

@@ -1,0 +1,189 @@
+"""Record: a copy of every experience for people to look at, in a database and as lines of JSON.
+
+Invariants:
+- Written by one thread of its own, never by the event loop; `flush` waits for it, and an error of
+  it is raised by the next call.
+- One row and one line per id: writing an id again replaces what was there, and `rewind` removes
+  what a run made that is gone on from an earlier step.
+- A line of JSON holds what a person reads; tokens and log-probabilities are in the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, MetaData, delete, insert
+from sqlalchemy.exc import DatabaseError
+
+from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
+from trireme.experience import Experience
+
+TABLE = "experiences"
+MOST_PENDING = 8
+"""Writes that may wait for the thread before `write` does."""
+
+
+class Record:
+    """A SQL table, a JSON Lines file, or both."""
+
+    def __init__(self, *, database: str | None = None, lines: Path | None = None) -> None:
+        """`database` is a URL, `lines` a `.jsonl` file. Both are made when first written."""
+        self._metadata = MetaData()
+        self._table = experience_table(TABLE, self._metadata)
+        self._database = database
+        self._engine: Engine | None = None
+        self._lines = _Lines(lines) if lines is not None else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
+        self._pending: list[Future[None]] = []
+
+    async def write(self, experiences: Sequence[Experience]) -> None:
+        """Hand a copy to the thread; waits only where it is far behind."""
+        self._collect()
+        while len(self._pending) >= MOST_PENDING:
+            await asyncio.wrap_future(self._pending.pop(0))
+        copies = [_copy(e) for e in experiences]
+        self._pending.append(self._thread.submit(self._write, copies))
+
+    def rewind(self, step: int) -> None:
+        """Remove what explore steps after `step` wrote: a resumed run makes them again."""
+        self._pending.append(self._thread.submit(self._rewind, step))
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until all is on the disk."""
+        while self._pending:
+            self._pending.pop(0).result()
+
+    def close(self) -> None:
+        """Write what is pending, then let go of files and thread."""
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+            if self._engine is not None:
+                self._engine.dispose()
+
+    def _collect(self) -> None:
+        """Forget writes that are done; raises the error of one that failed."""
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()
+
+    def _open(self, url: str) -> Engine:
+        if self._engine is None:
+            self._engine = open_database(url, self._metadata)
+        return self._engine
+
+    def _write(self, experiences: list[Experience]) -> None:
+        if self._database is not None:
+            self._write_rows(self._database, experiences)
+        if self._lines is not None:
+            self._lines.append(experiences)
+
+    def _write_rows(self, url: str, experiences: list[Experience]) -> None:
+        rows = list({e.eid.uid: row_of(e) for e in experiences}.values())
+        try:
+            with self._open(url).begin() as connection:
+                for row in rows:
+                    same = self._table.c.msg_id == row["msg_id"]
+                    connection.execute(delete(self._table).where(same))
+                if rows:
+                    connection.execute(insert(self._table), rows)
+        except DatabaseError as error:
+            raise OSError(
+                f"the copy of experiences in {url} cannot be written: {error.orig}"
+            ) from error
+
+    def _rewind(self, step: int) -> None:
+        if self._database is not None:
+            with self._open(self._database).begin() as connection:
+                connection.execute(delete(self._table).where(self._table.c.batch > step))
+        if self._lines is not None:
+            self._lines.keep(lambda line: line["step"] <= step)
+
+
+class _Lines:
+    """A JSON Lines file with one line an id."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ids: set[str] | None = None
+
+    def append(self, experiences: list[Experience]) -> None:
+        """Add lines; where an id is there already, its old line goes."""
+        lines = {e.eid.uid: summary(e) for e in experiences}
+        ids = self._known()
+        if ids & lines.keys():
+            self.keep(lambda line: line["eid"] not in lines)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(_text(lines.values()))
+        ids |= lines.keys()
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Write the file anew with the lines that are wanted; a half-written one goes too."""
+        lines = [line for line in self._read() if wanted(line)]
+        self._ids = {line["eid"] for line in lines}
+        temporary = self._path.with_name(f".tmp-{self._path.name}")
+        temporary.write_text(_text(lines), encoding="utf-8")
+        os.replace(temporary, self._path)
+
+    def _known(self) -> set[str]:
+        if self._ids is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
+                self.keep(lambda line: True)
+            self._ids = {line["eid"] for line in self._read()}
+        return self._ids
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
+        complete = lines[:-1]  # what follows the last line's end was never finished
+        return [json.loads(line) for line in complete]
+
+
+def record_for(path: str | None, folder: Path, name: str = "experience_buffer") -> Record:
+    """The copy that a buffer's `path` asks for: lines in `folder`, rows if it is a database."""
+    lines = folder / f"{name}.jsonl"
+    if path is None:
+        return Record(lines=lines)
+    if path.endswith((".jsonl", ".json")):
+        return Record(lines=folder / path)
+    return Record(database=resolve_url(path, folder), lines=lines)
+
+
+def summary(experience: Experience) -> dict[str, Any]:
+    """What a person wants to know of an experience."""
+    return {
+        "eid": experience.eid.uid,
+        "step": batch_number(experience.eid),
+        "reward": experience.reward,
+        "prompt": experience.prompt_text,
+        "response": experience.response_text,
+        "prompt_length": experience.prompt_length,
+        "response_length": experience.response_length,
+        "trained_tokens": int(experience.mask.sum()),
+        "model_version": experience.version,
+        "stop_reason": experience.stop_reason,
+        "truncate_status": experience.truncate_status,
+        "metrics": experience.metrics,
+        "info": experience.info,
+    }
+
+
+def _text(lines: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def _copy(experience: Experience) -> Experience:
+    """A copy that stays as it is while the original goes on through the run."""
+    out = copy.copy(experience)
+    out.info, out.metrics = dict(experience.info), dict(experience.metrics)
+    return out

@@ -1,0 +1,1 @@
+"""Checkpoint: what a job's folder holds, how it is written, read again, and exported."""

@@ -1,0 +1,110 @@
+"""Layout: where each file of a job's folder lies.
+
+buffer/   log/   monitor/
+global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, actor/*.pt
+explorer_meta.json   trainer_meta.json   stage_meta.json
+latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trireme.checkpoint.files import naming
+
+STEP_NAME = re.compile(r"^global_step_(\d+)$")
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """Every path of a job, by name; only `make` writes."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root))
+
+    def make(self) -> None:
+        """Make the folders that every run has. Raises OSError naming the one that it cannot."""
+        for folder in (self.buffer, self.log, self.monitor):
+            with naming(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def buffer(self) -> Path:
+        """Copies of experiences, and databases."""
+        return self.root / "buffer"
+
+    @property
+    def log(self) -> Path:
+        """One log a part."""
+        return self.root / "log"
+
+    @property
+    def monitor(self) -> Path:
+        """Metrics."""
+        return self.root / "monitor"
+
+    @property
+    def explorer_meta(self) -> Path:
+        """How far the explorer is."""
+        return self.root / "explorer_meta.json"
+
+    @property
+    def trainer_meta(self) -> Path:
+        """How far the trainer is."""
+        return self.root / "trainer_meta.json"
+
+    @property
+    def stage_meta(self) -> Path:
+        """Which stages are done."""
+        return self.root / "stage_meta.json"
+
+    @property
+    def latest_checkpoint(self) -> Path:
+        """Step of the newest checkpoint that a run can go on from."""
+        return self.root / "latest_checkpointed_iteration.txt"
+
+    @property
+    def latest_weights(self) -> Path:
+        """Step of the newest weights that an explorer can load."""
+        return self.root / "latest_state_dict_iteration.txt"
+
+    def step_dir(self, step: int) -> Path:
+        """All that belongs to a train step."""
+        return self.root / f"global_step_{step}"
+
+    def actor_dir(self, step: int) -> Path:
+        """The policy's files of a step."""
+        return self.step_dir(step) / "actor"
+
+    def hf_dir(self, step: int) -> Path:
+        """Configuration and tokenizer of a step, and its weights in the form others load."""
+        return self.actor_dir(step) / "huggingface"
+
+    def weights_dir(self, step: int) -> Path:
+        """The folder with the step's safetensors: `huggingface` if they are there, else `actor`."""
+        hf = self.hf_dir(step)
+        return hf if any(hf.glob("*.safetensors")) else self.actor_dir(step)
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, full or not, in order."""
+        if not self.root.is_dir():
+            return []
+        found = (STEP_NAME.match(path.name) for path in self.root.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def latest_weights_step(self) -> int | None:
+        """The newest published weights that are still there; None before the first."""
+        path = self.latest_weights
+        step = int(path.read_text()) if path.exists() else None
+        if step is None or any(self.weights_dir(step).glob("*.safetensors")):
+            return step
+        there = [s for s in self.steps() if any(self.weights_dir(s).glob("*.safetensors"))]
+        return there[-1] if there else None
+
+    def is_full(self, step: int) -> bool:
+        """Whether a step's folder is a checkpoint to go on from, not only weights."""
+        return (self.step_dir(step) / ".full_checkpoint").exists()

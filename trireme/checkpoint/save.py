@@ -1,0 +1,207 @@
+"""Save: writes everything that belongs to a train step, whole, then moves the run's pointers on.
+
+Invariants:
+- A step's folder appears under its name complete or not at all; the pointers (`latest_*.txt`, the
+  `*_meta.json`) move after it, and a resume does not depend on them.
+- Equal weights give equal bytes: sorted names, the same header.
+- Configuration and tokenizer are copied byte for byte from where the model came from.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trireme.checkpoint.files import (
+    CannotWrite,
+    naming,
+    remove_folder,
+    whole_folder,
+    write_bytes,
+    write_json,
+    write_text,
+)
+from trireme.checkpoint.layout import JobFolder
+from trireme.config.located import located
+from trireme.log import get_logger
+
+logger = get_logger("checkpoint_monitor")
+
+FORMAT = "trireme-checkpoint-1"
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+OPTIMIZER = "optim_world_size_1_rank_0.pt"
+EXTRA = "extra_state_world_size_1_rank_0.pt"
+KEPT_WEIGHTS = 2
+"""Folders with weights alone that stay: an explorer may still read the one before the newest."""
+
+_MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab")
+
+
+def save_checkpoint(
+    folder: JobFolder,
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    run_state: Mapping[str, Any],
+    model_dir: str | Path,
+    hf: bool,
+    keep: int | None = None,
+) -> Path:
+    """A checkpoint to go on from; returns its folder.
+
+    `hf` puts the weights where others load them, else `convert` does later. `extra` is what the
+    backend needs beside the optimizer (schedule, random state); `run_state` where explorer, taskset
+    and buffer stand: JSON values, and bytes, which get files of their own. `keep` is how many
+    checkpoints stay. Raises OSError naming the path that cannot be written.
+    """
+    target = folder.step_dir(step)
+    with whole_folder(target) as temporary:
+        if target.is_dir() and not folder.is_full(step):
+            _keep_side_files(target, temporary)
+        (temporary / ".full_checkpoint").touch()
+        actor, hf_dir = temporary / "actor", temporary / "actor" / "huggingface"
+        hf_dir.mkdir(parents=True)
+        copy_model_files(model_dir, hf_dir)
+        write_weights((hf_dir if hf else actor) / WEIGHTS, weights)
+        _write_pt(actor / OPTIMIZER, dict(optimizer))
+        _write_pt(actor / EXTRA, dict(extra))
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "weights": str((Path("actor/huggingface") if hf else Path("actor")) / WEIGHTS),
+            "state": _plain(run_state, temporary, "state"),
+            "files": _sizes(temporary),
+        }
+        write_json(temporary / MANIFEST, manifest)
+    _move_pointers(folder, step, run_state)
+    _drop_old(folder, step, keep)
+    return target
+
+
+def save_weights(
+    folder: JobFolder,
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    extra_files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """The weights alone, for an explorer to load; returns their folder. Older such folders go.
+
+    `extra_files` lie beside `actor/`. Raises OSError naming the path that cannot be written.
+    """
+    target = folder.step_dir(step)
+    if folder.is_full(step):
+        for name, data in (extra_files or {}).items():
+            write_bytes(target / name, data)
+    else:
+        with whole_folder(target) as temporary:
+            (temporary / "actor").mkdir()
+            write_weights(temporary / "actor" / WEIGHTS, weights)
+            for name, data in (extra_files or {}).items():
+                (temporary / name).write_bytes(data)
+    write_text(folder.latest_weights, str(step))
+    light = [s for s in folder.steps() if s <= step and not folder.is_full(s)]
+    for old in light[:-KEPT_WEIGHTS]:
+        remove_folder(folder.step_dir(old))
+    return target
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """One safetensors file: CPU, contiguous, names sorted."""
+    tensors = {name: weights[name].detach().cpu().contiguous() for name in sorted(weights)}
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # also what the disk says
+        raise CannotWrite(f"cannot write {path}: {error}") from error
+
+
+def copy_model_files(model_dir: str | Path, target: Path) -> None:
+    """Configuration, tokenizer and templates, byte for byte; no weights."""
+    source = located(str(model_dir), "models")
+    if source is None or not source.is_dir():
+        raise ValueError(f"there is no model folder '{model_dir}' to copy the tokenizer from")
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, target / path.name)
+        elif is_model_file(path):
+            shutil.copyfile(path, target / path.name)
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether a model folder's file belongs to the model and is no weights, nor a list of them."""
+    listing = path.name.endswith(".index.json") or path.name.upper().startswith(
+        ("README", "LICENSE")
+    )
+    return path.is_file() and path.suffix in _MODEL_FILES and not listing
+
+
+def _write_pt(path: Path, value: dict[str, Any]) -> None:
+    """Plain tensors and values, which `torch.load(weights_only=True)` reads."""
+    with naming(path), path.open("wb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said
+                raise error.__context__ from error
+            raise
+
+
+def _plain(value: Any, folder: Path, name: str) -> Any:
+    """`value` as JSON; bytes are written to `state/` and stand there as `{"$file": path}`."""
+    if isinstance(value, bytes):
+        path = folder / "state" / f"{name}.bin"
+        path.parent.mkdir(exist_ok=True)
+        with naming(path):
+            path.write_bytes(value)
+        return {"$file": str(path.relative_to(folder))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, folder, f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, folder, f"{name}.{place}") for place, inner in enumerate(value)]
+    return value
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Every file by its path in the folder, so that a resume sees what is missing or cut."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): os.path.getsize(path) for path in files}
+
+
+def _keep_side_files(old: Path, new: Path) -> None:
+    """What lay beside the weights of this step (the probe) goes on lying there."""
+    for path in old.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, new / path.name)
+
+
+def _move_pointers(folder: JobFolder, step: int, run_state: Mapping[str, Any]) -> None:
+    explorer = run_state.get("explorer")
+    if isinstance(explorer, Mapping) and "step" in explorer:
+        states = [explorer["taskset"]] if "taskset" in explorer else []
+        meta = {"latest_iteration": explorer["step"], "taskset_states": states}
+        write_json(folder.explorer_meta, meta)
+    write_json(folder.trainer_meta, {"latest_iteration": step})
+    write_text(folder.latest_checkpoint, str(step))
+    write_text(folder.latest_weights, str(step))
+
+
+def _drop_old(folder: JobFolder, step: int, keep: int | None) -> None:
+    """Checkpoints beyond `keep`, and weights alone that are older than this checkpoint's."""
+    older = [s for s in folder.steps() if s < step]
+    full = [s for s in older if folder.is_full(s)]
+    light = [s for s in older if not folder.is_full(s)]
+    surplus = full[: max(len(full) - (keep - 1), 0)] if keep else []
+    for old in (*surplus, *light[: -(KEPT_WEIGHTS - 1)]):
+        remove_folder(folder.step_dir(old))
+        logger.info("removed %s", folder.step_dir(old))

@@ -1,0 +1,1 @@
+"""Data: rows, and how they become tasks and experiences."""

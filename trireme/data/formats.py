@@ -1,0 +1,218 @@
+"""Formats: how a row of a data set becomes an experience to be trained on.
+
+Which columns a row is read from: those that `format` names; else the first of `messages`,
+`message`, `prompt` + `response`, `question` + `answer` that the data set has; a `tokens` column
+holds experiences that were recorded. A row that is too long for the model is cut at
+`max_model_len`; where no token to be trained is left of it, it is left out. Both are counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.data.reply_mask import Rendered, render_conversation, render_plain
+from trireme.data.rows import Rows
+from trireme.experience import EID, Experience
+
+_MESSAGES = ("messages", "message")
+_PAIRS = (("prompt", "response"), ("question", "answer"))
+_RECORDED = (
+    *("prompt_length", "action_mask", "mask", "logprobs", "versions", "advantages", "returns"),
+    *("reward", "temperature", "prompt_text", "response_text"),
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that rows are read from: a whole conversation, or a prompt and its response."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    recorded: bool = False
+    """Rows are experiences with their token ids."""
+
+
+def sft_columns(rows: Rows, format_args: Mapping[str, Any]) -> Columns:
+    """See the top of the file. Raises ValueError listing the columns there are."""
+    messages = format_args.get("messages_key", "message")
+    prompt = format_args.get("prompt_key", "prompt")
+    response = format_args.get("response_key", "response")
+    named_pair = prompt != "prompt" or response != "response"
+    if messages != "message":
+        rows.require(messages, "format.messages_key")
+        return Columns(messages=messages)
+    if named_pair or format_args.get("prompt_type") == "plaintext":
+        rows.require(prompt, "format.prompt_key")
+        rows.require(response, "format.response_key")
+        return Columns(prompt=prompt, response=response)
+    if "tokens" in rows.columns:
+        return Columns(recorded=True)
+    for name in _MESSAGES:
+        if name in rows.columns:
+            return Columns(messages=name)
+    for first, second in _PAIRS:
+        if first in rows.columns and second in rows.columns:
+            return Columns(prompt=first, response=second)
+    known = ["messages", "message", *(" + ".join(pair) for pair in _PAIRS)]
+    raise ValueError(
+        f"{rows.source} has the columns {', '.join(rows.columns)}, and none of {', '.join(known)}: "
+        f"name them as format.messages_key, or as format.prompt_key and format.response_key"
+    )
+
+
+class SftFormat:
+    """Rows as experiences whose replies are trained."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Any,
+        *,
+        max_model_len: int,
+        format_args: Mapping[str, Any] | None = None,
+        end_ids: Collection[int] = (),
+        chat_template: str | None = None,
+        enable_thinking: bool | None = None,
+    ) -> None:
+        """`end_ids` are the ids at which the model's generation stops; not given: the tokenizer's.
+
+        `chat_template` and `enable_thinking` are the model's; those of the format go before them.
+        Raises ValueError for a row that is not what its columns promise, before any training.
+        """
+        self.rows = rows
+        self.counts: Counter[str] = Counter()
+        self._format = dict(format_args or {})
+        self._columns = sft_columns(rows, self._format)
+        self._tokenizer = tokenizer
+        self._max_len = max_model_len
+        eos = tokenizer.eos_token_id
+        self._end_ids = list(end_ids) or ([] if eos is None else [eos])
+        self._template = self._format.get("chat_template") or chat_template
+        thinking = self._format.get("enable_thinking")
+        thinking = enable_thinking if thinking is None else thinking
+        self._options = {} if thinking is None else {"enable_thinking": thinking}
+        self._has_template = bool(self._template or tokenizer.chat_template)
+        for index, row in enumerate(rows):
+            self._check(index, row)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        """Row `index`; None where it is too long to leave anything to train."""
+        row = self.rows[index]
+        if self._columns.recorded:
+            given = {name: row[name] for name in _RECORDED if row.get(name) is not None}
+            return Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **given)
+        rendered = self._render(row)
+        self.counts["rows"] += 1
+        self.counts["rewritten_turns"] += rendered.rewritten
+        cut = len(rendered.ids) > self._max_len
+        ids, mask = rendered.ids[: self._max_len], rendered.mask[: self._max_len]
+        if not any(mask):
+            self.counts["dropped"] += 1
+            return None
+        self.counts["cut"] += cut
+        first = mask.index(True)
+        return Experience(
+            ids,
+            mask=mask,
+            prompt_length=first,
+            eid=eid,
+            truncate_status="response_truncated" if cut else None,
+            prompt_text=self._tokenizer.decode(ids[:first]),
+            response_text=self._tokenizer.decode(ids[first:]),
+        )
+
+    def _render(self, row: Mapping[str, Any]) -> Rendered:
+        if self._has_template:
+            return render_conversation(
+                self._tokenizer,
+                self._messages(row),
+                tools=_parsed(row.get(self._format.get("tools_key", "tools"))),
+                all_turns=bool(self._format.get("enable_concatenated_multi_turn")),
+                end_ids=self._end_ids,
+                template=self._template,
+                options=self._options,
+            )
+        prompt, response = row[str(self._columns.prompt)], row[str(self._columns.response)]
+        eos = self._end_ids[0] if self._end_ids else None
+        system = self._system(row)
+        prompt = f"{system}\n{prompt}" if system else prompt
+        return render_plain(self._tokenizer, prompt, response, eos=eos)
+
+    def _messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The row's conversation, a system prompt of the format before it where it has none."""
+        if self._columns.messages:
+            messages = _parsed(row[self._columns.messages])
+        else:
+            prompt, response = row[str(self._columns.prompt)], row[str(self._columns.response)]
+            messages = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": response},
+            ]
+        system = self._system(row)
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        return [_without_none(message) for message in messages]
+
+    def _system(self, row: Mapping[str, Any]) -> str | None:
+        key = self._format.get("system_prompt_key")
+        return row.get(key) if key else self._format.get("system_prompt")
+
+    def _check(self, index: int, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the row, where it is not what its columns promise."""
+        where = f"{self.rows.source}, row {index}: "
+        columns = self._columns
+        if columns.recorded:
+            if not isinstance(row.get("tokens"), list) or not row["tokens"]:
+                raise ValueError(f"{where}column 'tokens' must hold a list of ids")
+        elif columns.messages:
+            _check_messages(where, columns.messages, row.get(columns.messages))
+            if not self._has_template:
+                raise ValueError(
+                    f"{where}a conversation needs a chat template, and the model's tokenizer has "
+                    f"none: set model.chat_template_path, or give prompt and response columns"
+                )
+        else:
+            for column in (str(columns.prompt), str(columns.response)):
+                if not isinstance(row.get(column), str):
+                    raise ValueError(
+                        f"{where}column '{column}' holds {row.get(column)!r:.60}: expected text"
+                    )
+
+
+def _check_messages(where: str, column: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a list of messages with a reply in it."""
+    try:
+        messages = _parsed(value)
+    except ValueError as error:
+        raise ValueError(f"{where}column '{column}' holds text that is no JSON: {error}") from error
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"{where}column '{column}' must hold a list of messages, not {value!r:.60}"
+        )
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"{where}a message must have a role and a content, not {message!r:.60}"
+            )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{where}the conversation in column '{column}' has no assistant turn")
+
+
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A column of `datasets` gives every message the keys of all: None where it has none."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    return {"content": ""} | kept
+
+
+def _parsed(value: Any) -> Any:
+    """Messages and tools may be given as JSON text."""
+    return json.loads(value) if isinstance(value, str) and value.strip() else value

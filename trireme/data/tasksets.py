@@ -1,0 +1,148 @@
+"""Taskset: which tasks the next explore step tries.
+
+Invariants:
+- Rows run on over the borders of epochs; the last rows that fill no batch of training are left out,
+  those of an evaluation are kept.
+- `state` is the number of rows handed out: a resume goes on with exactly the next one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trireme.data.rows import Rows
+from trireme.data.selectors import Order
+from trireme.task import Task
+
+_OWN = ("workflow_key", "reward_fn_key")
+
+
+class Exhausted(Exception):
+    """A taskset has handed out all it was asked for: the end of exploring, not a failure."""
+
+
+class Taskset:
+    """Makes rows into tasks, a batch at a time."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        name: str,
+        batch_size: int,
+        total_epochs: int = 1,
+        total_steps: int | None = None,
+        workflow: Any = None,
+        workflow_args: Mapping[str, Any] | None = None,
+        reward_fn: Any = None,
+        reward_fn_args: Mapping[str, Any] | None = None,
+        format_args: Mapping[str, Any] | None = None,
+        rollout_args: Mapping[str, Any] | None = None,
+        repeat_times: int = 1,
+        selector: str = "sequential",
+        seed: int = 42,
+        is_eval: bool = False,
+        taskset_id: int = 0,
+    ) -> None:
+        """`total_steps` goes before `total_epochs`; an evaluation has one epoch.
+
+        `format_args` are the fields of the YAML's `format`. Raises ValueError where a column is
+        missing or where there is not a single step.
+        """
+        self.name = name
+        self.rows = rows
+        self.batch_size = batch_size
+        self.repeat_times = repeat_times
+        self.is_eval = is_eval
+        self.taskset_id = taskset_id
+        self._format = dict(format_args or {})
+        self._fields: dict[str, Any] = {
+            "rollout_args": dict(rollout_args or {}),
+            "workflow_args": dict(workflow_args or {}),
+            "reward_fn_args": dict(reward_fn_args or {}),
+        }
+        self._workflow = workflow
+        self._reward_fn = reward_fn
+        self._order = Order(len(rows), selector=selector, seed=seed)
+        self._position = 0
+        self._check_columns()
+        self.total_steps = self._count_steps(total_epochs, total_steps)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Explore steps that one pass over the rows takes; seldom a whole number."""
+        return len(self.rows) / self.batch_size
+
+    def next(self) -> list[Task]:
+        """The tasks of the next explore step. Raises Exhausted after the last."""
+        step = math.ceil(self._position / self.batch_size)
+        if step >= self.total_steps:
+            raise Exhausted(f"taskset '{self.name}' has no more than {self.total_steps} steps")
+        size = self.batch_size
+        if self.is_eval:
+            size = min(size, len(self.rows) - self._position)
+        first, self._position = self._position, self._position + size
+        return [self._task(step + 1, place, self._order[first + place]) for place in range(size)]
+
+    def all(self) -> list[Task]:
+        """Every row once, in their own order; moves nothing on. For evaluation."""
+        return [self._task(0, row, row) for row in range(len(self.rows))]
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands: `current_index`, the rows handed out so far."""
+        return {"current_index": self._position}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Back to where `state` was taken."""
+        self._position = int(state["current_index"])
+
+    def _task(self, step: int, place: int, row_index: int) -> Task:
+        row = self.rows[row_index]
+        # each task gets dictionaries of its own: a workflow may write into them
+        fields = copy.deepcopy(self._fields)
+        return Task(
+            raw_task=row,
+            workflow=self._own(row, "workflow_key", self._workflow),
+            reward_fn=self._own(row, "reward_fn_key", self._reward_fn),
+            repeat_times=self.repeat_times,
+            format_args=self._format,
+            is_eval=self.is_eval,
+            batch_id=step,
+            task_id=place,
+            index={"index": row_index, "taskset_id": self.taskset_id},
+            **fields,
+        )
+
+    def _own(self, row: dict[str, Any], key: str, default: Any) -> Any:
+        """The row's own workflow or reward where the format names a column and it holds one."""
+        column = self._format.get(key)
+        return (row.get(column) if column else None) or default
+
+    def _check_columns(self) -> None:
+        for key in ("prompt_key", "response_key", "system_prompt_key", *_OWN):
+            column = self._format.get(key, "prompt" if key == "prompt_key" else None)
+            # a data set need not hold answers: only a column that the user chose must be there
+            if column and not (key == "response_key" and column == "response"):
+                self.rows.require(column, f"format.{key}")
+
+    def _count_steps(self, total_epochs: int, total_steps: int | None) -> int:
+        if self.is_eval:
+            return math.ceil(len(self.rows) / self.batch_size)
+        if total_steps is not None:
+            return total_steps
+        steps = len(self.rows) * total_epochs // self.batch_size
+        if steps == 0:
+            epochs = "1 epoch" if total_epochs == 1 else f"{total_epochs} epochs"
+            raise ValueError(
+                f"{self.rows.source} has {len(self.rows)} rows: in {epochs} that is not one "
+                f"batch of buffer.batch_size {self.batch_size}: set it to at most "
+                f"{len(self.rows) * total_epochs}, or give more epochs"
+            )
+        return steps
