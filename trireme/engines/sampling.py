@@ -1,0 +1,159 @@
+"""Sampling: from logits to tokens, for many rows with parameters of their own.
+
+Each request has a random stream of its own, from which one number per token is drawn; a token is the
+point where the distribution's running sum passes that number. So a row's tokens do not depend on who
+else is in the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trireme.engines.engine import Sampling
+
+
+@dataclass
+class Drawn:
+    """One token a row."""
+
+    tokens: Tensor
+    """[B]"""
+    logprobs: Tensor
+    """[B] log-softmax(logits / temperature), nothing cut."""
+    sampler_logprobs: Tensor
+    """[B] of the distribution really drawn from."""
+    full: Tensor
+    """[B, V] all log-probabilities at the temperature, for alternatives."""
+
+
+class Stream:
+    """The random numbers of one request: a function of seed, key and sample alone."""
+
+    BLOCK = 128
+
+    def __init__(self, seed: int, key: tuple[Any, ...], sample: int) -> None:
+        digest = hashlib.sha256(repr((seed, key, sample)).encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        self._block: list[float] = []
+
+    def next(self) -> float:
+        """The next number in [0, 1)."""
+        if not self._block:
+            block = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64)
+            self._block = block.tolist()[::-1]
+        return self._block.pop()
+
+
+@dataclass
+class RowParameters:
+    """Sampling parameters of the rows of a batch as tensors; None where no row uses one."""
+
+    temperature: Tensor
+    greedy: Tensor
+    any_greedy: bool
+    all_greedy: bool
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    penalty: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling], device: torch.device) -> RowParameters:
+        """The parameters of these requests, in their order."""
+
+        def column(values: list[float], off: Any) -> Tensor | None:
+            if all(off(value) for value in values):
+                return None
+            return torch.tensor(values, device=device)[:, None]
+
+        heat = [s.temperature for s in rows]
+        greedy = [t == 0 for t in heat]
+        return cls(
+            temperature=torch.tensor([t or 1.0 for t in heat], device=device)[:, None],
+            greedy=torch.tensor(greedy, device=device),
+            any_greedy=any(greedy),
+            all_greedy=all(greedy),
+            top_k=column([float(s.top_k) for s in rows], lambda k: k <= 0),
+            top_p=column([s.top_p for s in rows], lambda p: p >= 1),
+            min_p=column([s.min_p for s in rows], lambda p: p <= 0),
+            penalty=column([s.repetition_penalty for s in rows], lambda p: p == 1),
+        )
+
+    @property
+    def plain(self) -> bool:
+        """No row cuts or bends the distribution."""
+        return self.top_k is self.top_p is self.min_p is self.penalty is None
+
+
+def draw(
+    logits: Tensor,
+    rows: RowParameters,
+    uniform: Tensor,
+    *,
+    seen: Tensor | None = None,
+    forbidden: Tensor | None = None,
+) -> Drawn:
+    """One token a row from logits [B, V].
+
+    `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that a repetition penalty concerns;
+    `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
+    """
+    logits = logits.float()
+    full = (logits / rows.temperature).log_softmax(-1)
+    if rows.plain and forbidden is None:
+        chosen = full
+    else:
+        bent = logits
+        if rows.penalty is not None and seen is not None:
+            bent = torch.where(seen, penalised(bent, rows.penalty), bent)
+        if forbidden is not None:
+            bent = bent.masked_fill(forbidden, -torch.inf)
+        chosen = truncated((bent / rows.temperature).log_softmax(-1), rows)
+    tokens = chosen.argmax(-1) if rows.any_greedy else None
+    if not rows.all_greedy:
+        sampled = inverse_cdf(chosen, uniform)
+        tokens = sampled if tokens is None else torch.where(rows.greedy, tokens, sampled)
+    assert tokens is not None
+    at = tokens[:, None]
+    sampler = chosen.gather(1, at)[:, 0].masked_fill(rows.greedy, 0.0)
+    return Drawn(tokens, full.gather(1, at)[:, 0], sampler, full)
+
+
+def penalised(logits: Tensor, penalty: Tensor) -> Tensor:
+    """Positive logits divided, negative ones multiplied by the penalty (CTRL, arXiv:1909.05858)."""
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def truncated(logprobs: Tensor, rows: RowParameters) -> Tensor:
+    """log p [B, V] after top-k, top-p and min-p, normalised again; -inf for what was cut."""
+    if rows.top_k is rows.top_p is rows.min_p is None:
+        return logprobs
+    ordered, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+    rank = torch.arange(logprobs.shape[1], device=logprobs.device)[None]
+    cut = torch.zeros_like(ordered, dtype=torch.bool)
+    if rows.top_k is not None:
+        cut |= (rows.top_k > 0) & (rank >= rows.top_k)
+        ordered = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
+    probs = ordered.exp()
+    if rows.top_p is not None:
+        cut |= (probs.cumsum(-1) - probs >= rows.top_p) & (rank > 0) & (rows.top_p < 1)
+    if rows.min_p is not None:
+        cut |= probs < rows.min_p * probs[:, :1]
+    kept = ordered.masked_fill(cut, -torch.inf).log_softmax(-1)
+    return torch.empty_like(kept).scatter_(1, order, kept)
+
+
+def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the running sum of p [B, V] passes `uniform` [B]."""
+    sums = logprobs.double().exp().cumsum(-1)
+    target = uniform.to(sums.dtype)[:, None] * sums[:, -1:]
+    tokens = torch.searchsorted(sums, target, right=True)[:, 0]
+    # Rounding may reach past the last token that has any probability.
+    last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)
+    return torch.minimum(tokens, last)

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching on Hugging Face models, in this process."""

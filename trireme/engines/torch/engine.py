@@ -1,0 +1,319 @@
+"""TorchEngine: the embedded engine, continuous batching on Hugging Face models in this process.
+
+One coroutine drives the decoder through the device's thread: pick requests, advance, hand out what
+ended. Requests join and leave between advances. Invariants:
+- A failure of the decoder reaches every caller that waits, and every later one: nobody hangs.
+- With a gate an advance starts only when every live rollout waits on the engine, and requests enter in
+  the order of their keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trireme.engines.device import Device
+from trireme.engines.engine import Completion, Health, Sampling
+from trireme.engines.gate import Gate
+from trireme.engines.sampling import Stream
+from trireme.engines.torch.decoder import Decoder
+from trireme.engines.torch.request import Request
+from trireme.engines.torch.shell import load_shell, load_weights, share_shell
+
+STEPS_PER_HOP = 8
+"""Tokens decoded per visit to the device's thread, where nothing else wants it."""
+
+
+class TorchEngine:
+    """See Engine."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        device: Device,
+        max_model_len: int,
+        seed: int = 42,
+        max_rows: int = 256,
+        kv_tokens: int = 2**18,
+        prefix_tokens: int = 2**15,
+        gate: Gate | None = None,
+        dtype: str = "float32",
+        device_name: str = "cpu",
+        share_with: PreTrainedModel | None = None,
+        keep_kv: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`share_with` is a module whose tensors are read in place of loading `model`.
+
+        At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait in
+        order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` goes on with old keys and
+        values after an update in flight, in place of computing them again.
+        """
+        if share_with is not None:
+            self.module = share_shell(share_with)
+        else:
+            self.module = load_shell(
+                model, device=device_name, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+        self._shared = share_with is not None
+        self._decoder = Decoder(
+            self.module, tokenizer, kv_tokens=kv_tokens, prefix_tokens=prefix_tokens
+        )
+        self._tokenizer = tokenizer
+        self._device = device
+        self._seed = seed
+        self._max_model_len = max_model_len
+        self._max_rows = max_rows
+        self._kv_tokens = kv_tokens
+        self._gate = gate
+        self._keep_kv = keep_kv
+        self._ends = end_tokens(self.module, tokenizer)
+        self._waiting: list[Request] = []
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._requests: dict[int, Request] = {}
+        self._bell: asyncio.Event | None = None
+        self._driver: asyncio.Task[None] | None = None
+        self._updates = 0
+        self._paused = self._closed = False
+        self._failure: BaseException | None = None
+        self._anonymous = 0
+        if gate is not None:
+            gate.on_change(self._ring)
+
+    @property
+    def version(self) -> int:
+        """The weight version that the next token carries."""
+        return self._decoder.version
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+    ) -> list[Completion]:
+        """See Engine."""
+        self._check()
+        requests = self._make(list(ids), sampling, key)
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            self._futures[id(request)] = future
+            self._requests[id(request)] = request
+        self._waiting += requests
+        self._start()
+        try:
+            return list(await asyncio.gather(*futures))
+        finally:
+            for request in requests:  # where the call was cancelled
+                if self._futures.pop(id(request), None) is not None:
+                    self._drop(request)
+                self._requests.pop(id(request), None)
+
+    async def logprobs(
+        self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> list[list[float]]:
+        """See Engine."""
+        self._check()
+        return await self._between(self._decoder.score, ids, temperature)
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """See Engine. Raises ValueError where names or shapes are not the model's."""
+        self._check()
+        if source is None and not self._shared:
+            raise ValueError("this engine has weights of its own: update_weights needs a source")
+        await self._between(self._take_weights, source, version)
+
+    async def pause(self) -> None:
+        """See Engine."""
+        self._paused = True
+        await self._between(lambda: None)
+
+    async def resume(self) -> None:
+        """See Engine."""
+        self._paused = False
+        self._ring()
+
+    async def abort(self, key: tuple[Any, ...] = ()) -> int:
+        """See Engine."""
+        found = [r for r in self._requests.values() if r.key[: len(key)] == key]
+        count = 0
+        for request in found:
+            if request.stop_reason is None:
+                self._drop(request)
+                self._finish(request)
+                count += 1
+        return count
+
+    def health(self) -> Health:
+        """See Engine."""
+        self._check()
+        decoder = self._decoder
+        return Health(
+            version=decoder.version,
+            running=len(decoder.active),
+            waiting=len(self._waiting),
+            generated_tokens=decoder.generated,
+            prefilled_tokens=decoder.prefilled,
+            cached_tokens=decoder.cached,
+            paused=self._paused,
+        )
+
+    async def close(self) -> None:
+        """See Engine."""
+        if self._closed:
+            return
+        await self.abort()
+        self._closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.gather(self._driver, return_exceptions=True)
+        await self._device.run(self._decoder.close)
+
+    def _make(self, ids: list[int], sampling: Sampling, key: tuple[Any, ...]) -> list[Request]:
+        """One request a sample. Raises ValueError for a prompt that leaves no room."""
+        room = min(self._max_model_len, self._kv_tokens) - len(ids)
+        if not ids or room < 1:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens: expected 1 to {self._max_model_len - 1} "
+                f"(max_model_len {self._max_model_len}, and at least one token to generate)"
+            )
+        if not key:
+            self._anonymous += 1
+            key = ((-1, self._anonymous),)
+        seed = self._seed if sampling.seed is None else sampling.seed
+        stream_key = key if sampling.seed is None else ()
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._ends)
+        return [
+            Request(
+                prompt=ids,
+                sampling=sampling,
+                key=key,
+                sample=sample,
+                stream=Stream(seed, stream_key, sample),
+                max_tokens=min(sampling.max_tokens, room),
+                ends=frozenset(ends),
+            )
+            for sample in range(sampling.n)
+        ]
+
+    async def _drive(self) -> None:
+        """Until closed: wait for work, advance, hand out."""
+        assert self._bell is not None
+        try:
+            while True:
+                while not self._ready():
+                    self._bell.clear()
+                    await self._bell.wait()
+                admitted = self._pick()
+                finished = await self._device.run(self._advance, admitted)
+                for request in finished:
+                    self._finish(request)
+                # Those that got their reply may ask again before the next advance.
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._failure = error
+            for future in self._futures.values():
+                if not future.done():
+                    future.set_exception(self._broken())
+
+    def _advance(self, admitted: list[Request]) -> list[Request]:
+        return self._decoder.advance(
+            admitted, steps=STEPS_PER_HOP, hurry=lambda: self._updates > 0 or self._newcomers()
+        )
+
+    def _newcomers(self) -> bool:
+        """Whether a request waits that could be let in; never with a gate, where none can come."""
+        return self._gate is None and bool(self._waiting) and self._fits(self._waiting[0], [])
+
+    def _ready(self) -> bool:
+        """Whether an advance may start now."""
+        if self._paused or self._updates or not (self._waiting or self._decoder.active):
+            return False
+        if self._gate is None:
+            return True
+        return self._gate.open(r.key for r in self._requests.values() if r.stop_reason is None)
+
+    def _pick(self) -> list[Request]:
+        """Waiting requests that fit, in order."""
+        if self._gate is not None:
+            self._waiting.sort(key=lambda r: r.order)
+        picked: list[Request] = []
+        while self._waiting and self._fits(self._waiting[0], picked):
+            picked.append(self._waiting.pop(0))
+        return picked
+
+    def _fits(self, request: Request, picked: list[Request]) -> bool:
+        """Whether rows and token memory have room for one more."""
+        rows = [*self._decoder.active, *picked, request]
+        longest = max(len(r.prompt) + r.max_tokens for r in rows)
+        return len(rows) == 1 or (
+            len(rows) <= self._max_rows and len(rows) * longest <= self._kv_tokens
+        )
+
+    def _drop(self, request: Request) -> None:
+        """Out of the queue, or marked for the decoder to free its row."""
+        if request.stop_reason is None:
+            request.stop_reason = "aborted"
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._ring()
+
+    def _finish(self, request: Request) -> None:
+        """Hand the completion to the caller, if it still waits."""
+        future = self._futures.pop(id(request), None)
+        if future is not None and not future.done():
+            future.set_result(request.completion(self._tokenizer))
+
+    async def _between(self, function: Any, *args: Any) -> Any:
+        """Run on the device between two advances; an advance under way ends early for it."""
+        self._updates += 1
+        try:
+            return await self._device.run(function, *args)
+        finally:
+            self._updates -= 1
+            self._ring()
+
+    def _take_weights(self, source: Any, version: int) -> None:
+        if source is not None:
+            load_weights(self.module, source)
+        self._decoder.renew(version, keep=self._keep_kv)
+
+    def _start(self) -> None:
+        """Begin to drive on the caller's loop, and ring."""
+        if self._driver is None:
+            self._bell = asyncio.Event()
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            self._bell.set()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._broken()
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+    def _broken(self) -> RuntimeError:
+        error = RuntimeError(
+            f"the engine has failed: {type(self._failure).__name__}: {self._failure}"
+        )
+        error.__cause__ = self._failure
+        return error
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """End-of-sequence ids of the generation configuration, the model's and the tokenizer's."""
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for owner in (generation, model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            found.update(ids if isinstance(ids, list | tuple) else [ids])
+    return found

@@ -1,0 +1,97 @@
+"""Request: one sample under way, from its prompt to its completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trireme.engines.engine import Completion, Sampling, StopReason
+from trireme.engines.sampling import Stream
+
+_TAIL = 8  # tokens decoded beyond the longest stop string's length, at most one a character
+
+
+@dataclass
+class Request:
+    """A row's life. `ids` are the prompt and what was sampled so far."""
+
+    prompt: list[int]
+    sampling: Sampling
+    key: tuple[Any, ...]
+    sample: int
+    stream: Stream
+    max_tokens: int
+    ends: frozenset[int]
+    out: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    alternatives: list[dict[int, float]] = field(default_factory=list)
+    cached: int = 0
+    """Tokens whose keys and values the row holds."""
+    stop_reason: StopReason | None = None
+    stop: str | int | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far."""
+        return self.prompt + self.out
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """In which order requests enter in deterministic mode."""
+        return (*self.key, self.sample)
+
+    def add(
+        self,
+        token: int,
+        logprob: float,
+        sampler_logprob: float,
+        version: int,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> bool:
+        """Append a token; whether the request has ended by it."""
+        self.out.append(token)
+        self.logprobs.append(logprob)
+        self.sampler_logprobs.append(sampler_logprob)
+        self.versions.append(version)
+        if len(self.out) > self.sampling.min_tokens:
+            if token in self.ends:
+                self.stop_reason = "stop"
+                self.stop = token if token in self.sampling.stop_token_ids else None
+                return True
+            if self.sampling.stop and (found := self._stop_string(tokenizer)):
+                self.stop_reason, self.stop = "stop", found
+                return True
+        if len(self.out) >= self.max_tokens:
+            self.stop_reason = "length"
+            return True
+        return False
+
+    def _stop_string(self, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """The stop string that the last token completed, if any."""
+        longest = max(map(len, self.sampling.stop))
+        tail = tokenizer.decode(self.out[-(longest + _TAIL) :], skip_special_tokens=True)
+        assert isinstance(tail, str)
+        return next((text for text in self.sampling.stop if text in tail), None)
+
+    def completion(self, tokenizer: PreTrainedTokenizerBase) -> Completion:
+        """What the caller gets."""
+        assert self.stop_reason is not None
+        n = len(self.versions)  # an aborted row may be in the middle of its next token
+        text = tokenizer.decode(self.out[:n], skip_special_tokens=True)
+        assert isinstance(text, str)
+        if isinstance(self.stop, str):
+            text = text.partition(self.stop)[0]
+        return Completion(
+            ids=self.out[:n],
+            logprobs=self.logprobs[:n],
+            sampler_logprobs=self.sampler_logprobs[:n],
+            versions=self.versions[:n],
+            stop_reason=self.stop_reason,
+            stop=self.stop,
+            text=text,
+            alternatives=self.alternatives[:n],
+        )

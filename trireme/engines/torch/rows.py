@@ -1,0 +1,160 @@
+"""Rows: the keys and values of running requests, and how the model's attention reads and writes them.
+
+Active requests hold rows 0 .. B-1 without a gap, so that decoding attends over a view and copies
+nothing. Registered with transformers as `trireme_rows`, without a mask function of that name, so that
+the model builds no mask; what a forward pass concerns comes as the keyword `rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "trireme_rows"
+GRAIN = 64
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+
+
+class RowStore:
+    """Keys and values [rows, Hkv, length, D] of each layer; grows, never past `max_tokens`."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._shape = (0, 0)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Room for `rows` rows of `length` tokens; keeps what is there."""
+        have_rows, have_length = self._shape
+        if rows <= have_rows and length <= have_length:
+            return
+        length = max(have_length, -(-length // GRAIN) * GRAIN)
+        rows = max(have_rows, rows)
+        self._shape = (rows, length)
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                tensors[layer] = new
+
+    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, made at its first use."""
+        while len(self.keys) <= index:
+            shape = (self._shape[0], like.shape[1], self._shape[1], like.shape[3])
+            self.keys.append(like.new_zeros(shape))
+            self.values.append(like.new_zeros(shape))
+        return self.keys[index], self.values[index]
+
+    def copy_row(self, source: int, targets: list[int], length: int) -> None:
+        """The first `length` tokens of a row into others."""
+        for tensor in (*self.keys, *self.values):
+            if len(targets) == 1:
+                tensor[targets[0], :, :length].copy_(tensor[source, :, :length])
+            else:
+                tensor[targets, :, :length] = tensor[source, :, :length].clone()
+
+    def take(self, row: int, length: int) -> list[Tensor]:
+        """A copy of a row's first tokens: keys and values of each layer."""
+        return [t[row, :, :length].clone() for t in (*self.keys, *self.values)]
+
+    def put(self, row: int, saved: list[Tensor], length: int) -> None:
+        """Write the first `length` tokens of what `take` gave into a row."""
+        for tensor, old in zip((*self.keys, *self.values), saved, strict=True):
+            tensor[row, :, :length] = old[:, :length]
+
+    def clear(self) -> None:
+        """Forget the tensors."""
+        self.keys, self.values, self._shape = [], [], (0, 0)
+
+
+@dataclass
+class Pass:
+    """What one forward pass concerns: which rows, and where their new tokens go."""
+
+    store: RowStore
+    rows: Tensor | None
+    """[B] row of each batch entry; None: rows 0 .. B-1 (decoding)."""
+    starts: Tensor
+    """[B] tokens that each row already holds."""
+    lengths: Tensor
+    """[B] new tokens of each row, at most the width S of the pass."""
+    width: int
+    """S"""
+    total: int
+    """Keys to attend over: the longest row after this pass."""
+
+    def __post_init__(self) -> None:
+        device = self.starts.device
+        offsets = torch.arange(self.width, device=device)
+        self.positions = self.starts[:, None] + offsets
+        self._masks: dict[int, Tensor] = {}
+        if self.rows is not None:
+            valid = offsets < self.lengths[:, None]
+            entry, offset = valid.nonzero(as_tuple=True)
+            self.entry, self.offset = entry, offset
+            self.write_row = self.rows[entry]
+            self.write_at = self.starts[entry] + offset
+
+    def mask(self, window: int) -> Tensor:
+        """[B, 1, S, L] true where a new token sees a key."""
+        if window not in self._masks:
+            keys = torch.arange(self.total, device=self.starts.device)
+            behind = self.positions[:, :, None] - keys
+            seen = behind >= 0
+            if window:
+                seen &= behind < window
+            self._masks[window] = seen[:, None]
+        return self._masks[window]
+
+
+def rows_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    rows: Pass | None = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, S, D], key and value [B, Hkv, S, D] of the new tokens -> ([B, S, H, D], None)."""
+    if rows is None:
+        raise ValueError("a model with row attention is called by the engine only")
+    for name in _UNKNOWN:
+        if extras.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} wants '{name}' in its attention: not supported"
+            )
+    keys, values = rows.store.layer(int(module.layer_idx), key)  # pyright: ignore
+    batch = query.shape[0]
+    if rows.rows is None:
+        index = torch.arange(batch, device=key.device)
+        keys[index, :, rows.starts] = key[:, :, 0]
+        values[index, :, rows.starts] = value[:, :, 0]
+        all_keys, all_values = keys[:batch, :, : rows.total], values[:batch, :, : rows.total]
+    else:
+        keys[rows.write_row, :, rows.write_at] = key[rows.entry, :, rows.offset]
+        values[rows.write_row, :, rows.write_at] = value[rows.entry, :, rows.offset]
+        all_keys = keys[rows.rows, :, : rows.total]
+        all_values = values[rows.rows, :, : rows.total]
+    out = F.scaled_dot_product_attention(
+        query,
+        all_keys,
+        all_values,
+        attn_mask=rows.mask(sliding_window or 0),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2), None
+
+
+def register() -> None:
+    """Make `attn_implementation="trireme_rows"` known to transformers; again does nothing."""
+    AttentionInterface.register(NAME, rows_attention)

@@ -1,0 +1,102 @@
+"""Shell: the engine's own module over weights: loaded from a folder, or the trainer's very tensors.
+
+Configuration, attention and train/eval flags are the shell's; the parameters may be shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trireme.engines.torch import rows
+
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_shell(
+    path: str | Path, *, device: str, dtype: str, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model of its own. Raises ValueError for layers that keep another state than keys and values."""
+    rows.register()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    refuse_recurrent(config)
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=DTYPES[dtype],
+        attn_implementation=rows.NAME,
+        trust_remote_code=trust_remote_code,
+    )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def share_shell(module: PreTrainedModel) -> PreTrainedModel:
+    """A second module over the parameters and buffers of `module`; nothing is copied."""
+    rows.register()
+    refuse_recurrent(module.config)
+    config = copy.deepcopy(module.config)
+    config._attn_implementation = rows.NAME
+    with torch.device("meta"):
+        shell = type(module)(config)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        _assign(shell, name, parameter)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        _assign(shell, name, buffer)
+    return shell.eval()
+
+
+def refuse_recurrent(config: Any) -> None:
+    """Raise ValueError, naming them, for layers that are not plain attention."""
+    others = sorted({*(getattr(config, "layer_types", None) or ())} - _PLAIN_LAYERS)
+    others += [k for k in ("ssm_state_size", "mamba_d_state", "lru_width") if hasattr(config, k)]
+    if others:
+        raise ValueError(
+            f"model_type '{config.model_type}' has layers that are not plain attention "
+            f"({', '.join(others)}): the embedded engine cannot run it"
+        )
+
+
+def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | Path) -> None:
+    """Overwrite the weights in place. Raises ValueError where names or shapes are not the model's."""
+    given = _read(Path(source)) if isinstance(source, str | Path) else dict(source)
+    own = module.state_dict()
+    pointers = {own[name].data_ptr() for name in given if name in own}
+    missing = [n for n, t in own.items() if n not in given and t.data_ptr() not in pointers]
+    foreign = [name for name in given if name not in own]
+    if missing or foreign:
+        raise ValueError(
+            f"these weights are not of this model: {len(missing)} tensors are missing "
+            f"({', '.join(missing[:3])}), {len(foreign)} are not known ({', '.join(foreign[:3])})"
+        )
+    for name, tensor in given.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(
+                f"weight '{name}' is {list(tensor.shape)}: expected {list(own[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file or of a folder's safetensors files."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _assign(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put the very tensor (parameter or buffer) at a dotted name."""
+    owner, _, leaf = name.rpartition(".")
+    module = root.get_submodule(owner)
+    table = module._parameters if leaf in module._parameters else module._buffers
+    table[leaf] = tensor  # pyright: ignore[reportArgumentType]
