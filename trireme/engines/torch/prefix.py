@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 BLOCK = 16
+CANDIDATES = 32
+"""Entries with the same beginning that are compared token by token, newest first."""
 
 
 @dataclass
@@ -30,27 +32,22 @@ class PrefixCache:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._entries: OrderedDict[int, Entry] = OrderedDict()
-        self._by_block: dict[int, int] = {}
+        self._by_block: dict[int, list[int]] = {}
         self._tokens = 0
         self._next = 0
 
     def find(self, ids: Sequence[int]) -> tuple[list[Tensor] | None, int]:
         """Saved tensors, and how many leading tokens of `ids` they serve (never all of them)."""
-        number = None
         for block in reversed(_chain(ids)):
-            if block in self._by_block:
-                number = self._by_block[block]
+            numbers = self._by_block.get(block, [])[-CANDIDATES:]
+            if numbers:
                 break
-        if number is None:
+        else:
             return None, 0
-        entry = self._entries[number]
-        self._entries.move_to_end(number)
-        common = 0
-        for a, b in zip(entry.ids, ids[:-1], strict=False):
-            if a != b:
-                break
-            common += 1
-        return (entry.saved, common) if common else (None, 0)
+        lengths = {n: _common(self._entries[n].ids, ids) for n in numbers}
+        best = max(lengths, key=lambda n: lengths[n])
+        self._entries.move_to_end(best)
+        return self._entries[best].saved, lengths[best]
 
     def add(self, ids: Sequence[int], saved: list[Tensor]) -> None:
         """Keep a sequence; `saved` covers all of `ids`."""
@@ -59,7 +56,7 @@ class PrefixCache:
             return
         self._entries[self._next] = Entry(tuple(ids), saved, blocks)
         for block in blocks:
-            self._by_block[block] = self._next
+            self._by_block.setdefault(block, []).append(self._next)
         self._next += 1
         self._tokens += len(ids)
         while self._tokens > self.max_tokens:
@@ -75,8 +72,17 @@ class PrefixCache:
         number, entry = self._entries.popitem(last=False)
         self._tokens -= len(entry.ids)
         for block in entry.blocks:
-            if self._by_block.get(block) == number:
+            self._by_block[block].remove(number)
+            if not self._by_block[block]:
                 del self._by_block[block]
+
+
+def _common(kept: Sequence[int], ids: Sequence[int]) -> int:
+    """How many leading tokens are the same, the last of `ids` left out."""
+    for count, (a, b) in enumerate(zip(kept, ids[:-1], strict=False)):
+        if a != b:
+            return count
+    return min(len(kept), len(ids) - 1)
 
 
 def _chain(ids: Sequence[int]) -> list[int]:

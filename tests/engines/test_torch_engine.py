@@ -1,0 +1,282 @@
+"""TorchEngine against Hugging Face's own forward pass, alone and in company, and what it does not do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+
+from tests.tiny import make_model, make_tokenizer
+from trireme.engines.device import Device
+from trireme.engines.engine import Sampling
+from trireme.engines.gate import Gate
+from trireme.engines.torch.engine import TorchEngine
+
+PROMPTS = [[5 + i] * (3 + 7 * i) + [9, 8, 7] for i in range(6)]
+
+
+def run(folder: Path, main: Callable[[TorchEngine], Awaitable[Any]], **options: Any) -> Any:
+    """What `main` gives with an engine on a model folder."""
+
+    async def go() -> Any:
+        device = Device(1)
+        options.setdefault("max_model_len", 200)
+        engine = TorchEngine(
+            folder, tokenizer=AutoTokenizer.from_pretrained(folder), device=device, **options
+        )
+        try:
+            return await main(engine)
+        finally:
+            await engine.close()
+            device.close()
+
+    return asyncio.run(go())
+
+
+def reference(folder: Path, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """log p of each token after the first, by the model's own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
+def test_greedy_replies_equal_transformers_generate(tmp_path: Path, arch: str) -> None:
+    folder = make_model(tmp_path / arch, arch)
+    greedy = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
+
+    async def main(engine: TorchEngine) -> Any:
+        return await asyncio.gather(*(engine.generate(p, greedy) for p in PROMPTS))
+
+    replies = run(folder, main, max_rows=4)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, [reply] in zip(PROMPTS, replies, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )
+        assert reply.ids == expected[0, len(prompt) :].tolist()
+        assert reply.stop_reason == "length" and reply.sampler_logprobs == [0.0] * 20
+
+
+def test_logprobs_equal_the_models_own_in_ragged_company(tiny_dir: Path) -> None:
+    sampling = Sampling(max_tokens=15, n=3, temperature=0.7, top_p=0.8, ignore_eos=True)
+
+    async def main(engine: TorchEngine) -> Any:
+        return await asyncio.gather(
+            *(engine.generate(p, sampling, key=(1, i, 0)) for i, p in enumerate(PROMPTS))
+        )
+
+    for prompt, replies in zip(PROMPTS, run(tiny_dir, main, max_rows=5), strict=True):
+        for reply in replies:
+            own = reference(tiny_dir, prompt + reply.ids, 0.7)[len(prompt) - 1 :]
+            assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)
+            # the mass that top_p kept is shared out among what is left
+            assert all(
+                s >= p - 1e-6 for s, p in zip(reply.sampler_logprobs, reply.logprobs, strict=True)
+            )
+
+
+def test_a_request_samples_the_same_alone_and_in_a_batch(tiny_dir: Path) -> None:
+    sampling = Sampling(max_tokens=12, n=2, ignore_eos=True)
+
+    async def crowd(engine: TorchEngine) -> Any:
+        found = await asyncio.gather(
+            *(engine.generate(p, sampling, key=(1, i, 0)) for i, p in enumerate(PROMPTS))
+        )
+        return [c.ids for c in found[2]]
+
+    async def alone(engine: TorchEngine) -> Any:
+        return [c.ids for c in await engine.generate(PROMPTS[2], sampling, key=(1, 2, 0))]
+
+    together = run(tiny_dir, crowd)
+    assert together == run(tiny_dir, alone)
+    assert together[0] != together[1], "samples of one prompt have streams of their own"
+
+
+def test_equal_prompts_are_prefilled_once_and_turns_reuse_the_prefix(tiny_dir: Path) -> None:
+    prompt = list(range(5, 45))
+
+    async def main(engine: TorchEngine) -> Any:
+        sampling = Sampling(max_tokens=8, n=2, ignore_eos=True)
+        found = await asyncio.gather(
+            *(engine.generate(prompt, sampling, key=(1, 0, run)) for run in range(4))
+        )
+        first = engine.health().prefilled_tokens
+        longer = prompt + found[0][0].ids + [9, 9, 9]
+        [turn] = await engine.generate(longer, Sampling(max_tokens=8, ignore_eos=True))
+        return first, engine.health().prefilled_tokens - first, longer, turn
+
+    first, second, longer, turn = run(tiny_dir, main)
+    assert first == len(prompt) - 1
+    assert second <= 4, "only what the cache does not have"
+    own = reference(tiny_dir, longer + turn.ids)[len(longer) - 1 :]
+    assert torch.allclose(own, torch.tensor(turn.logprobs), atol=1e-5)
+
+
+def test_an_update_in_flight_marks_tokens_and_new_ones_are_of_the_new_weights(
+    tmp_path: Path,
+) -> None:
+    old, new = make_model(tmp_path / "a", seed=0), make_model(tmp_path / "b", seed=1)
+
+    async def main(engine: TorchEngine) -> Any:
+        sampling = Sampling(max_tokens=60, ignore_eos=True)
+        call = asyncio.ensure_future(engine.generate(PROMPTS[1], sampling))
+        while engine.health().generated_tokens < 10:
+            await asyncio.sleep(0.001)
+        await engine.update_weights(new, 7)
+        return (await call)[0], await engine.logprobs([PROMPTS[2]])
+
+    reply, [scored] = run(old, main)
+    switch = reply.versions.index(7)
+    assert set(reply.versions[:switch]) == {0} and set(reply.versions[switch:]) == {7}
+    ids = PROMPTS[1] + reply.ids
+    before = reference(old, ids)[len(PROMPTS[1]) - 1 :][:switch]
+    after = reference(new, ids)[len(PROMPTS[1]) - 1 :][switch:]
+    assert torch.allclose(before, torch.tensor(reply.logprobs[:switch]), atol=1e-5)
+    assert torch.allclose(after, torch.tensor(reply.logprobs[switch:]), atol=1e-5)
+    assert torch.allclose(reference(new, PROMPTS[2]), torch.tensor(scored[1:]), atol=1e-5)
+
+
+def test_shared_tensors_follow_the_trainer_without_a_copy(tiny_dir: Path) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(tiny_dir)
+
+    async def main(engine: TorchEngine) -> Any:
+        before = await engine.logprobs([PROMPTS[1]])
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(1.1)
+        await engine.update_weights(None, 1)
+        return before, await engine.logprobs([PROMPTS[1]])
+
+    before, after = run(tiny_dir, main, share_with=trained)
+    with torch.no_grad():
+        logits = trained(torch.tensor([PROMPTS[1]])).logits[0, :-1].log_softmax(-1)
+    own = logits.gather(1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0]
+    assert torch.allclose(own, torch.tensor(after[0][1:]), atol=1e-5)
+    assert before != after
+
+
+def test_sliding_windows_are_kept(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    config = MistralConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=8, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt = list(range(5, 45))
+
+    async def main(engine: TorchEngine) -> Any:
+        return await engine.generate(prompt, Sampling(max_tokens=10, ignore_eos=True))
+
+    [reply] = run(tmp_path, main)
+    own = reference(tmp_path, prompt + reply.ids)[len(prompt) - 1 :]
+    assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)
+
+
+def test_stop_strings_ends_and_minimum_lengths(tiny_dir: Path) -> None:
+    async def main(engine: TorchEngine) -> Any:
+        free = Sampling(max_tokens=40, seed=3, ignore_eos=True)
+        [whole] = await engine.generate(PROMPTS[0], free)
+        word = whole.text[10:13]
+        [cut] = await engine.generate(
+            PROMPTS[0], Sampling(max_tokens=40, seed=3, ignore_eos=True, stop=(word,))
+        )
+        token = whole.ids[5]
+        [stopped] = await engine.generate(
+            PROMPTS[0],
+            Sampling(max_tokens=40, seed=3, ignore_eos=True, stop_token_ids=(token,)),
+        )
+        [late] = await engine.generate(
+            PROMPTS[0], Sampling(max_tokens=40, stop_token_ids=(token,), min_tokens=30)
+        )
+        return whole, word, cut, token, stopped, late
+
+    whole, word, cut, token, stopped, late = run(tiny_dir, main)
+    assert cut.stop_reason == "stop" and cut.stop == word
+    assert word not in cut.text and whole.text.startswith(cut.text)
+    assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) < 40
+    assert stopped.stop == token and stopped.ids == whole.ids[: whole.ids.index(token) + 1]
+    assert len(late.ids) >= 30 and token not in late.ids[:30]
+
+
+def test_more_requests_than_rows_wait_and_all_are_served(tiny_dir: Path) -> None:
+    async def main(engine: TorchEngine) -> Any:
+        calls = [
+            engine.generate([5, 6, 7 + i], Sampling(max_tokens=5 + i % 7, ignore_eos=True))
+            for i in range(40)
+        ]
+        return [len(found[0].ids) for found in await asyncio.gather(*calls)]
+
+    assert run(tiny_dir, main, max_rows=3) == [5 + i % 7 for i in range(40)]
+
+
+def test_abort_and_cancel_free_their_rows(tiny_dir: Path) -> None:
+    async def main(engine: TorchEngine) -> Any:
+        long = Sampling(max_tokens=150, ignore_eos=True)
+        calls = [
+            asyncio.ensure_future(engine.generate(PROMPTS[0], long, key=(1, task, 0)))
+            for task in range(3)
+        ]
+        while engine.health().generated_tokens < 12:
+            await asyncio.sleep(0.001)
+        calls[2].cancel()
+        count = await engine.abort((1, 0))
+        [aborted] = await calls[0]
+        [whole] = await calls[1]
+        return count, aborted, whole, engine.health()
+
+    count, aborted, whole, health = run(tiny_dir, main)
+    assert count == 1 and aborted.stop_reason == "aborted" and 0 < len(aborted.ids) < 150
+    assert len(whole.ids) == 150 and health.running == 0 and health.waiting == 0
+
+
+def test_pause_holds_and_resume_goes_on(tiny_dir: Path) -> None:
+    async def main(engine: TorchEngine) -> Any:
+        await engine.pause()
+        call = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(max_tokens=4)))
+        await asyncio.sleep(0.05)
+        held = engine.health().generated_tokens
+        await engine.resume()
+        await call
+        return held, engine.health().generated_tokens
+
+    held, after = run(tiny_dir, main)
+    assert held == 0 and after > 0
+
+
+def test_a_gate_holds_the_engine_until_every_live_rollout_waits(tiny_dir: Path) -> None:
+    gate = Gate()
+
+    async def main(engine: TorchEngine) -> Any:
+        sampling = Sampling(max_tokens=4, ignore_eos=True)
+        with gate.rollout((1, 0, 0)), gate.rollout((1, 1, 0)):
+            first = asyncio.ensure_future(engine.generate([5, 6], sampling, key=(1, 1, 0, 0)))
+            await asyncio.sleep(0.05)
+            held = engine.health().generated_tokens
+            await asyncio.gather(first, engine.generate([7, 8], sampling, key=(1, 0, 0, 0)))
+        return held
+
+    assert run(tiny_dir, main, gate=gate) == 0
+
+
+def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:
+    async def main(engine: TorchEngine) -> None:
+        with pytest.raises(ValueError, match="a prompt of 200 tokens: expected 1 to 199"):
+            await engine.generate([5] * 200, Sampling())
+        with pytest.raises(ValueError, match="these weights are not of this model"):
+            await engine.update_weights({"nonsense": torch.zeros(1)}, 1)
+        with pytest.raises(RuntimeError, match="the engine has failed: IndexError"):
+            await engine.generate([10**6], Sampling())
+            await engine.generate([10**6, 5], Sampling())
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            engine.health()
+
+    run(tiny_dir, main)

@@ -1,0 +1,112 @@
+"""What a run shows, without a terminal and on one."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console as Terminal
+
+from trireme.experience import Experience
+from trireme.monitor.console import Console
+from trireme.monitor.summary import Summary
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_console(*, live: bool = False) -> tuple[Console, Clock, io.StringIO]:
+    text, clock = io.StringIO(), Clock()
+    output = Terminal(file=text, width=80, force_terminal=live, color_system=None)
+    return Console(live=live, output=output, every=5, clock=clock), clock, text
+
+
+def rollout(**given: Any) -> Experience:
+    fields: dict[str, Any] = {"prompt_text": "1+1=?", "response_text": "2", "reward": 1.0} | given
+    return Experience([1, 2], prompt_length=1, **fields)
+
+
+def test_lines_come_first_last_and_every_few_seconds() -> None:
+    console, clock, text = make_console()
+    console.stage("rft", 10)
+    for step in range(1, 11):
+        clock.now += 2
+        console.step("explorer", step, {"rollout/reward/mean": step / 10})
+        console.step("trainer", step, {"actor/pg_loss": 0.5})
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "rft: 10 steps"
+    assert [line.split()[1] for line in lines[1:]] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
+    assert lines[2] == "rft 3/10  reward 0.400  loss 0.5  2.00 s/step  left 0:14"
+
+
+def test_an_evaluation_is_a_line_of_its_own() -> None:
+    console, _, text = make_console()
+    metrics = {"eval/gsm8k-eval/accuracy/mean@1": 0.342, "eval/gsm8k-eval/tasks": 500.0}
+    console.step("eval", 0, metrics)
+    assert text.getvalue() == "evaluation gsm8k-eval at step 0: accuracy 34.2%  tasks 500\n"
+
+
+def test_a_stage_without_a_known_end_counts_steps() -> None:
+    console, _, text = make_console()
+    console.stage(None, None)
+    console.step("trainer", 1, {})
+    assert text.getvalue().splitlines() == ["run: as many steps as there are data", "run 1"]
+
+
+def test_an_exploring_run_counts_its_own_steps() -> None:
+    console, _, text = make_console()
+    console.stage("collect", 2, by="explorer")
+    console.step("explorer", 1, {"rollout/reward/mean": 0.5})
+    assert text.getvalue().splitlines()[-1] == "collect 1/2  reward 0.500"
+
+
+def test_a_rollout_is_shown_now_and_then_and_as_it_is() -> None:
+    console, clock, text = make_console()
+    console.rollout(rollout(response_text="[bold]2[/bold]\nfor sure"))
+    clock.now += 10
+    console.rollout(rollout())
+    assert text.getvalue().splitlines() == [
+        "a rollout:",
+        "    asked    1+1=?",
+        "    replied  [bold]2[/bold] ⏎ for sure",
+        "    reward   1",
+    ]
+
+
+def test_of_a_conversation_the_last_question_is_shown() -> None:
+    console, _, text = make_console()
+    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "last"}]
+    console.rollout(rollout(messages=messages))
+    assert "asked    last" in text.getvalue()
+
+
+def test_long_lines_are_not_broken_where_there_is_no_terminal() -> None:
+    console, _, text = make_console()
+    console.note("x" * 300)
+    console.finish(Summary(model_dir="/" + "m" * 200))
+    assert "x" * 300 in text.getvalue()
+    assert "m" * 200 in text.getvalue()
+
+
+def test_a_terminal_shows_progress_a_rollout_and_lasting_lines() -> None:
+    console, clock, text = make_console(live=True)
+    console.stage("rft", 3)
+    for step in (1, 2):
+        clock.now += 1
+        console.step("explorer", step, {"rollout/reward/mean": step / 10})
+        console.step("trainer", step, {"actor/pg_loss": 0.5})
+    console.rollout(rollout())
+    console.note("a note")
+    console.finish(Summary(wall_s=3))
+    shown = text.getvalue()
+    assert "2/3" in shown and "1.00 s/step" in shown and "left 0:01" in shown
+    assert "asked    1+1=?" in shown
+    assert "a note\n" in shown
+    assert shown.index("rft 2/3  reward 0.200") < shown.index("wall time")

@@ -1,0 +1,67 @@
+"""Metrics go where they should, whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from trireme.monitor.monitor import JsonLinesMonitor, open_monitor, read_metrics
+
+
+def test_a_line_a_step_and_part(tmp_path: Path) -> None:
+    monitor = JsonLinesMonitor(tmp_path)
+    monitor.log({"rollout/reward/mean": 0.5}, 1, "explorer")
+    monitor.log({"actor/pg_loss": -0.1}, 1, "trainer")
+    monitor.close()
+    rows = [json.loads(line) for line in monitor.path.read_text().splitlines()]
+    assert [(row["part"], row["step"]) for row in rows] == [("explorer", 1), ("trainer", 1)]
+    assert rows[0]["metrics"] == {"rollout/reward/mean": 0.5}
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    monitor = JsonLinesMonitor(tmp_path)
+    monitor.log({"a": math.nan, "b": math.inf, "c": 1}, 1, "trainer")
+    monitor.close()
+    assert read_metrics(monitor.path)[0]["metrics"] == {"a": None, "b": None, "c": 1.0}
+
+
+def test_half_a_line_of_a_killed_process_goes_away(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"part": "trainer", "step": 1, "metrics": {}}\n{"part": "tra')
+    monitor = JsonLinesMonitor(tmp_path)
+    monitor.log({"x": 2.0}, 2, "trainer")
+    monitor.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_a_step_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        monitor = JsonLinesMonitor(tmp_path)
+        monitor.log({"x": value}, 5, "trainer")
+        monitor.close()
+    assert [row["metrics"]["x"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
+
+
+def test_tensorboard_reads_what_is_logged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = open_monitor(tmp_path)
+    monitor.log({"rollout/reward/mean": 0.25}, 7, "explorer")
+    monitor.log({"eval/arith/accuracy/mean@1": 0.5}, 7, "eval")
+    monitor.log({"actor/pg_loss": -1.5}, 7, "trainer")
+    monitor.close()
+    assert {f.name for f in (tmp_path / "tensorboard").iterdir()} == {"explorer", "trainer"}
+    explorer = EventAccumulator(str(tmp_path / "tensorboard/explorer")).Reload()
+    (event,) = explorer.Scalars("eval/arith/accuracy/mean@1")
+    assert (event.step, event.value) == (7, 0.5)
+    trainer = EventAccumulator(str(tmp_path / "tensorboard/trainer")).Reload()
+    assert trainer.Scalars("actor/pg_loss")[0].value == -1.5
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_an_unknown_monitor_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"monitor.monitor_type is 'wandb'"):
+        open_monitor(tmp_path, "wandb")

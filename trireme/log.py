@@ -1,0 +1,155 @@
+"""Log: where each part of a run writes what it does, and which of it people see at once.
+
+Invariants:
+- One file a part in the job's `log` folder, appended to: `explorer.log`, `explorer_runner_N.log`,
+  `trainer.log`, `synchronizer.log`, `checkpoint_monitor.log`, `explorer_experience_pipeline.log`,
+  `queue_experience_buffer.log`; what belongs to none of them is in `launcher.log`.
+- The console shows the first line of warnings and errors; tracebacks are in the files alone.
+- A message that repeats is shown a few times only; the file has them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TextIO
+
+ROOT = "trireme"
+PARTS = (
+    "explorer",
+    "trainer",
+    "synchronizer",
+    "checkpoint_monitor",
+    "explorer_experience_pipeline",
+    "queue_experience_buffer",
+)
+ELSEWHERE = "launcher"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+SHOWN_REPEATS = 3
+
+# Modules that log under their own name, `trireme.<package>…`: the part each package belongs to.
+_PART_OF_PACKAGE = {
+    "sync": "synchronizer",
+    "checkpoint": "checkpoint_monitor",
+    "pipeline": "explorer_experience_pipeline",
+    "buffer": "queue_experience_buffer",
+}
+
+
+def get_logger(part: str) -> logging.Logger:
+    """The logger of a part: `explorer`, `explorer_runner_3`, `trainer` …"""
+    return logging.getLogger(f"{ROOT}.{part}")
+
+
+def setup_logging(
+    job_log_dir: str | Path,
+    level: str = "INFO",
+    *,
+    parts: Iterable[str] = PARTS,
+    runners: int = 0,
+) -> Callable[[], None]:
+    """Begin to log into `job_log_dir`; returns the function that ends it and closes the files.
+
+    The files of `parts` and of `runners` runners are there from the start, others from their first
+    line. Raises ValueError for an unknown level, OSError where the folder cannot be written.
+    """
+    if level.upper() not in LEVELS:
+        raise ValueError(f"log.level is '{level}': expected one of {', '.join(LEVELS)}")
+    folder = Path(job_log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = PartFiles(folder)
+    for part in (*parts, *(f"explorer_runner_{i}" for i in range(runners))):
+        files.file_of(part)
+    console = ConsoleLines(folder)
+    root = logging.getLogger(ROOT)
+    before = root.level
+    root.setLevel(level.upper())
+    root.addHandler(files)
+    root.addHandler(console)
+
+    def close() -> None:
+        root.removeHandler(files)
+        root.removeHandler(console)
+        root.setLevel(before)
+        files.close()
+
+    return close
+
+
+def part_of(logger_name: str) -> str:
+    """Which part's file a logger writes to: `trireme.sync.probe` -> `synchronizer`."""
+    name = logger_name.removeprefix(f"{ROOT}.").split(".")[0]
+    name = _PART_OF_PACKAGE.get(name, name)
+    return name if name in PARTS or name.startswith("explorer_runner_") else ELSEWHERE
+
+
+def write_failure(job_log_dir: str | Path, error: BaseException) -> Path | None:
+    """Append the traceback of what ended a run to `error.log`; None where it cannot be written."""
+    path = Path(job_log_dir) / "error.log"
+    trace = (type(error), error, error.__traceback__)
+    record = logging.LogRecord(
+        f"{ROOT}.{ELSEWHERE}", logging.ERROR, __file__, 0, "the run failed", (), trace
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(logging.Formatter(LINE).format(record) + "\n")
+    except OSError:  # the disk may be what failed
+        return None
+    return path
+
+
+class PartFiles(logging.Handler):
+    """Writes each record into the file of the part that logged it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._files: dict[str, TextIO] = {}
+        self.setFormatter(logging.Formatter(LINE))
+
+    def file_of(self, part: str) -> TextIO:
+        """The open file of a part."""
+        if part not in self._files:
+            self._files[part] = (self.folder / f"{part}.log").open("a", encoding="utf-8")
+        return self._files[part]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, whole."""
+        file = self.file_of(part_of(record.name))
+        file.write(self.format(record) + "\n")
+        file.flush()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        super().close()
+
+
+class ConsoleLines(logging.Handler):
+    """Shows warnings and errors on stderr, one line each."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.folder = folder
+        self._seen: Counter[tuple[str, str]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show the first line, and after some repeats say where the others are."""
+        part = part_of(record.name)
+        kind = (part, str(record.msg))
+        self._seen[kind] += 1
+        if self._seen[kind] > SHOWN_REPEATS:
+            return
+        line = (record.getMessage().splitlines() or [""])[0]
+        more = ""
+        if self._seen[kind] == SHOWN_REPEATS:
+            more = f" (more of these: {self.folder / f'{part}.log'})"
+        # sys.stderr is looked up at each line: a live display puts itself in its place
+        print(f"{record.levelname.lower()}: {line}{more}", file=sys.stderr)

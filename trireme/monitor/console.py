@@ -1,0 +1,218 @@
+"""Console: what a person sees of a run while it runs, and the table at its end.
+
+On a terminal one live display (progress, figures, a rollout's text) stays at the bottom and lasting
+lines go above it; elsewhere there are only lines, one every few seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console as Terminal
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trireme.monitor.figures import clock_time, duration, figures, in_one_line, sparkline
+from trireme.monitor.summary import Summary
+
+if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+    from trireme.experience import Experience
+
+STEPS_TIMED = 20
+MAX_TEXT = 600
+
+
+class Console:
+    """Shows stages, steps, evaluations, rollouts and the summary."""
+
+    def __init__(
+        self,
+        *,
+        live: bool | None = None,
+        output: Terminal | None = None,
+        every: float = 5.0,
+        rollout_every: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`live`: None asks whether the output is a terminal. If not, a line `every` seconds."""
+        self.output = output or Terminal(file=sys.stdout, highlight=False)
+        self.live = self.output.is_terminal if live is None else live
+        self.every = every
+        self.rollout_every = rollout_every
+        self.clock = clock
+        self._display: Live | None = None
+        self._last_rollout = -math.inf
+        self._begin("", None, "trainer")
+
+    def stage(self, name: str | None, total_steps: int | None, *, by: str = "trainer") -> None:
+        """A stage begins. `by` is the part whose steps count towards `total_steps`."""
+        self.close()
+        self._begin(name or "run", total_steps, by)
+        length = f"{total_steps} steps" if total_steps else "as many steps as there are data"
+        self._line(f"{self._name}: {length}", style="bold")
+        if self.live:
+            self._display = Live(get_renderable=self._render, console=self.output, transient=True)
+            self._display.start()
+
+    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
+        """A part has done a step; `eval` metrics become a lasting line each."""
+        if part == "eval":
+            self._evaluations(step, metrics)
+            return
+        self._metrics.update(metrics)
+        if "rollout/reward/mean" in metrics:
+            self._rewards.append(metrics["rollout/reward/mean"])
+        now = self.clock()
+        first = self._step is None
+        if part == self._by:
+            self._step = step
+            self._times.append((now, step))
+        done = part == self._by and (first or step == self._total)
+        if not self.live and (done or now - self._last_line >= self.every):
+            self._last_line = now
+            self._line(self._progress_line())
+
+    def note(self, text: str) -> None:
+        """A lasting line."""
+        self._line(text)
+
+    def evaluation(self, name: str, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """A lasting line with the result of one evaluation taskset."""
+        shown = [f"{label} {text}" for label, text in figures(metrics, "evaluation")]
+        when = "" if step is None else f" at step {step}"
+        self._line(f"evaluation {name}{when}: {'  '.join(shown)}", style="green")
+
+    def rollout(self, experience: Experience) -> None:
+        """Now and then, the text of a rollout."""
+        now = self.clock()
+        if now - self._last_rollout < self.rollout_every:
+            return
+        self._last_rollout = now
+        self._sample = Text()
+        texts = {"asked": _prompt(experience), "replied": experience.response_text or ""}
+        for label, text in texts.items():
+            self._sample.append(f"{label:<9}", style="bold")
+            self._sample.append(f"{in_one_line(text, MAX_TEXT)}\n")
+        reward = "none" if experience.reward is None else f"{experience.reward:.3g}"
+        self._sample.append("reward   ", style="bold").append(reward)
+        if not self.live:
+            self._line("a rollout:")
+            for line in self._sample.plain.splitlines():
+                self._line(f"    {line}")
+
+    def finish(self, summary: Summary) -> None:
+        """The table at the end of a run."""
+        self.close()
+        self.output.print()
+        for label, text in summary_rows(summary):
+            row = Text().append(f"{label:<12}", style="bold").append(text)
+            self.output.print(row, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the live display away; its last state stays as a line."""
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
+            if self._step is not None:
+                self._line(self._progress_line())
+
+    def _begin(self, name: str, total_steps: int | None, by: str) -> None:
+        self._name = name
+        self._total = total_steps
+        self._by = by
+        self._step: int | None = None
+        self._metrics: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=200)
+        self._times: deque[tuple[float, int]] = deque(maxlen=STEPS_TIMED)
+        self._sample: Text | None = None
+        self._started = self.clock()
+        self._last_line = self._started
+
+    def _evaluations(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Split `eval/<taskset>/<metric>/...` by taskset."""
+        by_name: dict[str, dict[str, float]] = {}
+        for key, value in metrics.items():
+            _, name, rest = (*key.split("/", 2), "", "")[:3]
+            by_name.setdefault(name, {})[rest] = value
+        for name, own in by_name.items():
+            self.evaluation(name, own, step)
+
+    def _line(self, text: str, style: str = "") -> None:
+        self.output.print(Text(text, style=style), soft_wrap=True)
+
+    def _progress_line(self) -> str:
+        shown = [f"{label} {text}" for label, text in figures(self._metrics, "training")]
+        return "  ".join([f"{self._name} {self._count()}", *shown, *self._pace()])
+
+    def _count(self) -> str:
+        """`12/350`, or `12` where the end is not known."""
+        return f"{self._step or 0}" + (f"/{self._total}" if self._total else "")
+
+    def _pace(self) -> list[str]:
+        """Seconds a step over the last steps, and the time left at that pace."""
+        if len(self._times) < 2:
+            return []
+        (then, first), (now, last) = self._times[0], self._times[-1]
+        seconds = (now - then) / max(last - first, 1)
+        pace = [f"{duration(seconds)}/step"]
+        if self._total and last < self._total:
+            pace.append(f"left {clock_time(seconds * (self._total - last))}")
+        return pace
+
+    def _render(self) -> RenderableType:
+        """The live display as it is now."""
+        elapsed = clock_time(self.clock() - self._started)
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._total, completed=self._step or 0, width=30)
+        head.add_row(Text(self._name, style="bold"), bar, self._count(), elapsed, *self._pace())
+        row = Text()
+        for label, text in figures(self._metrics, "training"):
+            row.append(f"{label} ", style="dim").append(f"{text}   ")
+        parts: list[RenderableType] = [head, row]
+        if len(self._rewards) > 1 and self.output.encoding.startswith("utf"):
+            trend = sparkline(list(self._rewards), width=60)
+            parts.append(Text("reward ", style="dim").append(trend, style="cyan"))
+        if self._sample is not None:
+            parts.append(Panel(self._sample, title="a rollout", title_align="left", style="dim"))
+        return Group(*parts)
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """Label and text of each line of the final table; what was not measured has none."""
+    rows = []
+    before = None
+    for label, share in (
+        ("before", summary.accuracy_before),
+        ("after SFT", summary.accuracy_sft),
+        ("after RL", summary.accuracy_rl),
+    ):
+        if share is not None:
+            gain = "" if before is None else f"   {100 * (share - before):+.1f} points"
+            rows.append(("" if rows else "accuracy", f"{label:<10} {share:7.1%}{gain}"))
+            before = share
+    if summary.accuracy_more_sft is not None:
+        share = summary.accuracy_more_sft
+        rows.append(("", f"{'more SFT':<10} {share:7.1%}   in the same time instead of RL"))
+    phases = ", ".join(f"{name} {clock_time(s)}" for name, s in summary.phases.items())
+    rows.append(("wall time", clock_time(summary.wall_s) + (f"   ({phases})" if phases else "")))
+    rows.append(("model", summary.model_dir or "none was saved"))
+    if summary.next_command:
+        rows.append(("next", summary.next_command))
+    return rows
+
+
+def _prompt(experience: Experience) -> str:
+    """The last thing that the model was asked."""
+    asked = [m for m in experience.messages or [] if m.get("role") == "user"]
+    if asked and isinstance(asked[-1].get("content"), str):
+        return asked[-1]["content"]
+    return experience.prompt_text or ""

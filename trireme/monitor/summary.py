@@ -1,0 +1,49 @@
+"""Summary: what a whole run came to, for people (a table) and programs (`summary.json`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+FILE_NAME = "summary.json"
+
+
+@dataclass
+class Summary:
+    """Figures of a run over all its stages. Accuracies are shares, 0 to 1; None: not measured."""
+
+    accuracy_before: float | None = None
+    """Of the model as it was given."""
+    accuracy_sft: float | None = None
+    """After the supervised stage."""
+    accuracy_rl: float | None = None
+    """After the reinforcement stage."""
+    accuracy_more_sft: float | None = None
+    """What the reinforcement stage's wall time of more supervised training would have reached."""
+    wall_s: float = 0.0
+    """Seconds from start to end."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase, in the order in which they ran."""
+    model_dir: str | None = None
+    """The folder of the trained model; None where none was saved."""
+    next_command: str | None = None
+    """What to try next."""
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `<folder>/summary.json`, whole or not at all."""
+        path = Path(folder) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{FILE_NAME}.{os.getpid()}")
+        with part.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self), indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Summary:
+        """The summary that `write` left in a folder."""
+        return cls(**json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8")))
