@@ -1,0 +1,66 @@
+"""Small data sets, model folders and configurations, written so that no test loads torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trireme.config import Config, load_config
+
+SEEDS = Path(__file__).parent / "seeds"
+
+
+def write_rows(path: Path, rows: int, **columns: str) -> Path:
+    """A JSONL file of rows with a question and an answer, or with other columns."""
+    row = columns or {"question": "1 + 1?", "answer": "#### 2"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(rows)))
+    return path
+
+
+def write_model(folder: Path, *, template: bool = True, max_positions: int = 4096) -> Path:
+    """A folder that looks like a model from outside."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": max_positions}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    settings = {"chat_template": "{{ messages }}"} if template else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def values(folder: Path, rows: int = 32) -> dict[str, Any]:
+    """A GRPO configuration that has no problem, as plain values, with its model and data."""
+    if not (folder / "model").exists():
+        write_model(folder / "model")
+    data = write_rows(folder / "tasks.jsonl", rows)
+    return {
+        "project": "p",
+        "name": "n",
+        "checkpoint_root_dir": str(folder / "out"),
+        "algorithm": {"algorithm_type": "grpo", "repeat_times": 4},
+        "model": {
+            "model_path": str(folder / "model"),
+            "max_response_tokens": 64,
+            "max_model_len": 256,
+        },
+        "buffer": {
+            "batch_size": 8,
+            "explorer_input": {
+                "taskset": {
+                    "path": str(data),
+                    "format": {"prompt_key": "question", "response_key": "answer"},
+                    "default_workflow_type": "math_workflow",
+                }
+            },
+        },
+    }
+
+
+def config_of(folder: Path, tree: dict[str, Any], *overrides: str) -> Config:
+    """The plain values as a loaded file."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return load_config(path, overrides)

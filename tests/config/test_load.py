@@ -1,0 +1,154 @@
+from pathlib import Path
+
+import pytest
+
+from tests.config.made import SEEDS, config_of, values
+from trireme.config import ConfigError, load_config
+
+
+def problems_of(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return [str(problem) for problem in error.value.problems]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "stages", "alfworld"])
+def test_every_seed_loads(name):
+    load_config(SEEDS / f"{name}.yaml")
+
+
+def test_the_seeds_own_values_are_read():
+    config = load_config(SEEDS / "alfworld.yaml")
+    assert config.algorithm.optimizer.lr == 5e-6
+    taskset = config.buffer.explorer_input.taskset
+    assert taskset is not None
+    assert taskset.workflow_args == {"max_env_steps": 30}
+    assert config.buffer.trainer_input.experience_buffer.replay_buffer.enable is True
+    assert config.synchronizer.sync_style == "dynamic_by_explorer"
+
+
+def test_an_environment_variable_replaces_its_default(monkeypatch):
+    monkeypatch.setenv("TRINITY_MODEL_PATH", "/models/mine")
+    assert load_config(SEEDS / "gsm8k.yaml").model.model_path == "/models/mine"
+    monkeypatch.delenv("TRINITY_MODEL_PATH")
+    assert load_config(SEEDS / "gsm8k.yaml").model.model_path == "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def test_a_number_in_an_environment_variable_is_a_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIZE", "16")
+    path = tmp_path / "c.yaml"
+    path.write_text("buffer: {batch_size: '${oc.env:SIZE}'}")
+    assert load_config(path).buffer.batch_size == 16
+
+
+def test_a_missing_environment_variable_is_named(tmp_path):
+    found = problems_of(tmp_path, "model: {model_path: '${oc.env:NOWHERE}'}")
+    assert found == ["model.model_path needs the environment variable NOWHERE, which is not set"]
+
+
+def test_overrides_go_before_the_file(tmp_path):
+    config = config_of(
+        tmp_path,
+        values(tmp_path),
+        "trainer.grad_clip=0.5",
+        "algorithm.optimizer.lr=1e-4",
+        "explorer.env_vars={A: b}",
+        "buffer.explorer_input.taskset.split=test",
+    )
+    assert config.trainer.grad_clip == 0.5
+    assert config.algorithm.optimizer.lr == 1e-4
+    assert config.explorer.env_vars == {"A": "b"}
+    taskset = config.buffer.explorer_input.taskset
+    assert taskset is not None
+    assert (taskset.split, taskset.default_workflow_type) == ("test", "math_workflow")
+
+
+def test_overrides_reach_list_items():
+    for key in ("eval_tasksets[0]", "eval_tasksets.0"):
+        config = load_config(SEEDS / "gsm8k.yaml", [f"buffer.explorer_input.{key}.split=train"])
+        assert config.buffer.explorer_input.eval_tasksets[0].split == "train"
+    config = load_config(SEEDS / "stages.yaml", ["stages[0].buffer.total_steps=3"])
+    assert (config.stages[0].buffer or {})["total_steps"] == 3
+
+
+def test_a_broken_override_says_how_it_is_written(tmp_path):
+    found = problems_of(tmp_path, "stages: []", "grad_clip", "stages[4].mode=train", "nope=1")
+    assert found[0] == "override 'grad_clip': expected key=value"
+    assert found[1].startswith("stages[4].mode cannot be set to 'train'")
+    assert found[2].startswith("nope is not a known key")
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    text = """
+    trainer: {grad_clp: 3, total_steps: abc, save_interval: -1, save_hf_checkpoint: lst}
+    algorithm: {repeat_times: 2.5}
+    """
+    assert problems_of(tmp_path, text) == [
+        "trainer.grad_clp is not a known key; did you mean 'trainer.grad_clip'?",
+        "trainer.total_steps is 'abc': expected a whole number",
+        "trainer.save_interval is -1: expected a number at least 0",
+        "trainer.save_hf_checkpoint is 'lst': expected one of always, never, last; "
+        "did you mean 'last'?",
+        "algorithm.repeat_times is 2.5: expected a whole number",
+    ]
+
+
+def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
+    assert problems_of(tmp_path, "{grad_clip: 2, model: {lr: 1}}") == [
+        "grad_clip is not a known key; did you mean 'trainer.grad_clip'?",
+        "model.lr is not a known key; did you mean 'algorithm.optimizer.lr'?",
+    ]
+
+
+def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
+    text = """
+    buffer: {explorer_input: {eval_tasksets: [{nme: x}]}}
+    stages: [{stage_name: a, buffer: {train_batch: 3}}]
+    """
+    found = problems_of(tmp_path, text)
+    assert found[0].startswith("buffer.explorer_input.eval_tasksets[0].nme is not a known key")
+    assert "did you mean 'stages[0].buffer.train_batch_size'?" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("explorer: 3", "explorer is 3: expected a section with keys of its own"),
+        ("stages: 3", "stages is 3: expected a list"),
+        ("mode: boht", "did you mean 'both'?"),
+        ("trainer: {use_dynamic_bsz: 3}", "is 3: expected true or false"),
+        ("trainer: {grad_clip: true}", "is True: expected a number"),
+        ("buffer: {batch_size: }", "buffer.batch_size is empty: expected a whole number"),
+        ("algorithm: {optimizer: {lr: .inf}}", "algorithm.optimizer.lr is inf: expected a number"),
+        ("model: {top_p: 1.5}", "expected a number above 0 and at most 1"),
+    ],
+)
+def test_a_wrong_type_or_range_says_what_is_allowed(tmp_path, text, expected):
+    assert expected in problems_of(tmp_path, text)[0]
+
+
+def test_an_empty_section_holds_its_defaults(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("explorer:\nstages:\nbuffer: {explorer_input: {taskset: {workflow_args: }}}")
+    config = load_config(path)
+    assert config.explorer.runner_per_model == 8
+    assert config.stages == []
+
+
+def test_what_is_no_yaml_is_told_with_its_file(tmp_path):
+    with pytest.raises(ConfigError, match="there is no configuration file"):
+        load_config(tmp_path / "none.yaml")
+    assert "cannot be read as YAML" in problems_of(tmp_path, "a: [1")[0]
+    assert "holds a list" in problems_of(tmp_path, "- 1")[0]
+
+
+def test_plugins_are_found_beside_the_file(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("")
+    path = tmp_path / "c.yaml"
+    path.write_text("plugins: [mine.py]")
+    monkeypatch.chdir("/")
+    assert load_config(path).plugins == [str(tmp_path / "mine.py")]
+    found = problems_of(tmp_path, "plugins: [yours.py]")
+    assert found[0].startswith("plugins is 'yours.py': expected a file or folder")

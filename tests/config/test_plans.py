@@ -1,0 +1,229 @@
+from pathlib import Path
+
+import pytest
+
+from tests.config.made import SEEDS, config_of, values
+from trireme.config import draft_plans, load_config, make_plans
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("trireme.config.derive.num_gpus", lambda: 0)
+
+
+def plan_of(tmp_path, *overrides, rows=32):
+    return make_plans(config_of(tmp_path, values(tmp_path, rows), *overrides))[0]
+
+
+def test_the_alfworld_seeds_numbers():
+    (plan,), _ = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    assert (plan.max_model_len, plan.max_prompt_tokens) == (20480, 4096)
+    assert plan.max_response_tokens == 16384
+    assert (plan.batch_size, plan.repeat_times, plan.train_batch_size) == (16, 16, 7680)
+    assert plan.runners == 32
+    assert plan.max_token_len == 16384
+    assert (plan.sync_style, plan.sync_interval) == ("explorer_driven", 2)
+    assert plan.eval_interval == 100
+    assert not plan.share_tensors
+    assert not plan.deterministic
+
+
+def test_the_alfworld_seed_is_refused_for_what_is_not_there_yet():
+    _, problems = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    keys = {problem.key for problem in problems}
+    assert "algorithm.algorithm_type" in keys
+    assert "buffer.trainer_input.experience_buffer.replay_buffer.enable" in keys
+    assert not any("fixed" in str(problem) for problem in problems)
+
+
+def test_the_gsm8k_seed_runs_as_it_stands(tmp_path, monkeypatch):
+    tree = values(tmp_path, rows=300)
+    monkeypatch.setenv("TRINITY_MODEL_PATH", tree["model"]["model_path"])
+    monkeypatch.setenv("TRINITY_TASKSET_PATH", str(_hub_layout(tmp_path / "gsm8k", 300)))
+    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path / "root"))
+    (plan,) = make_plans(load_config(SEEDS / "gsm8k.yaml"))
+    assert plan.explore_steps == plan.train_steps == plan.steps_per_epoch == 2
+    assert plan.train_batch_size == 1024
+    assert plan.share_tensors
+    assert plan.deterministic
+    assert plan.buffer_type == "queue"
+    assert plan.buffer_path == f"sqlite:///{plan.job_dir}/buffer/gsm8k.db"
+    assert plan.gpus == {"explorer": 0, "trainer": 0}
+    about_gpus = [note for note in plan.notes if "GPU" in note]
+    assert about_gpus == [
+        "cluster asks for 2 GPUs (1 node x 2) and this machine has none: the run is local, "
+        "one process, on the CPU"
+    ]
+
+
+def _hub_layout(folder: Path, rows: int) -> Path:
+    from tests.config.made import write_rows
+
+    for split in ("train", "test"):
+        write_rows(folder / "main" / f"{split}-00000-of-00001.jsonl", rows)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.max_model_len=100"], (100, 36, 64)),
+        (["model.max_response_tokens=null", "model.max_model_len=101"], (101, 50, 51)),
+        (["model.max_response_tokens=null", "model.max_prompt_tokens=30"], (256, 30, 226)),
+        (["model.max_model_len=null", "model.max_prompt_tokens=30"], (94, 30, 64)),
+        (["model.max_prompt_tokens=30"], (256, 30, 64)),
+    ],
+)
+def test_lengths_follow_from_what_is_given(tmp_path, overrides, expected):
+    plan = plan_of(tmp_path, *overrides)
+    found = (plan.max_model_len, plan.max_prompt_tokens, plan.max_response_tokens)
+    assert found == expected
+
+
+def test_the_shortest_response_is_shorter_than_the_longest(tmp_path):
+    assert plan_of(tmp_path, "model.min_response_tokens=9").min_response_tokens == 9
+    assert plan_of(tmp_path, "model.min_response_tokens=64").min_response_tokens == 63
+
+
+def test_steps_follow_from_rows_and_epochs(tmp_path):
+    plan = plan_of(tmp_path, "buffer.total_epochs=3", rows=20)
+    assert plan.steps_per_epoch == 2
+    assert plan.explore_steps == 7  # 60 rows in batches of 8
+    assert plan_of(tmp_path, "buffer.total_steps=9", rows=20).explore_steps == 9
+
+
+def test_smaller_train_batches_make_more_train_steps(tmp_path):
+    plan = plan_of(tmp_path, "buffer.train_batch_size=20", rows=16)
+    assert plan.explore_steps == 2
+    assert plan.train_steps == 4  # 64 experiences, the last batch smaller
+    assert not plan.share_tensors
+
+
+def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
+    (tmp_path / "my.py").write_text('NAME = "my_workflow"')
+    plan = plan_of(
+        tmp_path,
+        "plugins=[my.py]",
+        "buffer.explorer_input.taskset.default_workflow_type=my_workflow",
+    )
+    assert plan.train_steps is None
+    assert plan.schedule_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "shared", "deterministic"),
+    [
+        ("trainer.grad_clip=1.0", True, True),
+        ("synchronizer.sync_interval=2", False, False),
+        ("synchronizer.sync_offset=1", False, False),
+        ("synchronizer.sync_style=Dynamic_By_Trainer", False, False),
+        ("synchronizer.sync_method=offline", False, False),
+        ("model.lora_configs=[{lora_rank: 8}]", False, True),
+        ("deterministic=false", True, False),
+        ("buffer.train_batch_size=16", False, False),
+    ],
+)
+def test_tensors_are_shared_only_in_lock_step(tmp_path, override, shared, deterministic):
+    plan = plan_of(tmp_path, override)
+    assert (plan.share_tensors, plan.deterministic) == (shared, deterministic)
+
+
+@pytest.mark.parametrize(
+    ("given", "style"),
+    [
+        ("fixed", "fixed"),
+        ("dynamic_by_explorer", "explorer_driven"),
+        ("EXPLORER_DRIVEN", "explorer_driven"),
+        ("dynamic_by_trainer", "trainer_driven"),
+        ("trainer_driven", "trainer_driven"),
+    ],
+)
+def test_styles_have_two_names(tmp_path, given, style):
+    assert plan_of(tmp_path, f"synchronizer.sync_style={given}").sync_style == style
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "method"),
+    [
+        ("both", "online", "memory"),
+        ("both", "offline", "checkpoint"),
+        ("explore", "nccl", "checkpoint"),
+        ("train", "memory", "checkpoint"),
+    ],
+)
+def test_how_weights_travel_depends_on_the_mode(tmp_path, mode, given, method):
+    overrides = [f"mode={mode}", f"synchronizer.sync_method={given}", "buffer.train_batch_size=32"]
+    plan = plan_of(tmp_path, *overrides)
+    assert plan.sync_method == method
+    assert any("sync_method" in note for note in plan.notes) == (given != "offline")
+
+
+def test_two_processes_meet_in_sqlite(tmp_path):
+    plan = plan_of(tmp_path, "mode=explore")
+    assert plan.buffer_type == "sql"
+    assert plan.buffer_path == f"sqlite:///{plan.job_dir}/buffer/experience_buffer.db"
+
+
+def test_other_places_of_the_store_are_kept(tmp_path):
+    key = "buffer.trainer_input.experience_buffer"
+    there = plan_of(tmp_path, f"{key}.storage_type=sql", f"{key}.path=postgresql://host/db")
+    assert there.buffer_path == "postgresql://host/db"
+    absolute = plan_of(tmp_path, f"{key}.path=sqlite:////data/x.db")
+    assert absolute.buffer_path == "sqlite:////data/x.db"
+    copy = plan_of(tmp_path, f"{key}.storage_type=file", f"{key}.path=copy.jsonl")
+    assert (copy.buffer_type, copy.buffer_path) == ("queue", f"{copy.job_dir}/buffer/copy.jsonl")
+
+
+def test_evaluation_falls_on_a_synchronised_step(tmp_path):
+    def interval(evaluation, sync):
+        keys = (f"explorer.eval_interval={evaluation}", f"synchronizer.sync_interval={sync}")
+        return plan_of(tmp_path, *keys).eval_interval
+
+    assert [interval(50, 1), interval(50, 7), interval(3, 7)] == [50, 49, 7]
+
+
+def test_a_job_begun_anew_gets_the_time_in_its_name(tmp_path):
+    old = plan_of(tmp_path).job_dir
+    assert old == tmp_path / "out" / "p" / "n"
+    assert plan_of(tmp_path, "continue_from_checkpoint=false").job_dir == old
+    old.mkdir(parents=True)
+    (old / "log").mkdir()
+    assert plan_of(tmp_path).job_dir == old
+    anew = plan_of(tmp_path, "continue_from_checkpoint=false").job_dir
+    assert anew.parent == old.parent
+    assert anew.name.removeprefix("n_").isdigit()
+    assert plan_of(tmp_path, "group=g").job_dir == tmp_path / "out" / "p" / "g" / "n"
+
+
+def test_micro_batches_hold_two_sequences_by_default(tmp_path):
+    assert plan_of(tmp_path).max_token_len == 512
+    assert plan_of(tmp_path, "trainer.max_token_len_per_gpu=300").max_token_len == 300
+
+
+def test_keys_of_other_engines_are_listed_and_others_mapped(tmp_path):
+    plan = plan_of(
+        tmp_path,
+        "explorer.rollout_model.engine_type=vllm",
+        "explorer.rollout_model.engine_num=2",
+        "explorer.rollout_model.enforce_eager=true",
+        "trainer.trainer_strategy=fsdp2",
+    )
+    notes = "\n".join(plan.notes)
+    assert "engine_type (vllm): the embedded torch engine generates in its place" in notes
+    assert "without effect here: explorer.rollout_model.enforce_eager=True" in notes
+    assert "trainer.trainer_strategy (fsdp2): one process trains" in notes
+    assert plan.runners == 16
+
+
+def test_the_configuration_is_not_changed_by_planning(tmp_path):
+    config = config_of(tmp_path, values(tmp_path))
+    before = repr(config)
+    make_plans(config)
+    assert repr(config) == before
+
+
+def test_one_gpu_is_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.config.derive.num_gpus", lambda: 1)
+    plan = plan_of(tmp_path)
+    assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
+    assert plan.gpus == {"explorer": 1, "trainer": 1}

@@ -1,0 +1,302 @@
+"""Every bad input has a sentence of its own before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.made import config_of, values, write_model, write_rows
+from trireme.config import ConfigError, draft_plans, make_plans
+
+TASKSET = "buffer.explorer_input.taskset"
+
+
+def problems_of(tmp_path: Path, *overrides: str, rows: int = 32) -> list[str]:
+    _, problems = draft_plans(config_of(tmp_path, values(tmp_path, rows), *overrides))
+    return [str(problem) for problem in problems]
+
+
+def only_problem(tmp_path: Path, *overrides: str, rows: int = 32) -> str:
+    found = problems_of(tmp_path, *overrides, rows=rows)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_good_configuration_has_none(tmp_path):
+    assert problems_of(tmp_path) == []
+
+
+def test_the_error_lists_all_problems_a_line_each(tmp_path):
+    config = config_of(tmp_path, values(tmp_path), f"{TASKSET}.path=/no.jsonl", "model.model_path=")
+    with pytest.raises(ConfigError) as error:
+        make_plans(config)
+    assert [line.split()[0] for line in str(error.value).splitlines()] == [
+        f"{TASKSET}.path",
+        "model.model_path",
+    ]
+
+
+def test_a_missing_dataset_names_the_nearest_file(tmp_path):
+    found = only_problem(tmp_path, f"{TASKSET}.path={tmp_path}/taks.jsonl")
+    assert found == (
+        f"{TASKSET}.path ({tmp_path}/taks.jsonl) is no file or folder here; "
+        f"did you mean '{tmp_path}/tasks.jsonl'?"
+    )
+
+
+def test_a_dataset_on_the_hub_is_a_note(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    tree = values(tmp_path)
+    tree["buffer"]["explorer_input"]["taskset"]["path"] = "openai/gsm8k"
+    (plan,) = make_plans(config_of(tmp_path, tree))
+    assert f"{TASKSET}.path (openai/gsm8k): not on this machine, will be downloaded" in plan.notes
+    assert plan.explore_steps is None
+
+
+def test_a_dataset_without_the_prompt_column_has_its_columns_named(tmp_path):
+    found = only_problem(tmp_path, f"{TASKSET}.format.prompt_key=query")
+    assert found == (
+        f"{TASKSET}.format.prompt_key is 'query', which {tmp_path}/tasks.jsonl does not have: "
+        "expected one of its columns: question, answer"
+    )
+    assert ".format.response_key is 'x'" in only_problem(
+        tmp_path, f"{TASKSET}.format.response_key=x"
+    )
+
+
+def test_an_empty_dataset(tmp_path):
+    assert "has no rows in split 'train'" in only_problem(tmp_path, rows=0)
+
+
+def test_a_broken_line_is_named_with_its_file(tmp_path):
+    data = write_rows(tmp_path / "broken.jsonl", 2)
+    data.write_text(data.read_text() + '{"question": \n')
+    found = only_problem(tmp_path, f"{TASKSET}.path={data}")
+    assert f"has a line that is no JSON: {data}, line 3" in found
+    data.write_text("[1, 2]\n")
+    assert f"{data}, line 1: expected an object" in only_problem(tmp_path, f"{TASKSET}.path={data}")
+
+
+def test_a_missing_split_names_those_there_are(tmp_path):
+    write_rows(tmp_path / "data" / "train.jsonl", 9)
+    write_rows(tmp_path / "data" / "test.jsonl", 9)
+    path = f"{TASKSET}.path={tmp_path}/data"
+    assert "has no split 'dev'; it has: test, train" in only_problem(
+        tmp_path, path, f"{TASKSET}.split=dev"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+    ],
+)
+def test_a_model_that_is_not_whole(tmp_path, spoil, expected):
+    spoil(write_model(tmp_path / "model"))
+    assert expected in only_problem(tmp_path)
+
+
+def test_a_missing_model(tmp_path):
+    assert "is no file or folder here" in only_problem(tmp_path, "model.model_path=./no/model")
+    assert only_problem(tmp_path, "model.model_path=") == (
+        "model.model_path is not given: expected a model's folder or hub id"
+    )
+
+
+def test_a_chat_workflow_needs_a_chat_template(tmp_path):
+    write_model(tmp_path / "model", template=False)
+    found = only_problem(tmp_path)
+    assert "has no chat template, which math_workflow needs" in found
+    template = tmp_path / "chatml.jinja"
+    template.write_text("{{ messages }}")
+    assert problems_of(tmp_path, f"model.chat_template_path={template}") == []
+    base = (
+        f"{TASKSET}.default_workflow_type=math_boxed_workflow",
+        f"{TASKSET}.workflow_args={{use_base: true}}",
+    )
+    assert problems_of(tmp_path, *base) == []
+
+
+def test_a_response_as_long_as_the_model(tmp_path):
+    assert only_problem(tmp_path, "model.max_response_tokens=256") == (
+        "model.max_response_tokens is 256: expected less than model.max_model_len (256)"
+    )
+    assert "make 264 tokens: expected at most" in only_problem(
+        tmp_path, "model.max_prompt_tokens=200"
+    )
+    assert "model.max_model_len is not given" in only_problem(tmp_path, "model.max_model_len=null")
+
+
+def test_an_unknown_workflow_reward_or_algorithm_lists_the_known(tmp_path):
+    found = only_problem(tmp_path, f"{TASKSET}.default_workflow_type=math_workflo")
+    assert "did you mean 'math_workflow'?" in found
+    assert "Known: " in found
+    assert "simple_workflow" in found
+    found = only_problem(tmp_path, f"{TASKSET}.default_reward_fn_type=nope")
+    assert "an unknown reward" in found
+    assert "math_reward" in found
+    found = only_problem(tmp_path, "algorithm.algorithm_type=grop")
+    assert found == (
+        "algorithm.algorithm_type is 'grop', an unknown algorithm: did you mean 'grpo'? "
+        "Known: grpo, sft"
+    )
+    assert "is not supported yet: expected one of grpo, sft" in only_problem(
+        tmp_path, "algorithm.algorithm_type=rloo"
+    )
+    assert "an unknown policy loss" in only_problem(tmp_path, "algorithm.policy_loss_fn=nope")
+
+
+def test_a_users_own_workflow_is_found_by_name_or_path(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("@workflow('my_workflow')\nasync def f(task, model): ...")
+    key = f"{TASKSET}.default_workflow_type"
+    assert problems_of(tmp_path, f"{key}=my_workflow", "plugins=[mine.py]") == []
+    assert problems_of(tmp_path, f"{key}='mine:f'", "plugins=[mine.py]") == []
+    assert "there is no 'mine'" in only_problem(tmp_path, f"{key}='mine:f'")
+    monkeypatch.chdir(tmp_path)
+    assert problems_of(tmp_path, f"{key}='mine:f'") == []
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(tmp_path))
+    assert problems_of(tmp_path, f"{key}=my_workflow") == []
+
+
+def test_a_plugin_that_is_not_python(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(:")
+    assert "which is not Python" in only_problem(tmp_path, "plugins=[mine.py]")
+
+
+def test_a_taskset_without_a_workflow(tmp_path):
+    found = only_problem(tmp_path, f"{TASKSET}.default_workflow_type=null")
+    assert found.startswith(f"{TASKSET}.default_workflow_type is not given")
+    fallback = "buffer.explorer_input.default_workflow_type=math_workflow"
+    assert problems_of(tmp_path, f"{TASKSET}.default_workflow_type=null", fallback) == []
+
+
+def test_batches_that_give_no_step(tmp_path):
+    found = only_problem(tmp_path, "buffer.batch_size=100", rows=30)
+    assert found.startswith("buffer.batch_size (100) gives no step:")
+    assert "has 30 rows and total_epochs is 1; expected at most 30" in found
+
+
+def test_grpo_compares_at_least_two_rollouts(tmp_path):
+    found = only_problem(tmp_path, "algorithm.repeat_times=1")
+    assert found.startswith("algorithm.repeat_times is 1: expected at least 2, since grpo")
+
+
+@pytest.mark.parametrize("root", ["file", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written(tmp_path, root):
+    (tmp_path / "file").write_text("")
+    root = str(tmp_path / "file") if root == "file" else root
+    assert "which cannot be written" in only_problem(tmp_path, f"checkpoint_root_dir={root}")
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=3))
+    assert "on a disk with 0.0 GB left" in only_problem(tmp_path)
+
+
+def test_a_fixed_beat_that_would_stop_for_ever_names_the_other_style(tmp_path):
+    found = only_problem(tmp_path, "buffer.train_batch_size=64")
+    assert "more than the 32 rollouts of an explore step" in found
+    assert "dynamic_by_explorer" in found
+    style = "synchronizer.sync_style=dynamic_by_explorer"
+    assert problems_of(tmp_path, "buffer.train_batch_size=64", style) == []
+
+
+def test_reading_data_needs_a_batch_size_a_mode_and_columns(tmp_path):
+    data = write_rows(tmp_path / "sft.jsonl", 8, text="x")
+    key = "buffer.trainer_input.experience_buffer"
+    sft = ("algorithm.algorithm_type=sft", f"{key}.path={data}")
+    found = problems_of(tmp_path, *sft)
+    assert any("mode is 'both': expected train, since sft reads data" in text for text in found)
+    assert any("buffer.train_batch_size is not given" in text for text in found)
+    assert any("has the columns text, none of messages, message" in text for text in found)
+    good = (*sft, "mode=train", "buffer.train_batch_size=4", f"{key}.format.prompt_key=text")
+    assert problems_of(tmp_path, *good, f"{key}.format.response_key=text") == []
+    assert "format.response_key is 'response'" in only_problem(tmp_path, *good)
+    assert "gives no step" in only_problem(
+        tmp_path, *good, f"{key}.format.response_key=text", "buffer.train_batch_size=9"
+    )
+
+
+def test_train_needs_its_batch_size(tmp_path):
+    assert "since mode is train" in only_problem(tmp_path, "mode=train")
+
+
+def test_determinism_that_cannot_be_had(tmp_path):
+    found = only_problem(tmp_path, "deterministic=true", "synchronizer.sync_offset=1")
+    assert found.startswith("deterministic is true: expected mode both")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("mode=serve", "mode"),
+        ("mode=colocate", "mode"),
+        ("explorer.over_rollout.ratio=0.1", "explorer.over_rollout.ratio"),
+        ("explorer.dynamic_timeout.enable=true", "explorer.dynamic_timeout.enable"),
+        ("explorer.auxiliary_models=[{model_path: x}]", "explorer.auxiliary_models"),
+        ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
+        ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
+        ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
+        ("monitor.monitor_type=wandb", "monitor.monitor_type"),
+        ("model.critic_model_path=x", "model.critic_model_path"),
+        ("model.trust_remote_code=true", "model.trust_remote_code"),
+        ("synchronizer.sync_style=fully_async", "synchronizer.sync_style"),
+        (
+            "data_processor.experience_pipeline.operators=[{name: reward_filter}]",
+            "data_processor.experience_pipeline.operators",
+        ),
+        (f"{TASKSET}.data_selector.selector_type=offline_easy2hard", TASKSET + ".data_selector"),
+        (f"{TASKSET}.format.image_key=answer", f"{TASKSET}.format.image_key"),
+        ("algorithm.rollout_correction={bypass_mode: true}", "algorithm.rollout_correction"),
+    ],
+)
+def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):
+    found = only_problem(tmp_path, override)
+    assert found.startswith(key)
+    assert "not supported yet" in found or "refused" in found
+
+
+def test_sft_checks_what_it_is_evaluated_on(tmp_path):
+    data = write_rows(tmp_path / "sft.jsonl", 8)
+    sft = (
+        "algorithm.algorithm_type=sft",
+        "mode=train",
+        "buffer.train_batch_size=4",
+        f"buffer.trainer_input.experience_buffer.path={data}",
+        "buffer.explorer_input.taskset=null",
+    )
+    assert problems_of(tmp_path, *sft) == []
+    key = "buffer.explorer_input.eval_tasksets"
+    found = only_problem(
+        tmp_path, *sft, f"{key}=[{{path: /no.jsonl, default_workflow_type: math_workflow}}]"
+    )
+    assert found.startswith(f"{key}[0].path (/no.jsonl) is no file")
+
+
+def test_several_sets_of_tasks_come_later(tmp_path):
+    found = problems_of(tmp_path, "buffer.explorer_input.tasksets=[{path: x}]")
+    assert any("tasksets (given) is not supported yet: give one" in text for text in found)
+    assert any("has both taskset and tasksets" in text for text in found)
+
+
+def test_bench_needs_something_to_measure(tmp_path):
+    assert "bench has nothing to measure" in only_problem(tmp_path, "mode=bench")
+
+
+def test_long_lengths_are_a_note(tmp_path):
+    write_model(tmp_path / "model", max_positions=100)
+    (plan,) = make_plans(config_of(tmp_path, values(tmp_path)))
+    assert any("longer than the 100 positions" in note for note in plan.notes)
+
+
+def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
+    array = tmp_path / "tasks.json"
+    array.write_text(json.dumps([{"question": "q", "answer": "a"}] * 16))
+    (plan,) = make_plans(config_of(tmp_path, values(tmp_path), f"{TASKSET}.path={array}"))
+    assert plan.explore_steps == 2

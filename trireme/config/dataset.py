@@ -1,0 +1,148 @@
+"""Dataset: how many rows and which columns a data set has, read without loading it.
+
+Text rows are parsed here, so that a broken line is named before anything slow begins; what lies
+past the first 64 MB of a file is only counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from trireme.config.data_files import SUFFIXES, data_files
+from trireme.config.located import located
+
+_PARSED_BYTES = 64 * 2**20
+_SPLIT = re.compile(r"^(?P<name>[\w.-]+)(?P<slice>\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """What is known before the data set is loaded; None: only loading will tell."""
+
+    found: bool
+    rows: int | None = None
+    columns: tuple[str, ...] | None = None
+
+
+def dataset_facts(path: str, subset: str | None, split: str) -> DatasetFacts:
+    """Facts of one split. Raises ValueError: not there, no such split, or a row that is broken."""
+    place = located(path, "datasets")
+    if place is None:
+        return DatasetFacts(found=False)
+    part = _SPLIT.match(split)
+    if part is None:
+        raise ValueError(f"has no split '{split}': expected a name, or one as in 'train[:100]'")
+    base = part["name"]
+    if place.is_dir() and (place / base / "state.json").is_file():
+        return _saved_to_disk(place / base)
+    if place.is_dir() and (place / "state.json").is_file():
+        return _saved_to_disk(place)
+    files = data_files(place, subset, base) if place.is_dir() else [place]
+    if any(file.suffix not in SUFFIXES for file in files):
+        return DatasetFacts(found=True)
+    facts = [_file_facts(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    columns = tuple(dict.fromkeys(name for fact in facts for name in fact.columns or ()))
+    rows = [fact.rows for fact in facts if fact.rows is not None]
+    total = sum(rows) if len(rows) == len(facts) else None
+    if total is not None and part["slice"]:
+        first, last = _bound(part["first"], total, 0), _bound(part["last"], total, total)
+        total = len(range(total)[first:last])
+    return DatasetFacts(True, total, columns or None)
+
+
+def _bound(text: str | None, rows: int, default: int) -> int:
+    """One end of a slice: a number of rows, or a share of them."""
+    if not text:
+        return default
+    return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+
+def _saved_to_disk(folder: Path) -> DatasetFacts:
+    """Facts of a folder that `Dataset.save_to_disk` wrote."""
+    info_file = folder / "dataset_info.json"
+    info = json.loads(info_file.read_text(encoding="utf-8")) if info_file.is_file() else {}
+    splits = info.get("splits") or {}
+    rows = [split.get("num_examples") for split in splits.values()]
+    columns = tuple(info.get("features") or {})
+    return DatasetFacts(True, rows[0] if len(rows) == 1 else None, columns or None)
+
+
+@lru_cache(maxsize=256)
+def _file_facts(name: str, modified: int, size: int) -> DatasetFacts:
+    """Facts of one file; `modified` and `size` tell a changed file from the one seen before."""
+    path = Path(name)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix == ".arrow":
+        return DatasetFacts(True)
+    if size == 0:
+        return DatasetFacts(True, 0)
+    try:
+        if path.suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.DictReader(file)
+                return DatasetFacts(True, sum(1 for _ in reader), tuple(reader.fieldnames or ()))
+        if path.suffix == ".json" and _is_array(path):
+            return _array(path)
+        return _lines(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"has a file that is not UTF-8 text: {path}: {error.reason}") from error
+
+
+def _parquet(path: Path) -> DatasetFacts:
+    import pyarrow.parquet  # a third of a second: only where there is such a file
+    from pyarrow import ArrowInvalid
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"has a broken Parquet file: {path}: {error}") from error
+    return DatasetFacts(True, file.metadata.num_rows, tuple(file.schema_arrow.names))
+
+
+def _is_array(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig") as file:
+        return file.read(256).lstrip().startswith("[")
+
+
+def _array(path: Path) -> DatasetFacts:
+    if path.stat().st_size > _PARSED_BYTES:
+        return DatasetFacts(True)
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"has a file that is no JSON: {path}: {error}") from error
+    columns = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
+    return DatasetFacts(True, len(rows), tuple(columns))
+
+
+def _lines(path: Path) -> DatasetFacts:
+    """One JSON object a line; blank lines don't count."""
+    columns: dict[str, None] = {}
+    rows = read = 0
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            rows += 1
+            read += len(line)
+            if read > _PARSED_BYTES:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"has a line that is no JSON: {path}, line {number}: {error}"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"has a line that is no row: {path}, line {number}: expected an object, "
+                    f"got {line.strip()[:60]}"
+                )
+            columns.update(dict.fromkeys(row))
+    return DatasetFacts(True, rows, tuple(columns))

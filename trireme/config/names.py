@@ -1,0 +1,134 @@
+"""Names: whether a workflow, reward or algorithm that the YAML names exists, without importing it.
+
+A name is known when it is built in, registered in this process, spelled in a plugin file, or the
+path of something in a module that can be found.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Literal
+
+from trireme.config.problem import Problem
+
+Kind = Literal[
+    "workflow",
+    "reward",
+    "algorithm",
+    "advantage",
+    "policy loss",
+    "KL",
+    "entropy",
+    "sample strategy",
+]
+
+LATER_ALGORITHMS = (
+    *("ppo", "multi_step_grpo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr"),
+    *("cispo", "gspo", "sapo", "mix", "mix_chord", "raft", "sppo", "rec", "on_policy_distill"),
+    *("jsd", "dapo", "gigpo", "cpt", "remax", "grpo_verl"),
+)
+"""Names that the vocabulary has and this version does not."""
+
+_REGISTRIES = {
+    "workflow": ("trireme.workflows.names", "WORKFLOWS"),
+    "reward": ("trireme.rewards.names", "REWARDS"),
+    "algorithm": ("trireme.algorithms.names", "ALGORITHMS"),
+    "advantage": ("trireme.algorithms.names", "ADVANTAGES"),
+    "policy loss": ("trireme.algorithms.names", "POLICY_LOSSES"),
+    "KL": ("trireme.algorithms.names", "KLS"),
+    "entropy": ("trireme.algorithms.names", "ENTROPIES"),
+    "sample strategy": ("trireme.algorithms.names", "SAMPLES"),
+}
+
+
+def known_names(kind: Kind) -> list[str]:
+    """Built-in names, and those that are registered in this process, sorted."""
+    module, registry = _REGISTRIES[kind]
+    # Imported here: these modules are light, but they lie above config.
+    return getattr(importlib.import_module(module), registry).names()
+
+
+def check_name(
+    kind: Kind, name: str, key: str, plugins: Sequence[str], problems: list[Problem]
+) -> None:
+    """Notes a problem where `name` is nothing that can be found."""
+    known = known_names(kind)
+    if name in known or _in_plugins(name, plugins):
+        return
+    if ":" in name or "." in name:
+        _check_path(kind, name, key, plugins, problems)
+        return
+    if entry_points(group="trireme.plugins"):
+        return
+    listed = ", ".join(known)
+    if kind == "algorithm" and name in LATER_ALGORITHMS:
+        problems.append(Problem(key, f"({name}) is not supported yet: expected one of {listed}"))
+        return
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    problems.append(Problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}"))
+
+
+def plugin_files(plugins: Sequence[str]) -> list[Path]:
+    """The Python files of `plugins` and of the folders in TRINITY_PLUGIN_DIRS."""
+    places = [*plugins, *filter(None, os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep))]
+    out: list[Path] = []
+    for place in map(Path, places):
+        out.extend(sorted(place.glob("*.py")) if place.is_dir() else [place])
+    return out
+
+
+def check_plugins(plugins: Sequence[str], problems: list[Problem]) -> None:
+    """Whether each plugin is there and is Python."""
+    for path in plugin_files(plugins):
+        try:
+            ast.parse(path.read_bytes())
+        except OSError as error:
+            problems.append(Problem("plugins", f"has {path}: {error.strerror}"))
+        except (SyntaxError, ValueError) as error:
+            problems.append(Problem("plugins", f"has {path}, which is not Python: {error}"))
+
+
+def _in_plugins(name: str, plugins: Sequence[str]) -> bool:
+    """Whether a plugin file spells `name` as a text: `@workflow("name")` and its like."""
+    files = [path for path in plugin_files(plugins) if path.is_file()]
+    return any(name in _texts(str(path), path.stat().st_mtime_ns) for path in files)
+
+
+@lru_cache(maxsize=256)
+def _texts(path: str, modified: int) -> frozenset[str]:
+    """All text constants of a Python file; none where it does not parse."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError):
+        return frozenset()
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return frozenset(value for value in constants if isinstance(value, str))
+
+
+def _check_path(
+    kind: Kind, name: str, key: str, plugins: Sequence[str], problems: list[Problem]
+) -> None:
+    """Whether the file or package of `module:name` or `package.module.Name` can be found."""
+    module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
+    top = module.partition(".")[0]
+    stems = {path.stem for path in plugin_files(plugins)}
+    folders = [*sys.path, os.getcwd(), *{str(path.parent) for path in plugin_files(plugins)}]
+    if top in stems or top in sys.modules or PathFinder.find_spec(top, folders) is not None:
+        return
+    problems.append(
+        Problem(
+            key,
+            f"is {name!r}: expected a {kind} of a module that can be found, and there is no "
+            f"'{top}' (is its file in `plugins`?)",
+        )
+    )

@@ -1,0 +1,39 @@
+"""Problem: what is wrong with a configuration, a sentence each, and the error that lists all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to put right: the key's full name, and a sentence that follows it."""
+
+    key: str
+    text: str
+    stage: str | None = None
+
+    def __str__(self) -> str:
+        where = f"stage {self.stage}: " if self.stage else ""
+        return f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
+
+    @classmethod
+    def value(cls, key: str, given: object, expected: str) -> Problem:
+        """A key whose value is not what it must be."""
+        return cls(key, f"is {given!r}: expected {expected}")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; its text has one line a problem."""
+
+    def __init__(self, problems: Iterable[Problem], source: str = "") -> None:
+        self.problems: Sequence[Problem] = tuple(dict.fromkeys(problems))
+        self.source = source
+        prefix = f"{source}: " if source else ""
+        super().__init__("\n".join(f"{prefix}{problem}" for problem in self.problems))
+
+
+def in_stage(problems: Iterable[Problem], stage: str | None) -> list[Problem]:
+    """The problems, each saying which stage it was found in."""
+    return [replace(problem, stage=stage) for problem in problems]

@@ -1,0 +1,211 @@
+"""Support: what of the vocabulary this version does not do, and what it does about that.
+
+Three kinds of key. Meaning: the run would not be what the user asked for, so it is refused.
+Placement: the run is the same, on what is there; one line says how. Hint: it steers an engine or a
+mode that is not used. Tables are keyed by `Class.field` of the schema; what is in none works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from trireme.config.problem import Problem
+from trireme.config.schema import Config
+from trireme.config.typed import default
+from trireme.config.used import evaluates
+
+REFUSED: dict[str, str] = {
+    "AlgorithmConfig.bypass_old_logprobs": "is not supported yet: the sampler's are always used",
+    "AlgorithmConfig.enable_router_replay": "is not supported yet",
+    "AlgorithmConfig.rollout_correction": "is not supported yet",
+    "DataSelectorConfig.kwargs": "is not supported yet",
+    "DynamicTimeoutConfig.enable": "is not supported yet: set explorer.max_timeout",
+    "ExperiencePipelineConfig.operators": "is not supported yet",
+    "ExplorerConfig.auxiliary_models": "is not supported yet",
+    "ExplorerInputConfig.tasksets": "is not supported yet: give one set of tasks as taskset",
+    "FormatConfig.image_key": "is not supported yet: prompts are text only",
+    "FormatConfig.video_key": "is not supported yet: prompts are text only",
+    "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
+    "LoraConfig.path": "is not supported yet: adapters start afresh",
+    "ModelConfig.critic_model_path": "is not supported yet: no algorithm here has a critic",
+    "ModelConfig.external_model": "is not supported yet",
+    "ModelConfig.rope_scaling": "is not supported yet: set it in the model's config.json",
+    "ModelConfig.rope_theta": "is not supported yet: set it in the model's config.json",
+    "ModelConfig.tinker": "is not supported yet",
+    "ModelConfig.trust_remote_code": "is refused: code that comes with a model runs unchecked",
+    "OptimizerConfig.clip_grad": "is the older place of trainer.grad_clip: set that one",
+    "OptimizerConfig.warmup_style": "is the older name of lr_scheduler_type: set that one",
+    "OverRolloutConfig.ratio": "is not supported yet: every task of a step is waited for",
+    "ReplayBufferConfig.enable": "is not supported yet: each experience is used once, in order",
+    "RolloutModelConfig.enable_auto_tool_choice": "is not supported yet",
+    "RolloutModelConfig.chat_template": "is not read here: set model.custom_chat_template",
+    "RolloutModelConfig.enable_thinking": "is not read here: set model.enable_thinking",
+    "RolloutModelConfig.max_model_len": "is not read here: set model.max_model_len",
+    "RolloutModelConfig.max_prompt_tokens": "is not read here: set model.max_prompt_tokens",
+    "RolloutModelConfig.max_response_tokens": "is not read here: set model.max_response_tokens",
+    "RolloutModelConfig.min_response_tokens": "is not read here: set model.min_response_tokens",
+    "RolloutModelConfig.model_path": "has no meaning here: the rollout model is model.model_path",
+    "RolloutModelConfig.reasoning_parser": "is not supported yet",
+    "RolloutModelConfig.tool_call_parser": "is not supported yet",
+    "ServiceConfig.data_juicer": "is not supported yet",
+    "DataProcessorConfig.task_pipeline": "is not supported yet",
+    "SynchronizerConfig.explorer_sync_interval": "is not supported yet: set sync_interval",
+    "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
+    "TrainerConfig.trainer_config": "is not supported yet: use the keys of the trainer section",
+    "TrainerConfig.ulysses_sequence_parallel_size": "is not supported yet: only 1 is",
+    "TrainerInputConfig.auxiliary_buffers": "is not supported yet",
+}
+"""Meaning: refused where it differs from the default."""
+
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "Config.mode": {
+        "serve": "is not supported yet: expected both, explore, train or bench",
+        "colocate": "is not supported yet: expected both, explore, train or bench",
+    },
+    "DataSelectorConfig.selector_type": {
+        name: "is not supported yet: expected sequential, shuffle or random"
+        for name in ("offline_easy2hard", "difficulty_based")
+    },
+    "MonitorConfig.monitor_type": {
+        name: "is not supported yet: expected tensorboard"
+        for name in ("wandb", "mlflow", "swanlab")
+    },
+    "RolloutModelConfig.engine_type": {
+        name: "is not supported yet: expected torch (or vllm, which maps to it here)"
+        for name in ("external", "remote", "tinker")
+    },
+    "SynchronizerConfig.sync_style": {
+        "fully_async": "is not supported yet: expected fixed, dynamic_by_explorer or "
+        "dynamic_by_trainer"
+    },
+    "TasksetConfig.storage_type": {"sql": "is not supported yet: expected file"},
+    "TrainerConfig.trainer_type": {"tinker": "is not supported yet: expected torch or verl"},
+}
+"""Meaning: single values that are refused."""
+
+PLACED: dict[str, str] = {
+    "ClusterConfig.ray_address": "this run is one process and uses no Ray",
+    "Config.ray_namespace": "this run is one process and uses no Ray",
+    "ExplorerConfig.env_vars": "set for the whole process, which all runners share",
+    "RolloutModelConfig.data_parallel_size": "one engine generates",
+    "RolloutModelConfig.enable_expert_parallel": "one engine generates",
+    "RolloutModelConfig.pipeline_parallel_size": "one engine generates",
+    "RolloutModelConfig.tensor_parallel_size": "one engine generates, on one device",
+    "TrainerConfig.save_strategy": "one process writes, one checkpoint at a time",
+    "TrainerConfig.use_dynamic_bsz": "batches are always cut by tokens, with the same result",
+    "TrainerConfig.trainer_strategy": "one process trains, so nothing is sharded",
+}
+"""Placement: mapped where it differs from the default, with this line."""
+
+HINTS: frozenset[str] = frozenset(
+    {
+        "Config.ignore_validator_suggestions",
+        "ExplorerConfig.db_url",
+        "ExplorerConfig.listen_address",
+        "ExplorerConfig.min_running_model_num",
+        "ExplorerConfig.proxy_port",
+        "ExplorerConfig.runner_state_report_interval",
+        "ExplorerConfig.service_status_check_interval",
+        "DynamicTimeoutConfig.ratio",
+        "DynamicTimeoutConfig.warmup_min_steps",
+        "LogConfig.group_by_node",
+        "LoraConfig.base_model_name",
+        "LoraConfig.lora_dtype",
+        "LoraConfig.name",
+        "MonitorConfig.enable_ray_timeline",
+        "MonitorConfig.monitor_args",
+        "OverRolloutConfig.return_partial_tasks",
+        "OverRolloutConfig.wait_after_min",
+        "RolloutModelConfig.api_key",
+        "RolloutModelConfig.base_port",
+        "RolloutModelConfig.enable_chunked_prefill",
+        "RolloutModelConfig.enable_history",
+        "RolloutModelConfig.enable_openai_api",
+        "RolloutModelConfig.enable_prefix_caching",
+        "RolloutModelConfig.enforce_eager",
+        "RolloutModelConfig.extra_engine_args",
+        "RolloutModelConfig.gpu_memory_utilization",
+        "RolloutModelConfig.use_v1",
+        "ReplayBufferConfig.priority_fn",
+        "ReplayBufferConfig.priority_fn_args",
+        "ReplayBufferConfig.reuse_cooldown_time",
+        "SynchronizerConfig.wait_for_checkpoint",
+        "TasksetConfig.enable_progress_bar",
+        "TasksetConfig.max_retry_interval",
+        "TasksetConfig.max_retry_times",
+        "ExperienceBufferConfig.enable_progress_bar",
+        "ExperienceBufferConfig.max_retry_interval",
+        "ExperienceBufferConfig.max_retry_times",
+        "TrainerConfig.enable_preview",
+        "TrainerConfig.fix_actor_microbatch_loss_scale",
+    }
+)
+"""Hints: listed where they differ from the default, since they change nothing here."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """One key that differs from its default."""
+
+    key: str
+    where: str
+    value: Any
+
+
+def given_keys(value: Any, prefix: str = "") -> Iterator[Given]:
+    """Every key of a configuration that differs from its default, sections and their keys."""
+    for item in fields(value):
+        held = getattr(value, item.name)
+        key = f"{prefix}{item.name}"
+        if held == default(item):
+            continue
+        yield Given(key, f"{type(value).__name__}.{item.name}", held)
+        if is_dataclass(held):
+            yield from given_keys(held, f"{key}.")
+        elif isinstance(held, list | dict):
+            named = held.items() if isinstance(held, dict) else enumerate(held)
+            for name, part in named:
+                if is_dataclass(part):
+                    at = f".{name}" if isinstance(held, dict) else f"[{name}]"
+                    yield from given_keys(part, f"{key}{at}.")
+
+
+def supported(config: Config, problems: list[Problem]) -> list[str]:
+    """Notes on what is mapped or without effect; what is refused goes to `problems`.
+
+    Sections that the mode does not use are left aside.
+    """
+    notes: list[str] = []
+    idle = _idle(config)
+    hints: list[str] = []
+    for given in given_keys(config):
+        if given.key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
+            continue
+        value = given.value
+        refused = REFUSED_VALUES.get(given.where, {}).get(value if isinstance(value, str) else "")
+        refused = refused or REFUSED.get(given.where)
+        if refused:
+            idle += (given.key,)
+            problems.append(Problem(given.key, f"({_short(value)}) {refused}"))
+        elif given.where in PLACED:
+            notes.append(f"{given.key} ({_short(value)}): {PLACED[given.where]}")
+        elif given.where in HINTS:
+            hints.append(f"{given.key}={_short(value)}")
+    if hints:
+        notes.append(f"without effect here: {', '.join(hints)}")
+    return notes
+
+
+def _idle(config: Config) -> tuple[str, ...]:
+    """Sections that the mode does not use."""
+    if config.mode == "train":
+        return () if evaluates(config) else ("explorer", "buffer.explorer_input")
+    return () if config.mode == "both" else ("trainer",)
+
+
+def _short(value: Any) -> str:
+    made = value[0] if isinstance(value, list) and value else value
+    text = "given" if is_dataclass(made) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
