@@ -1,0 +1,1 @@
+"""Trinity: Trireme under the import paths that users' files already have."""

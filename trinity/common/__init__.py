@@ -1,0 +1,1 @@
+"""Import paths of tasks, experiences, workflows and rewards."""

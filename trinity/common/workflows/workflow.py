@@ -1,0 +1,20 @@
+"""Import path of workflows."""
+
+from __future__ import annotations
+
+from trireme import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Task": "trireme.task",
+        "WORKFLOWS": "trireme.workflows.names",
+        "Workflow": "trireme.workflows.classes",
+        "SimpleWorkflow": "trireme.workflows.single_turn",
+        "MathWorkflow": "trireme.workflows.single_turn",
+        "MathBoxedWorkflow": "trireme.workflows.single_turn",
+        "AsyncSimpleWorkflow": "trireme.workflows.single_turn:SimpleWorkflow",
+        "AsyncMathWorkflow": "trireme.workflows.single_turn:MathWorkflow",
+        "AsyncMathBoxedWorkflow": "trireme.workflows.single_turn:MathBoxedWorkflow",
+    },
+)

@@ -1,0 +1,1 @@
+"""Import paths of the registry and the log."""

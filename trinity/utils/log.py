@@ -1,0 +1,12 @@
+"""Import path of the log."""
+
+from __future__ import annotations
+
+from trireme import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "get_logger": "trireme.log",
+    },
+)

@@ -1,0 +1,105 @@
+"""Trireme: reinforcement fine-tuning of language models. The names below are imported when used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trireme.algorithms.names import advantage, kl_loss, policy_loss
+    from trireme.algorithms.recipes import algorithm
+    from trireme.config import Config, ConfigError, Plan, load_config, make_plans
+    from trireme.engines.engine import Completion, Engine, Sampling
+    from trireme.engines.scripted import ScriptedEngine
+    from trireme.experience import EID, Experience, group_by
+    from trireme.model.chat_tokens import ChatTokens
+    from trireme.model.model import Model, Reply
+    from trireme.registry import Registry
+    from trireme.rewards.names import REWARDS, reward
+    from trireme.rewards.reward import RewardFn
+    from trireme.task import Task
+    from trireme.workflows.names import WORKFLOWS, workflow
+    from trireme.workflows.workflow import Workflow
+
+__all__ = [
+    "EID",
+    "REWARDS",
+    "WORKFLOWS",
+    "ChatTokens",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Experience",
+    "Model",
+    "Plan",
+    "Registry",
+    "Reply",
+    "RewardFn",
+    "Sampling",
+    "ScriptedEngine",
+    "Task",
+    "Workflow",
+    "advantage",
+    "algorithm",
+    "group_by",
+    "kl_loss",
+    "load_config",
+    "make_plans",
+    "policy_loss",
+    "reward",
+    "workflow",
+]
+
+_NAMES = {
+    "EID": "trireme.experience",
+    "REWARDS": "trireme.rewards.names",
+    "WORKFLOWS": "trireme.workflows.names",
+    "ChatTokens": "trireme.model.chat_tokens",
+    "Completion": "trireme.engines.engine",
+    "Config": "trireme.config",
+    "ConfigError": "trireme.config",
+    "Engine": "trireme.engines.engine",
+    "Experience": "trireme.experience",
+    "Model": "trireme.model.model",
+    "Plan": "trireme.config",
+    "Registry": "trireme.registry",
+    "Reply": "trireme.model.model",
+    "RewardFn": "trireme.rewards.reward",
+    "Sampling": "trireme.engines.engine",
+    "ScriptedEngine": "trireme.engines.scripted",
+    "Task": "trireme.task",
+    "Workflow": "trireme.workflows.workflow",
+    "advantage": "trireme.algorithms.names",
+    "algorithm": "trireme.algorithms.recipes",
+    "group_by": "trireme.experience",
+    "kl_loss": "trireme.algorithms.names",
+    "load_config": "trireme.config",
+    "make_plans": "trireme.config",
+    "policy_loss": "trireme.algorithms.names",
+    "reward": "trireme.rewards.names",
+    "workflow": "trireme.workflows.names",
+}
+
+
+def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` (PEP 562): each name is imported from its module when it is used.
+
+    `names`: name -> `package.module`, or `package.module:other_name`.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        source, _, other = names[name].partition(":")
+        return getattr(importlib.import_module(source), other or name)
+
+    return get
+
+
+__getattr__ = lazy_names(__name__, _NAMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES})

@@ -1,0 +1,1 @@
+"""Model: what a workflow holds, from messages to token ids and back."""

@@ -1,0 +1,251 @@
+"""Blocking model: the Model as class workflows hold it, to be called from a thread of their own.
+
+`chat` and `generate` wait for the engine's event loop and return a list of n experiences, one a
+reply, with `response_text`, `tokens`, `logprobs` and `prompt_length`. Their `*_async` twins can be
+awaited from any event loop. Waiting on the engine's own loop would wait for ever: that raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Coroutine, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trireme.experience import Experience
+from trireme.model.conversation import experience_of, with_metrics
+from trireme.model.message import Message, plain_message
+from trireme.model.model import Model, Reply
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+T = TypeVar("T")
+WAIT_S = 3600.0
+"""Longest wait of a blocking call for its answer."""
+
+
+def wait_for(
+    loop: asyncio.AbstractEventLoop,
+    call: Coroutine[Any, Any, T],
+    what: str,
+    timeout: float = WAIT_S,
+) -> T:
+    """Run `call` on `loop` from another thread and wait. Raises TimeoutError, saying for what."""
+    if _running_loop() is loop:
+        call.close()
+        raise RuntimeError(
+            f"{what} would block the event loop that has to answer it: "
+            "await its asynchronous form there, or call it in a thread"
+        )
+    future = asyncio.run_coroutine_threadsafe(call, loop)
+    try:
+        return future.result(timeout)
+    except concurrent.futures.TimeoutError:
+        if future.done():
+            raise  # the call's own
+        future.cancel()
+        raise TimeoutError(f"{what} got no answer from the engine in {timeout:g} s") from None
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
+    """Await `call` on `loop`, from that loop or another."""
+    if asyncio.get_running_loop() is loop:
+        return await call
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+
+
+class BlockingModel:
+    """The names that the seeds' classes use, over a Model."""
+
+    enable_history = True
+    api_key = "EMPTY"
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._loop = model.loop
+
+    @property
+    def model_path(self) -> str:
+        """Folder or id of the model that the run began with."""
+        return self.model.model_path
+
+    @property
+    def model_name(self) -> str:
+        """Its last part."""
+        return PurePath(self.model_path).name
+
+    @property
+    def model_version(self) -> int:
+        """Version of the weights that the engine has now."""
+        return self.model.engine.health().version
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.model.chat_tokens.tokenizer
+
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
+    ) -> list[Experience]:
+        """n replies to a conversation, each as an experience."""
+        return wait_for(self._loop, self._chat(messages, tools, sampling), "chat")
+
+    async def chat_async(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
+    ) -> list[Experience]:
+        """`chat`, to be awaited."""
+        return await on_loop(self._loop, self._chat(messages, tools, sampling))
+
+    def generate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Experience]:
+        """n continuations of each prompt (a text or ids), in the order of the prompts."""
+        return wait_for(self._loop, self._generate(prompts, sampling), "generate")
+
+    async def generate_async(
+        self, prompts: str | Sequence[Any], **sampling: Any
+    ) -> list[Experience]:
+        """`generate`, to be awaited."""
+        return await on_loop(self._loop, self._generate(prompts, sampling))
+
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """log p(token t | earlier) [T] of given ids; index 0 is 0."""
+        call = self.model.logprobs(tokens, temperature)
+        return torch.tensor(wait_for(self._loop, call, "logprobs"))
+
+    async def logprobs_async(self, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """`logprobs`, to be awaited."""
+        return torch.tensor(await on_loop(self._loop, self.model.logprobs(tokens, temperature)))
+
+    def convert_messages_to_experience(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        temperature: float | None = None,
+    ) -> Experience:
+        """A whole dialogue as one experience, its ids those of the recorded calls.
+
+        A reply that no call of this rollout gave (edited, or written by someone else) is encoded
+        and not trained; the metric `conversation/unmatched` counts these. So are earlier turns that
+        the template has rewritten. `temperature` is known from the calls where there are any.
+        """
+        given = [plain_message(message) for message in messages]
+        recorder, chat = self.model.recorder, self.model.chat_tokens
+        call = recorder.by_messages(given, tools)
+        tail: list[int] | None = []
+        if call is not None and len(given) > len(call.conversation):
+            tail = chat.tail(given, tools, call.recorded())
+        if call is None or tail is None:
+            ids = chat.encode(chat.render(given, tools, generate=False))
+            experience = Experience(ids, mask=[False] * len(ids), prompt_length=0)
+            experience.temperature = (
+                self.model.sampling.temperature if temperature is None else temperature
+            )
+            experience.messages, matched = given, 0
+        else:
+            path = call.path
+            trained = [c for c in path if c.temperature == call.temperature]
+            experience = _lengthened(experience_of(path, trained, chat.decode), tail)
+            experience.messages, matched = given, len(path)
+        replies = sum(message["role"] == "assistant" for message in given)
+        with_metrics([experience], {"conversation/unmatched": replies - matched})
+        return _cut(experience, self.model.max_model_len)
+
+    async def convert_messages_to_experience_async(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        temperature: float | None = None,
+    ) -> Experience:
+        """`convert_messages_to_experience`; it waits for nothing."""
+        return self.convert_messages_to_experience(messages, tools, temperature)
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """One experience for each reply since the last time that this cleared the history."""
+        experiences = self.model.experiences(per_call=True)
+        if clear_history:
+            self.model.recorder.take()
+        return experiences
+
+    def get_openai_client(self) -> OpenAI:
+        """A blocking OpenAI client whose requests come here."""
+        return self.model.get_openai_client()
+
+    def get_openai_async_client(self) -> AsyncOpenAI:
+        """An asynchronous OpenAI client whose requests come here."""
+        return self.model.get_openai_async_client()
+
+    def get_message_token_len(self, messages: Sequence[Message]) -> int:
+        """Number of tokens of a conversation as a prompt."""
+        given = [plain_message(message) for message in messages]
+        return len(self.model.chat_tokens.prompt(given).ids)
+
+    def clone_with_isolated_history(self) -> BlockingModel:
+        """The same model with a record of its own."""
+        return self.model.fork().blocking(self._loop)
+
+    async def _chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, sampling: dict[str, Any]
+    ) -> list[Experience]:
+        return self._as_experiences(await self.model.chat_samples(messages, tools, **sampling))
+
+    async def _generate(
+        self, prompts: str | Sequence[Any], sampling: dict[str, Any]
+    ) -> list[Experience]:
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        each = [prompts] if one else prompts
+        # asked for in order, so that requests are numbered in it
+        tasks = [
+            asyncio.ensure_future(self.model.generate_samples(prompt, **sampling))
+            for prompt in each
+        ]
+        return [
+            e for replies in await asyncio.gather(*tasks) for e in self._as_experiences(replies)
+        ]
+
+    def _as_experiences(self, replies: Sequence[Reply]) -> list[Experience]:
+        """Sample i of n belongs to the i-th of the runs that a repeatable workflow was given."""
+        first = self.model.key[2] if len(self.model.key) > 2 else 0
+        return [self.model.experience(reply.call, run=first + i) for i, reply in enumerate(replies)]
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:
+    """With ids behind it that are not trained."""
+    if not ids:
+        return experience
+    e, more = experience, torch.zeros(len(ids))
+    longer = Experience(
+        torch.cat([e.tokens, torch.tensor(ids)]),
+        mask=torch.cat([e.mask, more.bool()]),
+        prompt_length=e.prompt_length,
+        logprobs=None if e.logprobs is None else torch.cat([e.logprobs, more]),
+        versions=None if e.versions is None else torch.cat([e.versions, more.int() - 1]),
+        temperature=e.temperature,
+    )
+    if e.sampler_logprobs is not None:
+        longer.sampler_logprobs = torch.cat([e.sampler_logprobs, more])
+    for name in ("stop_reason", "truncate_status", "prompt_text", "response_text", "tools"):
+        setattr(longer, name, getattr(e, name))
+    return longer
+
+
+def _cut(experience: Experience, length: int) -> Experience:
+    """At most `length` tokens."""
+    if len(experience.tokens) <= length:
+        return experience
+    for name in ("tokens", "mask", "logprobs", "versions", "sampler_logprobs"):
+        value = getattr(experience, name)
+        setattr(experience, name, None if value is None else value[:length])
+    experience.prompt_length = min(experience.prompt_length, length)
+    experience.truncate_status = "response_truncated"
+    return experience

@@ -1,0 +1,249 @@
+"""Chat tokens: which ids does a conversation become, such that what was sampled stays as it is?
+
+Invariants:
+- A later turn is the recorded ids plus the ids of what is new. Old text is never encoded again, and
+  rendering costs what is new: the text between two turns is read off a short conversation of
+  placeholders with the real new messages behind it.
+- Whether that holds for a template is tried once per pattern of roles. Where the template rewrites
+  history (drops thinking from earlier turns, say) the whole conversation is rendered, and
+  `Prompt.extends` is false: it is no longer the recorded one.
+- The end-of-turn tokens that a stop string or a length cut left out are inserted; one that was
+  sampled is not written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from trireme.model.message import Message
+
+_HEAD, _TAIL = 4, 8
+"""Patterns of more turns than these are shortened in the middle before they are tried."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded conversation that a new prompt may continue."""
+
+    messages: Sequence[Message]
+    """All of it, the last reply included."""
+    last_ids: Sequence[int]
+    """The ids of that reply."""
+    ended: bool = False
+    """Whether the model itself ended it, with an end token."""
+    cut: bool = False
+    """Whether it was cut at its greatest length, so that the model can go on with it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids to sample from: all, or where it `extends` a recorded conversation the new ones."""
+
+    ids: list[int]
+    extends: bool = False
+    text: str | None = None
+    """What `ids` were encoded from."""
+
+
+class ChatTokens:
+    """Renders messages with the model's chat template and encodes them."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        enable_thinking: bool | None = None,
+    ) -> None:
+        """`chat_template` goes before the tokenizer's own; `enable_thinking` is passed to it."""
+        self.tokenizer = tokenizer
+        self._options: dict[str, Any] = {}
+        if chat_template is not None:
+            self._options["chat_template"] = chat_template
+        if enable_thinking is not None:
+            self._options["enable_thinking"] = enable_thinking
+        self._has_template = bool(chat_template or tokenizer.chat_template)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+        # n rollouts of a task begin with the same prompt
+        self._encode_prompt = lru_cache(maxsize=256)(lambda text: tuple(self.encode(text)))
+        self._preserves = lru_cache(maxsize=4096)(self._try_pattern)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of rendered text, which holds its own special tokens."""
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of ids."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """A conversation as text; with `generate` up to where the model is to write.
+
+        Where the last message is the assistant's, the model is to go on with that one.
+        Raises ValueError where there is no template, or where it refuses the messages.
+        """
+        prefix = ""
+        if generate and messages and messages[-1]["role"] == "assistant":
+            prefix = messages[-1].get("content") or ""
+            messages = messages[:-1]
+        if not self._has_template:
+            raise ValueError(
+                "the model's tokenizer has no chat template, so it cannot chat: "
+                "set model.chat_template_path, or let the workflow call generate"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self._options,
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(
+                f"the chat template refuses a conversation of {roles}: {error}"
+            ) from error
+        return text + prefix
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        continuing: Recorded | None = None,
+    ) -> Prompt:
+        """Ids to sample the next reply from."""
+        if continuing is not None:
+            between = self._after(continuing, messages, tools, generate=True)
+            if between is not None:
+                return Prompt(between, extends=True)
+        text = self.render(messages, tools)
+        return Prompt(list(self._encode_prompt(text)), text=text)
+
+    def tail(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, continuing: Recorded
+    ) -> list[int] | None:
+        """Ids of what follows a recorded conversation in `messages`, with no reply to be sampled.
+
+        None where the template rewrites the recorded part.
+        """
+        return self._after(continuing, messages, tools, generate=False)
+
+    def _after(
+        self,
+        recorded: Recorded,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        generate: bool,
+    ) -> list[int] | None:
+        """Ids between the recorded reply and what comes next; None where history is rewritten."""
+        new = messages[len(recorded.messages) :]
+        if not new:
+            return [] if recorded.cut else None
+        old = tuple(_kind(message) for message in recorded.messages)
+        roles = tuple(_kind(message) for message in new)
+        if not self._preserves(_shortened(old), roles, bool(tools), generate):
+            return None
+        text = self._text_after(old[-2:], new, tools, generate)
+        if text is None:
+            return None
+        return self._without_doubled_end(recorded, self.encode(text))
+
+    def _text_after(
+        self,
+        kinds: Sequence[str],
+        new: Sequence[Message],
+        tools: Sequence[Any] | None,
+        generate: bool,
+    ) -> str | None:
+        """What the template writes behind some placeholder turns; None if it rewrites them."""
+        old = [_placeholder(kind) for kind in _opened(kinds)]
+        before, reply = self.render(old[:-1], tools), old[-1]["content"]
+        whole = self.render([*old, *new], tools, generate=generate)
+        if not whole.startswith(before):
+            return None
+        # white space that a template puts before a reply, or trims from it, is no rewriting
+        written = whole[len(before) :].lstrip()
+        return written[len(reply) :] if written.startswith(reply) else None
+
+    def _try_pattern(
+        self, old: tuple[str, ...], new: tuple[str, ...], with_tools: bool, generate: bool
+    ) -> bool:
+        """Whether the template leaves turns of these kinds as they were when others follow."""
+        tools = [_PLACEHOLDER_TOOL] if with_tools else None
+        following = [_placeholder(kind) for kind in new]
+        try:
+            whole = self._text_after(old, following, tools, generate)
+            return whole is not None and whole == self._text_after(
+                old[-2:], following, tools, generate
+            )
+        except ValueError:
+            return False  # it refuses placeholders: the whole conversation is rendered then
+
+    def _without_doubled_end(self, recorded: Recorded, ids: list[int]) -> list[int]:
+        """Drop the template's end-of-turn token where the model has sampled an end itself."""
+        last = recorded.last_ids[-1] if recorded.last_ids else None
+        for place, token in enumerate(ids):
+            if token in self._special:
+                sampled = token == last or (recorded.ended and last in self._special)
+                return ids[place + 1 :] if sampled else ids
+            if self.decode([token]).strip():
+                break
+        return ids
+
+
+_PLACEHOLDER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "placeholder",
+        "description": "A placeholder.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+def _kind(message: Message) -> str:
+    """What a template may treat differently: the role, and whether a reply holds thinking."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return str(message["role"])
+    opens, closes = "<think>" in content, "</think>" in content
+    return f"assistant{'<' * opens}{'>' * closes}"
+
+
+def _placeholder(kind: str) -> dict[str, Any]:
+    """A short message of a kind."""
+    role = kind.rstrip("<>")
+    thinking = (
+        ("<think>\n" if "<" in kind else "") + "T" + ("\n</think>\n\nA" if ">" in kind else "")
+    )
+    return {"role": role, "content": thinking if kind != role else role[0].upper()}
+
+
+def _opened(kinds: Sequence[str]) -> Sequence[str]:
+    """Placeholders begin with a user's turn where the pattern was cut in the middle."""
+    return kinds if len(kinds) > 1 and kinds[0] in ("user", "system") else ("user", kinds[-1])
+
+
+def _shortened(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """A long pattern without its middle, cut so that the same roles meet as before."""
+    if len(kinds) <= _HEAD + _TAIL:
+        return kinds
+    head = kinds[:_HEAD]
+    for start in range(len(kinds) - _TAIL, _HEAD, -1):
+        if kinds[start - 1] == head[-1]:
+            return head + kinds[start:]
+    return kinds

@@ -1,0 +1,119 @@
+"""Conversation: recorded calls as experiences, id for id as they were sampled.
+
+- What a call sampled is trained in one experience only, however many conversations begin with it.
+- An experience has one temperature. Where a conversation was sampled at several, it gives one
+  experience for each, on the same ids, each training what was sampled at its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from trireme.experience import EID, Experience
+from trireme.model.recorder import Call
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def experiences_of(
+    calls: Sequence[Call], orphans: Collection[Call], decode: Decode
+) -> list[Experience]:
+    """One experience for each conversation among `calls`; other calls are its prompt."""
+    left = {call for call in calls if call not in orphans}
+    out = []
+    for leaf in calls:
+        if leaf not in left or any(other.parent is leaf for other in left):
+            continue
+        path = leaf.path
+        own = [call for call in path if call in left]
+        for temperature in dict.fromkeys(call.temperature for call in own):
+            trained = [call for call in own if call.temperature == temperature]
+            upto = path[: path.index(trained[-1]) + 1]
+            out.append(experience_of(upto, trained, decode))
+        # a branch that comes later has these calls as its prompt
+        left -= set(own[:-1])
+    return out
+
+
+def experience_of(path: Sequence[Call], trained: Sequence[Call], decode: Decode) -> Experience:
+    """The experience of a conversation in which what the calls `trained` sampled is trained."""
+    last = path[-1]
+    if len(path) == 1 and last.truncated:
+        return _prompt_truncated(last, decode)
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    sampler_logprobs: list[float] = []
+    versions: list[int] = []
+    for call in path:
+        c, size = call.completion, len(call.inserted)
+        tokens += [*call.inserted, *c.ids]
+        mask += [False] * size + [call in trained] * len(c.ids)
+        logprobs += [0.0] * size + c.logprobs
+        sampler_logprobs += [0.0] * size + c.sampler_logprobs
+        versions += [-1] * size + c.versions
+    prompt_length = mask.index(True) if True in mask else len(tokens)
+    only = len(path) == 1
+    return Experience(
+        tokens,
+        mask=mask,
+        prompt_length=prompt_length,
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs if sampler_logprobs != logprobs else None,
+        versions=versions,
+        temperature=last.temperature,
+        stop_reason=last.completion.stop_reason,
+        truncate_status=_truncation(last),
+        prompt_text=path[0].prompt_text
+        if only and path[0].prompt_text
+        else decode(tokens[:prompt_length]),
+        response_text=last.completion.text if only else decode(tokens[prompt_length:]),
+        messages=last.conversation or None,
+        tools=last.tools,
+    )
+
+
+def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
+    """The experience of one call alone: what went before is its prompt."""
+    experience = experience_of(call.path, [call], decode)
+    experience.response_text = call.completion.text
+    experience.eid = EID(run=run)
+    if experience.versions is not None:
+        experience.versions[: experience.prompt_length] = -1
+    if experience.logprobs is not None:
+        experience.logprobs[: experience.prompt_length] = 0
+    if experience.sampler_logprobs is not None:
+        experience.sampler_logprobs[: experience.prompt_length] = 0
+    return experience
+
+
+def with_metrics(experiences: Sequence[Experience], metrics: dict[str, Any]) -> None:
+    """Add numbers to the metrics of each."""
+    for experience in experiences:
+        experience.metrics.update({name: float(value) for name, value in metrics.items()})
+
+
+def _truncation(call: Call) -> str | None:
+    """Whether the conversation ended because there was no more room."""
+    if call.truncated:
+        return "prompt_truncated"
+    return "response_truncated" if call.completion.stop_reason == "length" else None
+
+
+def _prompt_truncated(call: Call, decode: Decode) -> Experience:
+    """Stands for a prompt that was too long: reward 0, nothing trained."""
+    return Experience(
+        call.inserted,
+        prompt_length=len(call.inserted) - 1,
+        mask=[False] * len(call.inserted),
+        logprobs=[0.0] * len(call.inserted),
+        reward=0.0,
+        temperature=call.temperature,
+        stop_reason="length",
+        truncate_status="prompt_truncated",
+        prompt_text=decode(call.inserted),
+        response_text="",
+        messages=call.conversation or None,
+        tools=call.tools,
+    )

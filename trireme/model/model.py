@@ -1,0 +1,306 @@
+"""Model: what a workflow holds. It chats with the engine, and remembers every call token for token.
+
+- `chat` goes on with the recorded conversation that its messages begin with: recorded ids plus the
+  ids of what is new.
+- `experiences` makes of the calls what is trained: one a conversation, or one a call.
+- A Model belongs to one rollout. After `revoke` (time-out) every call raises Revoked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trireme.engines.engine import Completion, Engine, Sampling
+from trireme.experience import Experience
+from trireme.model.chat_tokens import ChatTokens, Prompt
+from trireme.model.conversation import experiences_of, of_call, with_metrics
+from trireme.model.message import Message, plain_message
+from trireme.model.recorder import Call, Recorder
+from trireme.model.sampling import with_options
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
+    from trireme.model.blocking import BlockingModel
+
+
+class Revoked(RuntimeError):
+    """The rollout is over (timed out, say), and its model takes no more calls."""
+
+
+class PromptTooLong(ValueError):
+    """A prompt leaves no room for a reply, and `model.enable_prompt_truncation` is off."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said."""
+
+    text: str
+    message: dict[str, Any]
+    """As the next turn's history wants it: `chat + [reply.message, ...]`."""
+    tokens: list[int]
+    """The sampled ids, an end token included."""
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str
+    prompt_tokens: int
+    call: Call = field(repr=False)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut, or whether the prompt was too long for any reply."""
+        return self.stop_reason == "length"
+
+
+class Model:
+    """An engine, a tokenizer and the record of one rollout."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatTokens,
+        *,
+        key: tuple[Any, ...] = (0, 0, 0),
+        sampling: Sampling | None = None,
+        max_model_len: int,
+        max_prompt_tokens: int | None = None,
+        enable_prompt_truncation: bool = True,
+        model_path: str = "",
+    ) -> None:
+        """`key` is (batch, task, run); `sampling` holds for calls that say nothing else."""
+        self.engine = engine
+        self.chat_tokens = chat
+        self.key = key
+        self.sampling = sampling or Sampling()
+        self.max_model_len = max_model_len
+        self.max_prompt_tokens = min(max_prompt_tokens or max_model_len - 1, max_model_len - 1)
+        self.enable_prompt_truncation = enable_prompt_truncation
+        self.model_path = model_path
+        self.recorder = Recorder()
+        self._counter = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._revoked = threading.Event()  # shared with forks
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
+    ) -> Reply:
+        """The reply to a conversation. A last message of the assistant's is gone on with.
+
+        `sampling` goes over the task's options: temperature, max_tokens, stop and the other fields
+        of `Sampling`. Raises ValueError for an unknown one, PromptTooLong, and Revoked.
+        """
+        replies = await self.chat_samples(messages, tools, **sampling)
+        return _only(replies, "chat_samples")
+
+    async def chat_samples(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
+    ) -> list[Reply]:
+        """`n` independent replies to one conversation."""
+        options = with_options(self.sampling, sampling)
+        given = [plain_message(message) for message in messages]
+        if not given:
+            raise ValueError("chat needs at least one message")
+        known = self.recorder.by_messages(given, tools)
+        prompt = self.chat_tokens.prompt(given, tools, known.recorded() if known else None)
+        if prompt.extends:
+            parent = known
+        else:
+            parent, size = self.recorder.by_ids(prompt.ids)
+            prompt = Prompt(prompt.ids[size:], text=prompt.text)
+            self.recorder.splits += known is not None and parent is not known
+        prefix = ""
+        if given[-1]["role"] == "assistant":
+            prefix = given.pop()["content"]
+        # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
+        limit = self.max_prompt_tokens if known is None else self.max_model_len - 1
+        calls = await self._sample(parent, prompt, options, limit)
+        for call in calls:
+            call.messages = given
+            call.reply = {"role": "assistant", "content": prefix + call.completion.text}
+            call.tools = list(tools) if tools else None
+        return self._record(calls)
+
+    async def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
+        """What follows plain text, or ids."""
+        return _only(await self.generate_samples(prompt, **sampling), "generate_samples")
+
+    async def generate_samples(self, prompt: str | Sequence[int], **sampling: Any) -> list[Reply]:
+        """`n` independent continuations of plain text, or of ids."""
+        options = with_options(self.sampling, sampling)
+        text = prompt if isinstance(prompt, str) else None
+        ids: list[int] = list(self.chat_tokens.tokenizer.encode(prompt) if text else prompt)
+        if not ids:
+            raise ValueError("generate needs a prompt of at least one token")
+        parent, size = self.recorder.by_ids(ids)
+        limit = self.max_prompt_tokens if parent is None else self.max_model_len - 1
+        return self._record(
+            await self._sample(parent, Prompt(ids[size:], text=text), options, limit)
+        )
+
+    async def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """log p(token t | earlier) of given ids under the present weights; index 0 is 0."""
+        self._check_live()
+        return (await self.engine.logprobs([list(tokens)], temperature=temperature))[0]
+
+    def experiences(
+        self,
+        reward: float | Sequence[float] | None = None,
+        *,
+        per_call: bool = False,
+        **metrics: float,
+    ) -> list[Experience]:
+        """What was lived through, as experiences: one a conversation.
+
+        With `per_call`, or a list of rewards (one for each reply, in order), one a reply. A prompt
+        that was too long keeps its reward of 0. `metrics` are logged as they are.
+        """
+        orphans = self.recorder.orphans()
+        if reward is None or isinstance(reward, int | float):
+            calls = [call for call in self.recorder.fresh() if call not in orphans]
+            rewards = None
+        else:
+            calls = self.recorder.fresh()
+            rewards = [float(value) for value in reward]
+            if len(rewards) != len(calls):
+                raise ValueError(
+                    f"experiences(reward=...) has {len(rewards)} numbers: expected {len(calls)}, "
+                    "one for each reply of the model"
+                )
+        if per_call or rewards is not None:
+            found = [self.experience(call) for call in calls]
+        else:
+            found = experiences_of(calls, orphans, self.chat_tokens.decode)
+        for place, experience in enumerate(found):
+            if experience.reward is None:
+                experience.reward = rewards[place] if rewards is not None else _number(reward)
+        with_metrics(found, metrics)
+        if len(self.recorder) > 1:
+            counts = {"splits": self.recorder.splits, "orphans": len(orphans)}
+            with_metrics(found, {f"conversation/{name}": n for name, n in counts.items()})
+        return found
+
+    def experience(self, call: Call, *, run: int = 0) -> Experience:
+        """One call alone."""
+        return of_call(call, self.chat_tokens.decode, run=run)
+
+    def revoke(self) -> None:
+        """From now on every call raises Revoked."""
+        self._revoked.set()
+
+    def fork(self) -> Model:
+        """The same model with a record of its own; revoked together."""
+        twin = Model(
+            self.engine,
+            self.chat_tokens,
+            key=self.key,
+            sampling=self.sampling,
+            max_model_len=self.max_model_len,
+            max_prompt_tokens=self.max_prompt_tokens,
+            enable_prompt_truncation=self.enable_prompt_truncation,
+            model_path=self.model_path,
+        )
+        twin._counter, twin._loop, twin._revoked = self._counter, self._loop, self._revoked
+        return twin
+
+    def blocking(self, loop: asyncio.AbstractEventLoop | None = None) -> BlockingModel:
+        """The form that class workflows hold; `loop` is the engine's."""
+        from trireme.model.blocking import BlockingModel
+
+        self._loop = loop or self.loop
+        return BlockingModel(self)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the engine: the one that runs when this is first asked."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
+
+    @property
+    def openai(self) -> AsyncOpenAI:
+        """An OpenAI client whose requests come here."""
+        return self.get_openai_async_client()
+
+    def get_openai_async_client(self) -> AsyncOpenAI:
+        """An asynchronous OpenAI client whose requests come here; `client.model_path` is set."""
+        from trireme.model.openai_client import async_client
+
+        return async_client(self)
+
+    def get_openai_client(self) -> OpenAI:
+        """A blocking OpenAI client whose requests come here, for code in a thread of its own."""
+        from trireme.model.openai_client import sync_client
+
+        return sync_client(self)
+
+    async def _sample(
+        self, parent: Call | None, prompt: Prompt, options: Sampling, limit: int
+    ) -> list[Call]:
+        """Ask the engine. A prompt of more than `limit` tokens gives empty replies, or an error."""
+        self._check_live()
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        assert loop is self._loop, "a Model is called on its engine's event loop"
+        index = next(self._counter)
+        ids = [*(parent.ids if parent else []), *prompt.ids]
+        if len(ids) > limit:
+            return self._too_long(parent, ids, options, limit, index)
+        completions = await self.engine.generate(ids, options, key=(*self.key, index))
+        self._check_live()
+        if any(c.stop_reason == "aborted" for c in completions):
+            raise RuntimeError(f"the engine aborted request {(*self.key, index)}")
+        return [
+            Call(parent, prompt.ids, c, options.temperature, index, prompt_text=prompt.text)
+            for c in completions
+        ]
+
+    def _too_long(
+        self, parent: Call | None, ids: list[int], options: Sampling, limit: int, index: int
+    ) -> list[Call]:
+        """Calls in which nothing is sampled. Without a parent they keep the prompt's beginning."""
+        if not self.enable_prompt_truncation:
+            raise PromptTooLong(
+                f"a prompt has {len(ids)} tokens: expected at most {limit} "
+                "(model.max_prompt_tokens, and for later turns model.max_model_len)"
+            )
+        kept = [] if parent else ids[: limit + 1]
+        nothing = Completion([], [], [], [], "length")
+        return [
+            Call(parent, kept, nothing, options.temperature, index, truncated=True)
+            for _ in range(options.n)
+        ]
+
+    def _record(self, calls: Sequence[Call]) -> list[Reply]:
+        replies = []
+        for call in calls:
+            self.recorder.add(call)
+            c = call.completion
+            message = dict(call.reply or {"role": "assistant", "content": c.text})
+            size = len(call.ids) - len(c.ids)
+            replies.append(
+                Reply(c.text, message, c.ids, c.logprobs, c.versions, c.stop_reason, size, call)
+            )
+        return replies
+
+    def _check_live(self) -> None:
+        if self._revoked.is_set():
+            raise Revoked(
+                f"rollout {'/'.join(str(part) for part in self.key)} is over: its model takes no "
+                "more calls"
+            )
+
+
+def _only(replies: list[Reply], many: str) -> Reply:
+    if len(replies) != 1:
+        raise ValueError(f"n={len(replies)} gives several replies: call {many}")
+    return replies[0]
+
+
+def _number(reward: Any) -> float | None:
+    return None if reward is None else float(reward)

@@ -1,0 +1,160 @@
+"""Recorder: which calls were made, and which of them continue which.
+
+Calls form trees. A call's parent is the one whose ids (prompt and reply) its prompt begins with, so
+that a path from a root down is one conversation, token for token as it was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.engines.engine import Completion
+from trireme.model.chat_tokens import Recorded
+from trireme.model.message import Message
+
+
+@dataclass(eq=False)
+class Call:
+    """One sampled reply. Of its prompt it holds only what its parent has not."""
+
+    parent: Call | None
+    inserted: list[int]
+    """Prompt ids behind the parent's last one; the whole prompt of a root."""
+    completion: Completion
+    temperature: float
+    index: int = 0
+    """Number of the request; the n samples of one share it."""
+    messages: list[dict[str, Any]] | None = None
+    """The conversation before the reply; None for a prompt that was not made of messages."""
+    reply: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    prompt_text: str | None = None
+    truncated: bool = False
+    """Its prompt was too long, and nothing was sampled."""
+    extended: bool = False
+    """A later call continues it."""
+
+    @property
+    def path(self) -> list[Call]:
+        """The conversation up to here, from its first call."""
+        calls: list[Call] = [self]
+        while (parent := calls[-1].parent) is not None:
+            calls.append(parent)
+        return calls[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and reply."""
+        return [token for call in self.path for token in (*call.inserted, *call.completion.ids)]
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """All messages, the reply included."""
+        return [*(self.messages or []), *([self.reply] if self.reply else [])]
+
+    def recorded(self) -> Recorded:
+        """What a continuing prompt needs to know."""
+        c = self.completion
+        return Recorded(
+            self.conversation,
+            c.ids,
+            ended=c.stop_reason == "stop" and not isinstance(c.stop, str),
+            cut=c.stop_reason == "length" and not self.truncated,
+        )
+
+
+class Recorder:
+    """All calls of one rollout, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.splits = 0
+        """Conversations that went on as new ones, because the template rewrote their history."""
+        self._children: dict[Call | None, list[Call]] = {None: []}
+        self._taken: set[Call] = set()
+
+    def add(self, call: Call) -> None:
+        """Record a reply."""
+        self.calls.append(call)
+        self.calls.sort(key=lambda c: c.index)  # replies may come back in another order
+        self._children[call.parent].append(call)
+        self._children[call] = []
+        if call.parent is not None:
+            call.parent.extended = True
+
+    def fresh(self) -> list[Call]:
+        """Calls that no `take` has handed out."""
+        return [call for call in self.calls if call not in self._taken]
+
+    def take(self) -> list[Call]:
+        """`fresh`, and from now on they are not. They stay known: later calls continue them."""
+        calls = self.fresh()
+        self._taken.update(calls)
+        return calls
+
+    def by_messages(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Call | None:
+        """The call with the longest conversation that `messages` begins with."""
+        best, length = None, 0
+        for call in reversed(self.calls):
+            if call.messages is None or call.truncated or (call.tools or None) != (tools or None):
+                continue
+            size = len(call.messages)
+            if not length < size + 1 <= len(messages) or not _same(messages[size], call.reply):
+                continue
+            if all(map(_same, messages, call.messages)):
+                best, length = call, size + 1
+        return best
+
+    def by_ids(self, prompt: Sequence[int]) -> tuple[Call | None, int]:
+        """The call with the most ids that `prompt` begins with, and how many these are."""
+        best: Call | None = None
+        at = 0
+        pending: list[tuple[Call, int]] = [(call, 0) for call in self._children[None]]
+        while pending:
+            call, start = pending.pop()
+            own = [*call.inserted, *call.completion.ids]
+            if call.truncated or list(prompt[start : start + len(own)]) != own:
+                continue
+            end = start + len(own)
+            if end > at:
+                best, at = call, end
+            pending += [(child, end) for child in self._children[call]]
+        return best, at
+
+    def orphans(self) -> set[Call]:
+        """Calls that were made again and that nothing continues, while something continues another.
+
+        Such a reply was lost or abandoned: what came later does not follow from it.
+        """
+        return {
+            call
+            for siblings in self._children.values()
+            for call in siblings
+            if not call.extended and any(_retries(call, other) for other in siblings)
+        }
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
+def _retries(call: Call, other: Call) -> bool:
+    """Whether `other` had the same prompt and was continued."""
+    return other is not call and other.extended and other.inserted == call.inserted
+
+
+def _same(given: Message, recorded: Message | None) -> bool:
+    """Whether two messages say the same; the white space around a reply does not count."""
+    if recorded is None or given["role"] != recorded["role"]:
+        return False
+    if given == recorded:
+        return True
+    if given["role"] != "assistant":
+        return False
+    one, two = dict(given), dict(recorded)
+    texts = (one.pop("content", None) or "", two.pop("content", None) or "")
+    return one == two and isinstance(texts[0], str) and texts[0].strip() == str(texts[1]).strip()

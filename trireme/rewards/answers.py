@@ -1,0 +1,133 @@
+"""Answers: what a reply says the result is, and whether two results are the same mathematics.
+
+Two plain numbers, or two equal texts, are compared exactly and at once. Only the rest goes to
+math-verify, which knows LaTeX and takes milliseconds. It runs without its time-outs, for these use
+signals and fail outside the main thread; so what could take it long (towers of powers, long texts,
+large factorials) is not given to it and counts as different.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+LONGEST = 300
+"""Characters of an answer that is compared as mathematics."""
+_TAIL = 4000
+"""Characters at the end of a reply in which its result is looked for."""
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?%?")
+_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
+_ONE_NUMBER = re.compile(_NUMBER_IN_TEXT.pattern + r"(?!\w)")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FENCES = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
+_POWER = re.compile(r"\^|\*\*")
+_LARGE = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[-+]?\d{4,}|\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!")
+
+
+def final_truth(truth: Any) -> str:
+    """The result that a data set's answer column holds: in GSM8K's shape, what follows `####`."""
+    text = str(truth)
+    return plain(text.rpartition("####")[2] if "####" in text else text)
+
+
+def final_answer(reply: str) -> str | None:
+    """The result that a reply gives: in <answer>, in \\boxed{}, after ####, or its last number."""
+    tail = reply[-_TAIL:]
+    tagged = _ANSWER_TAG.findall(tail)
+    if tagged:
+        inside = boxed(tagged[-1])
+        return plain(tagged[-1] if inside is None else inside)
+    inside = boxed(tail)
+    if inside is not None:
+        return plain(inside)
+    if "####" in tail:
+        return plain(tail.rpartition("####")[2].strip().partition("\n")[0])
+    numbers = _NUMBER_IN_TEXT.findall(tail)
+    return plain(numbers[-1]) if numbers else None
+
+
+def boxed(text: str) -> str | None:
+    """What the last complete \\boxed{...} holds, inner braces included."""
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth = 0
+        for at in range(start + 6, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if depth == 0:
+                return text[start + 7 : at]
+        end = start
+    return None
+
+
+def plain(text: str) -> str:
+    """Without the white space, fences, currency and full stop around it."""
+    text = text.strip().rstrip(".").strip()
+    for left, right in _FENCES:
+        if len(text) > len(left + right) and text.startswith(left) and text.endswith(right):
+            text = text[len(left) : -len(right)].strip()
+    text = text.removeprefix("\\$").removeprefix("$").strip()
+    return text.replace("-$", "-", 1) if text.startswith("-$") else text
+
+
+def same(answer: str | None, truth: str) -> bool:
+    """Whether a result is the right one."""
+    if answer is None or not answer:
+        return False
+    if _squeezed(answer) == _squeezed(truth):
+        return True
+    given, wanted = number(answer), number(truth)
+    if wanted is not None and given is None and not re.search(r"[\\^*/+]", answer):
+        there = _ONE_NUMBER.findall(answer)  # `72 clips`, `x = 72`
+        given = number(plain(there[0])) if len(there) == 1 else None
+    if given is not None and wanted is not None:
+        return given == wanted
+    if _too_hard(answer) or _too_hard(truth):
+        return False
+    return _verify(answer, truth)
+
+
+def number(text: str) -> Fraction | None:
+    """The value of a plain number (`1,200`, `-3.50`, `3/4`, `12%`); None for anything else."""
+    text = text.strip().removesuffix("\\%").removesuffix("%") if "%" in text else text.strip()
+    if len(text) > 60 or not any(c.isdigit() for c in text) or not _NUMBER.fullmatch(text):
+        return None
+    try:
+        above, _, below = text.replace(",", "").partition("/")
+        return Fraction(above) / Fraction(below or 1)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+|\\[,;! ]|\\left|\\right", "", text).replace("\\dfrac", "\\frac")
+
+
+def _too_hard(text: str) -> bool:
+    return (
+        len(text) > LONGEST
+        or len(_POWER.findall(text)) > 6
+        or bool(_LARGE.search(text))
+        or (_tower(text))
+    )
+
+
+def _tower(text: str) -> bool:
+    """Whether a power has a power in its exponent."""
+    return bool(re.search(r"(?:\^|\*\*)\s*[{(]*[^\s{}()]*[})]*\s*(?:\^|\*\*)", text)) or bool(
+        re.search(r"(?:\^|\*\*)\s*[{(][^})]*(?:\^|\*\*)", text)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _verify(answer: str, truth: str) -> bool:
+    """Whether math-verify takes them for equal."""
+    from math_verify import parse, verify
+
+    # it warns once that it runs without time-outs, which is meant
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = parse(f"${truth}$", parsing_timeout=None)  # type: ignore[arg-type]
+    found = parse(f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]
+    return bool(gold and found) and verify(gold, found, timeout_seconds=None)

@@ -1,0 +1,123 @@
+"""Reward: what an answer is worth, as named parts that are summed and logged.
+
+Two forms. A function `(task, answer, *, options) -> number | dict[str, number]`, which may be a
+coroutine function; and a class `RewardFn(**options)` whose instances are called with what their
+signature names of `response`, `truth`, `prompt`, `task`. Options are checked against the signature.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from trireme.rewards.names import REWARDS, reward
+from trireme.task import Task
+
+__all__ = ["REWARDS", "RewardFn", "resolve", "reward", "score"]
+
+
+class RewardFn(ABC):
+    """The class form: options in the constructor, one answer a call."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    @abstractmethod
+    def __call__(self, **kwargs: Any) -> dict[str, float]:
+        """Parts of the reward; called with `response`, `truth`, `prompt` and `task`."""
+
+
+def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
+    """The reward that a name, path, function or class stands for, with its options; None for None.
+
+    Raises ValueError for an unknown name, and for an option that it has not.
+    """
+    options = dict(args or {})
+    found: Any = REWARDS.get(reward) if isinstance(reward, str) else reward
+    if found is None:
+        if options:
+            raise ValueError(f"reward_fn_args are {options}, but no reward is named")
+        return None
+    if not callable(found):
+        raise ValueError(
+            f"reward {reward!r} is {type(found).__name__}: expected a function or class"
+        )
+    name = reward if isinstance(reward, str) else getattr(found, "__name__", type(found).__name__)
+    if inspect.isclass(found):
+        _check_options(name, options, inspect.signature(found).parameters)
+        return found(**options)
+    if _is_function(found):
+        parameters = inspect.signature(found).parameters
+        _check_options(name, options, dict(list(parameters.items())[2:]))
+        return functools.partial(found, **options) if options else found
+    if options:
+        raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
+    return found
+
+
+async def score(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str, float]:
+    """The parts that `reward` gives an answer. Raises ValueError for what is not finite numbers."""
+    name = _name(reward)
+    if _is_function(reward):
+        found = reward(task, answer)
+    else:
+        found = reward(**_wanted(task, answer, reward))
+    if inspect.isawaitable(found):
+        found = await found
+    parts = found if isinstance(found, Mapping) else {name: found}
+    out = {}
+    for part, value in parts.items():
+        try:
+            out[str(part)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"reward '{name}' gave {value!r:.60} for '{part}': expected a number"
+            ) from error
+        if not math.isfinite(out[str(part)]):
+            raise ValueError(
+                f"reward '{name}' gave {value!r} for '{part}': expected a finite number"
+            )
+    return out
+
+
+def option_names(reward: Any) -> list[str]:
+    """The options of a function form."""
+    return list(inspect.signature(reward).parameters)[2:]
+
+
+def _wanted(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str, Any]:
+    """Of what there is, the arguments that a class form names."""
+    there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
+    parameters = inspect.signature(reward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return there
+    return {name: value for name, value in there.items() if name in parameters}
+
+
+def _is_function(reward: Any) -> bool:
+    """Whether it is the function form, whose two arguments are given by place."""
+    inner = reward.func if isinstance(reward, functools.partial) else reward
+    if not inspect.isfunction(inner) and not inspect.ismethod(inner):
+        return False
+    return "response" not in inspect.signature(inner).parameters
+
+
+def _name(reward: Any) -> str:
+    inner = reward.func if isinstance(reward, functools.partial) else reward
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _check_options(name: str, options: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for option in options:
+        if option not in parameters:
+            near = get_close_matches(option, parameters, n=1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            has = f"It has: {', '.join(parameters)}" if parameters else "It has no options"
+            raise ValueError(f"reward '{name}' has no option '{option}'{hint}. {has}")

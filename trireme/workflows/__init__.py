@@ -1,0 +1,1 @@
+"""Workflows: what a rollout does with a task and a model."""

@@ -1,0 +1,82 @@
+"""Classes: the class form of a workflow, which many users have.
+
+A class gives `run`, as a plain method or as `async def run` (`run_async` is the same by another
+name). Its `model` is a BlockingModel: `chat` in a plain method, `await chat_async` in the other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trireme.model.blocking import BlockingModel
+from trireme.task import Task
+
+
+class Workflow:
+    """Base of class workflows. Give `run`; all else has a default.
+
+    n rollouts are n objects, each run once, with `repeat_times` 1. A class that sets `can_repeat`
+    is run once for all of them: it then has `repeat_times` n, and returns experiences with the run
+    ids `run_id_base` to `run_id_base + n - 1`.
+    """
+
+    can_reset: bool = False
+    can_repeat: bool = False
+    is_async: bool = False
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        model: BlockingModel,
+        auxiliary_models: Sequence[Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.auxiliary_model_wrappers = list(auxiliary_models or [])
+        self.auxiliary_models = [self._client(m) for m in self.auxiliary_model_wrappers]
+        self.repeat_times = 1
+        self.run_id_base = 0
+        self.logger = logging.getLogger(type(self).__module__)
+        self.bind(task)
+
+    def bind(self, task: Task) -> None:
+        """Take the names that users' methods read from the task."""
+        self.task = task
+        self.task_desc = task.task_desc
+        self.truth = task.truth
+        self.raw_task = task.raw_task
+        self.format_args = task.format_args
+        self.rollout_args = task.rollout_args
+        self.workflow_args: Mapping[str, Any] = task.workflow_args
+        self.system_prompt = task.system_prompt
+        self.reply_prefix = task.reply_prefix
+        self.is_eval = task.is_eval
+
+    def reset(self, task: Task) -> None:
+        """Take another task."""
+        self.bind(task)
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """How many runs one call of `run` is to give, and the id of the first."""
+        self.repeat_times = repeat_times
+        self.run_id_base = run_id_base
+
+    def _client(self, model: Any) -> Any:
+        """The OpenAI client of an auxiliary model."""
+        return model.get_openai_async_client() if self.is_async else model.get_openai_client()
+
+
+def run_method(cls: type) -> tuple[str | None, bool]:
+    """Which of `run` and `run_async` to call, and whether to await it.
+
+    It is the one that the most derived class defines; where that defines both, `is_async` decides.
+    """
+    names = ("run_async", "run") if getattr(cls, "is_async", False) else ("run", "run_async")
+    for owner in cls.__mro__:
+        for name in names:
+            if name in vars(owner):
+                return name, inspect.iscoroutinefunction(getattr(cls, name))
+    return None, False

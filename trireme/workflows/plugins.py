@@ -1,0 +1,92 @@
+"""Plug-ins: users' files, loaded before a run so that the YAML can name what they register.
+
+A file is loaded once, as the module of its own name: `my_file:name` finds `my_file.py` too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from trireme.config.problem import ConfigError, Problem
+
+ENTRY_POINTS = "trireme.plugins"
+
+
+def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
+    """Load files, folders of `*.py`, the folders in TRINITY_PLUGIN_DIRS and installed packages.
+
+    Returns the names of the modules. Raises ConfigError with the traceback of the first that fails.
+    """
+    from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
+    places = dict.fromkeys(str(path) for path in (*paths, *filter(None, from_environment)))
+    loaded = [_load_file(file) for place in places for file in _files(Path(place))]
+    for entry in entry_points(group=ENTRY_POINTS):
+        _guarded(f"package entry point '{entry.name}' ({entry.value})", entry.load)
+        loaded.append(entry.value)
+    return loaded
+
+
+def _files(place: Path) -> Iterator[Path]:
+    """The Python files that a path names."""
+    if place.is_dir():
+        yield from sorted(file for file in place.glob("*.py") if file.name != "__init__.py")
+    elif place.is_file():
+        yield place
+    else:
+        raise ConfigError([Problem("plugins", f"has {place}: there is no such file or folder")])
+
+
+def _load_file(file: Path) -> str:
+    """Import a file under its own name; the folder goes on the path for what it imports."""
+    file = file.resolve()
+    name = file.stem
+    there = sys.modules.get(name)
+    if there is not None:
+        if _origin(there) == file:
+            return name
+        raise ConfigError(
+            [
+                Problem(
+                    "plugins", f"has {file}: a module '{name}' is loaded already, rename the file"
+                )
+            ]
+        )
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError([Problem("plugins", f"has {file}: expected a Python file (.py)")])
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    loader = spec.loader
+    try:
+        _guarded(str(file), lambda: loader.exec_module(module))
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    importlib.invalidate_caches()
+    return name
+
+
+def _origin(module: ModuleType) -> Path | None:
+    path = getattr(module, "__file__", None)
+    return Path(path).resolve() if path else None
+
+
+def _guarded(what: str, load: object) -> None:
+    """Run foreign code; whatever it raises becomes one error that shows where."""
+    assert callable(load)
+    try:
+        load()
+    except Exception as error:
+        trace = traceback.format_exc().rstrip()
+        text = f"has {what}, which fails to load: {type(error).__name__}: {error}\n{trace}"
+        raise ConfigError([Problem("plugins", text)]) from error

@@ -1,0 +1,136 @@
+"""Single turn: one prompt, one reply, one reward.
+
+Subclasses change `format_messages`, `default_reward`, `default_system_prompt` or `reward_fn`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trireme.experience import Experience
+from trireme.model.blocking import BlockingModel
+from trireme.rewards.names import REWARDS
+from trireme.rewards.reward import option_names, resolve, score
+from trireme.task import Task
+from trireme.workflows.classes import Workflow
+
+THINK_ANSWER = (
+    "Work the problem out before you reply. Put your reasoning between <think> and </think>, and "
+    "after it nothing but the final result between <answer> and </answer>, each tag on a line of "
+    "its own:\n<think>\nyour reasoning\n</think>\n<answer>\nthe result\n</answer>"
+)
+BOXED = "Reason step by step. Give the final result within \\boxed{}."
+THINK_BOXED = (
+    "First reason step by step between <think> and </think>. Then reply to the user, with the "
+    "final result within \\boxed{}."
+)
+
+
+class SimpleWorkflow(Workflow):
+    """One prompt, one reply, judged by the task's reward."""
+
+    default_reward: str | None = None
+    default_system_prompt: str | None = None
+
+    def __init__(
+        self, *, task: Task, model: BlockingModel, auxiliary_models: Any | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Take a task; whatever depends on it is set here."""
+        super().reset(task)
+        if self.system_prompt is None:
+            self.system_prompt = self.default_system_prompt
+        if not hasattr(type(self), "reward_fn"):  # a subclass may have a method of this name
+            self.reward_fn: Any = resolve(self.reward_name, self.reward_options())
+
+    @property
+    def reward_name(self) -> Any:
+        """The task's reward, else the workflow's own."""
+        name = self.task.reward_fn or self.default_reward
+        if name is None:
+            raise ValueError(
+                f"{type(self).__name__} needs a reward: set default_reward_fn_type of its taskset "
+                f"(known: {', '.join(REWARDS.names())})"
+            )
+        return name
+
+    def reward_options(self) -> dict[str, Any]:
+        """Options of the reward: `reward_fn_args` of the YAML."""
+        return dict(self.task.reward_fn_args)
+
+    def format_messages(self) -> list[dict[str, Any]]:
+        """The conversation to reply to: system prompt, task, and the reply's beginning if given."""
+        messages = []
+        if self.system_prompt:
+            messages.append({"role": "system", "content": self.system_prompt})
+        messages.append({"role": "user", "content": self.task_desc})
+        if self.reply_prefix:
+            messages.append({"role": "assistant", "content": self.reply_prefix})
+        return messages
+
+    async def ask(self) -> list[Experience]:
+        """The model's reply, as an experience without its reward."""
+        return await self.model.chat_async(self.format_messages())
+
+    async def run(self) -> list[Experience]:
+        """Ask, and judge what comes."""
+        experiences = await self.ask()
+        for experience in experiences:
+            if experience.truncate_status == "prompt_truncated":
+                continue  # nothing was said
+            answer = (self.reply_prefix or "") + (experience.response_text or "")
+            parts = await score(self.task, answer, self.reward_fn)
+            experience.reward = sum(parts.values())
+            experience.metrics.update(parts)
+        return experiences
+
+
+class MathWorkflow(SimpleWorkflow):
+    """A mathematical question, reasoned in <think> and answered in <answer>."""
+
+    default_reward = "math_reward"
+
+    def reset(self, task: Task) -> None:
+        """Take a task."""
+        if task.reward_fn in (None, "math_reward"):
+            self.default_system_prompt = THINK_ANSWER
+        super().reset(task)
+
+
+class MathBoxedWorkflow(SimpleWorkflow):
+    """A mathematical question, answered in \\boxed{}.
+
+    `workflow_args`: `with_think` asks for a <think> block; `format_score_coef` is what its lack
+    costs; `use_base` gives a base model plain text in place of a conversation.
+    """
+
+    default_reward = "math_boxed_reward"
+
+    def reset(self, task: Task) -> None:
+        """Take a task."""
+        self.use_base = bool(task.workflow_args.get("use_base", False))
+        self.with_think = bool(task.workflow_args.get("with_think", False))
+        self.default_system_prompt = THINK_BOXED if self.with_think else BOXED
+        super().reset(task)
+
+    def reward_options(self) -> dict[str, Any]:
+        """`reward_fn_args`, and of `workflow_args` what the reward takes too."""
+        options = super().reward_options()
+        name = self.reward_name
+        known = option_names(REWARDS.get(name)) if isinstance(name, str) else []
+        for key in ("with_think", "format_score_coef"):
+            if key in self.workflow_args and key in known:
+                options.setdefault(key, self.workflow_args[key])
+        return options
+
+    async def ask(self) -> list[Experience]:
+        """The reply to the conversation, or what follows it as plain text."""
+        if not self.use_base:
+            return await super().ask()
+        prompt = (
+            f"User: {self.task_desc}\n{self.system_prompt}\nAssistant:{self.reply_prefix or ''}"
+        )
+        return await self.model.generate_async(prompt)

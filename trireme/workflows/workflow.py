@@ -1,0 +1,152 @@
+"""Workflow: what the Runner calls for a rollout, whatever form the user has written it in.
+
+At the core a workflow is an async function `(task, model) -> list[Experience]`. A plain function
+and the classes of `classes.py` are adapted to it: where their code is synchronous it is `blocking`,
+gets a BlockingModel, and the Runner puts it in a thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trireme.experience import Experience
+from trireme.model.blocking import BlockingModel
+from trireme.model.model import Model
+from trireme.task import Task
+from trireme.workflows.classes import Workflow, run_method
+from trireme.workflows.names import WORKFLOWS, workflow
+
+__all__ = [
+    "WORKFLOWS",
+    "NoExperience",
+    "Workflow",
+    "WorkflowSpec",
+    "WrongExperience",
+    "resolve",
+    "workflow",
+]
+
+
+class WrongExperience(TypeError):
+    """A workflow returned something else than a list of experiences, or wrong run ids."""
+
+
+class NoExperience(ValueError):
+    """A workflow returned nothing."""
+
+
+@dataclass(frozen=True)
+class WorkflowSpec:
+    """A workflow as the Runner needs it."""
+
+    name: str
+    blocking: bool
+    """Its code waits: it needs a thread of its own, and a BlockingModel."""
+    can_repeat: bool
+    """One call gives all n runs; each experience says by `eid.run` which it belongs to."""
+    call: Callable[[Task, Any, int, int], Any]
+    """`(task, model, repeat_times, run_id_base)` -> experiences; awaitable where not blocking."""
+
+
+def resolve(workflow: Any) -> WorkflowSpec:
+    """The workflow that a name, path, function or class is. Raises ValueError for others."""
+    if workflow is None:
+        raise ValueError(
+            "a task names no workflow: set default_workflow_type of its taskset "
+            f"(known: {', '.join(WORKFLOWS.names())})"
+        )
+    found = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
+    name = workflow if isinstance(workflow, str) else getattr(found, "__name__", repr(found))
+    if inspect.isclass(found):
+        return _of_class(name, found)
+    if not callable(found):
+        raise ValueError(
+            f"workflow '{name}' is {type(found).__name__}: expected a function or a class"
+        )
+    return _of_function(name, found)
+
+
+def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) -> list[Experience]:
+    """What a workflow returned, if it is what it has to be; `runs` where it repeats by itself."""
+    if inspect.iscoroutine(found):
+        found.close()
+        raise WrongExperience(
+            f"workflow '{name}' returned a coroutine: a method that awaits nothing has called one "
+            "that is `async def`; make it `async def` too, and await it"
+        )
+    if not isinstance(found, list | tuple):
+        raise WrongExperience(
+            f"workflow '{name}' returned {type(found).__name__}: expected a list of Experience"
+        )
+    for place, experience in enumerate(found):
+        if not isinstance(experience, Experience):
+            raise WrongExperience(
+                f"workflow '{name}' returned a list with {type(experience).__name__} "
+                f"at place {place}: expected Experience"
+            )
+    if not found:
+        raise NoExperience(f"workflow '{name}' returned no experience")
+    if runs is not None and {e.eid.run for e in found} != set(runs):
+        raise WrongExperience(
+            f"workflow '{name}' can repeat and returned the runs "
+            f"{sorted({e.eid.run for e in found})}: expected {list(runs)}, one for each rollout "
+            "(eid=EID(run=run_id_base + i))"
+        )
+    return list(found)
+
+
+def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
+    """Of a function `(task, model)`, or of an object that is called like one."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"workflow '{name}' takes {inspect.signature(function)}: expected (task, model)"
+        ) from error
+
+    async def call(task: Task, model: Model, repeat_times: int, run_id_base: int) -> Any:
+        return check_experiences(await function(task, model), name)
+
+    def blocking(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
+        return check_experiences(function(task, model), name)
+
+    waits = not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
+        type(function).__call__
+    )
+    return WorkflowSpec(name, waits, can_repeat=False, call=blocking if waits else call)
+
+
+def _of_class(name: str, cls: type) -> WorkflowSpec:
+    """Of a class with `run`. A new object is made for every call."""
+    method, is_async = run_method(cls)
+    if method is None:
+        raise ValueError(f"workflow '{name}' ({cls.__name__}) has no method `run`")
+    can_repeat = bool(getattr(cls, "can_repeat", False))
+
+    def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
+        # whoever loops over the task's or its own repeat_times loops over this call's
+        own = dataclasses.replace(task, repeat_times=repeat_times)
+        instance = cls(task=own, model=model, auxiliary_models=None)
+        if can_repeat:
+            instance.set_repeat_times(repeat_times, run_id_base)
+        return instance
+
+    def runs(repeat_times: int, run_id_base: int) -> Sequence[int] | None:
+        return range(run_id_base, run_id_base + repeat_times) if can_repeat else None
+
+    async def call(task: Task, model: Model, repeat_times: int, run_id_base: int) -> Any:
+        times = repeat_times if can_repeat else 1
+        instance = make(task, model.blocking(), times, run_id_base)
+        found = await getattr(instance, method)()
+        return check_experiences(found, name, runs(repeat_times, run_id_base))
+
+    def blocking(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
+        times = repeat_times if can_repeat else 1
+        found = getattr(make(task, model, times, run_id_base), method)()
+        return check_experiences(found, name, runs(repeat_times, run_id_base))
+
+    return WorkflowSpec(name, not is_async, can_repeat, call=call if is_async else blocking)
