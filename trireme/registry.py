@@ -66,7 +66,10 @@ class Registry:
             )
         if module_name in self._built_in:
             logger.warning(
-                "%s: '%s' of %s replaces the built-in one", self.name, module_name, _where(module_cls)
+                "%s: '%s' of %s replaces the built-in one",
+                self.name,
+                module_name,
+                _where(module_cls),
             )
         if lazy and isinstance(module_cls, str):
             self._built_in[module_name] = module_cls

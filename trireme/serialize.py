@@ -90,5 +90,7 @@ def _header(e: Experience) -> dict[str, Any]:
     try:
         json.dumps(row["info"] if "info" in row else None)
     except TypeError as error:
-        raise TypeError(f"experience {e.eid.uid}: info must be plain JSON values: {error}") from error
+        raise TypeError(
+            f"experience {e.eid.uid}: info must be plain JSON values: {error}"
+        ) from error
     return row

@@ -1,0 +1,46 @@
+from io import StringIO
+
+from rich.console import Console
+
+from tests.config.made import config_of, values
+from trireme.cli.check import check
+
+
+def printed(path, *overrides):
+    out = StringIO()
+    code = check(path, overrides, Console(file=out, soft_wrap=True, width=80))
+    return code, out.getvalue()
+
+
+def test_a_plan_is_printed_by_topic(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    code, text = printed(tmp_path / "config.yaml", "cluster.gpu_per_node=2")
+    assert code == 0
+    assert "8 tasks x 4 rollouts = 32 rollouts" in text
+    assert "256 tokens: prompt up to 192, response up to 64" in text
+    assert "explore 4, train 4, 4 an epoch" in text
+    assert "explorer 0, trainer 0" in text or "explorer 1, trainer 1" in text
+    assert f"{tmp_path}/out/p/n\n" in text
+    assert "note: cluster asks for 2 GPUs" in text
+    assert "no problems" in text
+
+
+def test_problems_of_the_file_and_of_what_it_names_are_told_together(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    code, text = printed(tmp_path / "config.yaml", "trainer.grad_clp=1", "algorithm.repeat_times=1")
+    assert code == 1
+    assert "problem: trainer.grad_clp is not a known key" in text
+    assert "problem: algorithm.repeat_times is 1" in text
+
+
+def test_what_a_wrong_key_leaves_open_is_not_told_as_well(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    code, text = printed(tmp_path / "config.yaml", "model.max_model_len=many")
+    assert code == 1
+    assert text.count("problem:") == 1
+
+
+def test_a_missing_file_is_a_problem(tmp_path):
+    code, text = printed(tmp_path / "none.yaml")
+    assert code == 1
+    assert "there is no configuration file" in text

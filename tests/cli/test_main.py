@@ -1,0 +1,73 @@
+"""The command line takes what the documents say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trireme.cli.main import app
+
+COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log")
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What each command was called with; each returns 3."""
+    seen: dict[str, Any] = {}
+    for name in COMMANDS:
+        module = ModuleType(f"trireme.cli.{name}")
+
+        def command(*args: Any, name: str = name, **options: Any) -> int:
+            seen[name] = (*args, options) if options else args
+            return 3
+
+        setattr(module, name, command)
+        vars(module)["add_plugin_dirs"] = lambda folders: None
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return seen
+
+
+def invoke(*args: str) -> int:
+    return CliRunner().invoke(app, list(args)).exit_code
+
+
+def test_run_takes_a_config_overrides_and_plugin_folders(called: dict[str, Any]) -> None:
+    code = invoke("run", "--config", "x.yaml", "a.b=1", "c=d", "--plugin-dir", "p",
+                  "--plugin-dir", "q")  # fmt: skip
+    assert code == 3
+    assert called["run"] == (Path("x.yaml"), ["a.b=1", "c=d"], [Path("p"), Path("q")])
+
+
+def test_run_alone_is_the_demo(called: dict[str, Any]) -> None:
+    assert invoke("run") == 3
+    assert called["run"] == (None, [], [])
+
+
+def test_check_and_convert_take_their_short_options(called: dict[str, Any]) -> None:
+    assert invoke("check", "-c", "x.yaml", "a=1") == 3
+    assert called["check"] == (Path("x.yaml"), ["a=1"])
+    assert invoke("convert", "--checkpoint-dir", "job", "--base-model-dir", "base") == 3
+    assert called["convert"] == (Path("job"), Path("base"))
+    assert invoke("convert", "-c", "job") == 3
+    assert called["convert"] == (Path("job"), None)
+
+
+def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:
+    assert invoke("log", "-d", "job", "-k", "sync", "-l", "ERROR", "-n", "5", "-p", "ex*") == 3
+    options = {"keyword": "sync", "level": "ERROR", "last": 5, "pattern": "ex*", "color": True}
+    assert called["log"] == (Path("job"), None, options)
+
+
+def test_help_names_every_command() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_an_unknown_command_or_option_is_an_error() -> None:
+    assert invoke("rum") == 2
+    assert invoke("run", "--confg", "x.yaml") == 2

@@ -1,0 +1,100 @@
+"""`trireme run`: what each way to end looks like from outside."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trireme.cli import run as command
+from trireme.config import ConfigError, Problem
+
+Calls = list[dict[str, Any]]
+
+
+def plan(job_dir: Path, stage_name: str | None = None) -> Any:
+    notes = ("there is no GPU: the run takes place on the CPU",)
+    return SimpleNamespace(job_dir=job_dir, stage_name=stage_name, notes=notes)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A launcher whose `run_stages` the test sets, and one plan for it."""
+    module: Any = ModuleType("trireme.launch.stages")
+    monkeypatch.setitem(sys.modules, "trireme.launch.stages", module)
+    monkeypatch.setattr(command, "plans_of", lambda *_: [plan(tmp_path / "job")])
+    return module
+
+
+def test_a_run_says_how_it_fits_this_machine_and_returns_0(
+    stages: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages.run_stages = lambda plans, console: None
+    assert command.run(Path("x.yaml"), [], []) == 0
+    assert capsys.readouterr().out == "there is no GPU: the run takes place on the CPU\n"
+
+
+def test_a_run_that_fails_says_why_and_where_the_traceback_is(
+    stages: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(plans: Any, console: Any) -> None:
+        raise RuntimeError("the probe found other weights in the engine")
+
+    stages.run_stages = fail
+    assert command.run(Path("x.yaml"), [], []) == 1
+    details = tmp_path / "job/log/error.log"
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the probe found other weights in the engine",
+        f"details: {details}",
+    ]
+    assert "in fail" in details.read_text()
+
+
+def test_an_error_of_ours_is_not_hidden(stages: Any) -> None:
+    def fail(plans: Any, console: Any) -> None:
+        raise AssertionError("an invariant")
+
+    stages.run_stages = fail
+    with pytest.raises(AssertionError, match="an invariant"):
+        command.run(Path("x.yaml"), [], [])
+
+
+def test_control_c_ends_with_130(stages: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(plans: Any, console: Any) -> None:
+        raise KeyboardInterrupt
+
+    stages.run_stages = stop
+    assert command.run(Path("x.yaml"), [], []) == 130
+    assert "goes on from the last checkpoint" in capsys.readouterr().err
+
+
+def test_a_configuration_that_cannot_run_starts_nothing(
+    stages: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ConfigError([Problem("trainer.grad_clip", "is -1"), Problem("mode", "is 'x'")])
+
+    monkeypatch.setattr(command, "plans_of", refuse)
+    assert command.run(Path("x.yaml"), [], []) == 2
+    assert capsys.readouterr().err == "error: trainer.grad_clip is -1\nmode is 'x'\n"
+
+
+def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(Path("no-such.yaml"), [], []) == 2
+    assert capsys.readouterr().err == "error: there is no configuration file no-such.yaml\n"
+
+
+def test_a_job_with_stages_logs_its_end_beside_them(tmp_path: Path) -> None:
+    assert command.log_folder([plan(tmp_path / "job/sft", "sft")]) == tmp_path / "job/log"
+    assert command.log_folder([plan(tmp_path / "job")]) == tmp_path / "job/log"
+
+
+def test_plugin_folders_come_before_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "/theirs")
+    command.add_plugin_dirs([tmp_path])
+    assert command.os.environ["TRINITY_PLUGIN_DIRS"] == f"{tmp_path}:/theirs"

@@ -1,0 +1,73 @@
+"""What the documents show is right: blocks parse, files exist, examples load."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    pytest.param(*match, id=f"{document.relative_to(ROOT)}-{i}-{match[0]}")
+    for document in DOCUMENTS
+    for i, match in enumerate(BLOCK.findall(document.read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize(("language", "text"), BLOCKS)
+def test_a_block_parses(language: str, text: str, tmp_path: Path) -> None:
+    if language == "python":
+        compile(text, "block", "exec")
+    elif language == "yaml":
+        from trireme.config import load_config
+
+        (tmp_path / "block.yaml").write_text(text)
+        assert isinstance(yaml.safe_load(text), dict)
+        load_config(tmp_path / "block.yaml")
+    elif language == "bash":
+        commands = re.sub(r"<[\w ]+>", "placeholder", text)
+        subprocess.run(["bash", "-n", "-c", commands], check=True)
+    else:
+        assert language == "text", f"a block needs a language; this one has '{language}'"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:trireme|trinity|tests|examples|docs|benchmarks)/[\w./]+\.\w+)`", text)
+    linked = re.findall(r"\]\(([\w./]+\.md)\)", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    missing += [name for name in linked if not (document.parent / name).exists()]
+    assert not missing
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(e.relative_to(ROOT)))
+def test_an_example_loads(example: Path) -> None:
+    from trireme.config import load_config
+
+    load_config(example)
+
+
+def test_the_constraints_pin_every_dependency() -> None:
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    wanted = re.findall(r'^    "([\w-]+)[\[\w\]]*>=', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert len(wanted) > 15
+    assert {name.lower() for name in wanted} <= pinned

@@ -1,0 +1,85 @@
+"""Experience: the inner form, the users' form, and the bytes both survive."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+
+from trireme.experience import EID, Experience, group_by
+from trireme.serialize import decode, encode
+
+
+def test_response_length_fields_are_padded_to_the_tokens() -> None:
+    e = Experience([5, 6, 7, 8], prompt_length=2, logprobs=[-0.5, -1.0], versions=[3, 4])
+    assert e.logprobs is not None and e.logprobs.tolist() == [0, 0, -0.5, -1.0]
+    assert e.versions is not None and e.versions.tolist() == [-1, -1, 3, 4]
+    assert e.mask.tolist() == [False, False, True, True]
+    assert e.version == 3
+
+
+def test_action_mask_of_a_dialogue_keeps_its_holes() -> None:
+    e = Experience([1, 2, 3, 4, 5], prompt_length=1, action_mask=[1, 0, 0, 1])
+    assert e.mask.tolist() == [False, True, False, False, True]
+    assert e.action_mask.tolist() == [True, False, False, True]
+
+
+def test_the_inner_form_finds_its_prompt_length() -> None:
+    assert Experience([1, 2, 3], mask=[0, 0, 1]).prompt_length == 2
+    assert Experience([1, 2, 3], mask=[0, 0, 0]).prompt_length == 3
+
+
+def test_a_field_of_a_wrong_length_says_which_and_what_was_expected() -> None:
+    with pytest.raises(ValueError, match=r"logprobs has 3 entries: expected 4 .* or 2"):
+        Experience([1, 2, 3, 4], prompt_length=2, logprobs=[0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match="prompt_length is 5: expected 0 to 4"):
+        Experience([1, 2, 3, 4], prompt_length=5)
+    with pytest.raises(ValueError, match="needs `mask` or `prompt_length`"):
+        Experience([1, 2])
+
+
+def test_experiences_survive_their_bytes() -> None:
+    first = Experience(
+        [1, 2, 3],
+        prompt_length=1,
+        logprobs=[-0.25, -0.5],
+        versions=[0, 1],
+        eid=EID("7/eval", 2, 3, 4),
+        reward=0.5,
+        stop_reason="length",
+        info={"env": {"rounds": 3}},
+        metrics={"accuracy": 1.0},
+        messages=[{"role": "user", "content": "ü"}],
+        multi_modal_inputs={"pixels": torch.arange(6.0).reshape(2, 3)},
+    )
+    second = Experience([9], mask=[0], chosen=[1, 2], rejected=[3])
+    a, b = decode(encode([first, second]))
+    assert torch.equal(a.tokens, first.tokens) and a.eid == first.eid and a.reward == 0.5
+    assert a.logprobs is not None and a.logprobs.tolist() == [0, -0.25, -0.5]
+    assert a.info == first.info and a.messages == first.messages and a.metrics == first.metrics
+    assert a.multi_modal_inputs is not None
+    assert torch.equal(a.multi_modal_inputs["pixels"], torch.arange(6.0).reshape(2, 3))
+    assert b.chosen is not None and b.chosen.tolist() == [1, 2] and b.logprobs is None
+    assert decode(encode([])) == []
+
+
+def test_foreign_bytes_and_values_that_are_not_json_are_refused() -> None:
+    with pytest.raises(ValueError, match="not experiences written by Trireme"):
+        decode(b"\x80\x04 a pickle, say")
+    header = json.dumps({"__metadata__": {"format": "other"}}).encode()
+    with pytest.raises(ValueError, match="experience format 'other'"):
+        decode(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(TypeError, match="experience 1/2/0/0: info must be plain JSON"):
+        encode([Experience([1], mask=[0], eid=EID(1, 2), info={"env": object()})])
+
+
+def test_group_by_keeps_the_order_of_first_appearance() -> None:
+    rows = [
+        Experience([1], mask=[1], eid=EID(1, task, run)) for task, run in [(2, 0), (1, 0), (2, 1)]
+    ]
+    assert {k: len(v) for k, v in group_by(rows, "task").items()} == {"1/2": 2, "1/1": 1}
+    assert list(group_by(rows, "run")) == ["1/2/0", "1/1/0", "1/2/1"]
+    with pytest.raises(ValueError, match="one of task, run, step"):
+        group_by(rows, "batch")

@@ -1,0 +1,117 @@
+"""Check: what a configuration comes to, and all that is wrong with it; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from trireme.config import ConfigError, Plan, Problem, examine
+
+_WIDTH = 14
+
+
+def check(config: Path, overrides: Sequence[str] = (), console: Console | None = None) -> int:
+    """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
+    console = console or Console(soft_wrap=True)
+    try:
+        plans, problems = examine(config, overrides)
+    except ConfigError as error:
+        plans, problems = [], list(error.problems)
+    for plan in plans:
+        show_plan(plan, console)
+    show_problems(problems, console)
+    return 1 if problems else 0
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """One stage: its derived values by topic, then what was mapped onto this machine."""
+    title = plan.config.name if plan.stage_name is None else f"stage {plan.stage_name}"
+    console.print(Text(f"{title}: {plan.config.algorithm.algorithm_type}, {plan.mode}", "bold"))
+    for topic, value in plan_rows(plan):
+        console.print(Text.assemble((f"{topic:<{_WIDTH}}", "cyan"), value))
+    for note in plan.notes:
+        console.print(Text(f"note: {note}", "dim"))
+    console.print()
+
+
+def show_problems(problems: Sequence[Problem], console: Console) -> None:
+    """One line a problem, or one that says there is none."""
+    for problem in problems:
+        console.print(Text(f"problem: {problem}", "red"))
+    if not problems:
+        console.print(Text("no problems", "green"))
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """A Plan's values by topic, in words."""
+    explores = plan.mode in ("both", "explore")
+    trains = plan.mode in ("both", "train")
+    rows = [("model", _model(plan)), ("lengths", _lengths(plan))]
+    if explores:
+        rows.append(("explore step", _explore_step(plan)))
+    if trains:
+        rows.append(("train step", _train_step(plan)))
+    rows.append(("steps", _steps(plan, explores, trains)))
+    if plan.mode != "train":
+        rows.append(("runners", f"{plan.runners} on the embedded torch engine"))
+        rows.append(("evaluation", f"every {plan.eval_interval} explore steps"))
+    if plan.mode in ("both", "explore"):
+        rows.append(("sync", _sync(plan)))
+    if trains or explores:
+        rows.append(("buffer", f"{plan.buffer_type}, {plan.buffer_path}"))
+    gpus = ", ".join(f"{role} {count}" for role, count in plan.gpus.items())
+    rows += [
+        ("GPUs", f"{gpus} ({plan.device}, {plan.dtype})"),
+        ("seed", f"{plan.seed}{', byte-equal runs' if plan.deterministic else ''}"),
+        ("folder", str(plan.job_dir)),
+    ]
+    return rows
+
+
+def _model(plan: Plan) -> str:
+    if plan.model_from_stage is None:
+        return plan.model_path
+    return f"as stage {plan.model_from_stage + 1} leaves it (at first {plan.model_path})"
+
+
+def _lengths(plan: Plan) -> str:
+    least = f", response at least {plan.min_response_tokens}" if plan.min_response_tokens else ""
+    return (
+        f"{plan.max_model_len} tokens: prompt up to {plan.max_prompt_tokens}, response up to "
+        f"{plan.max_response_tokens}{least}"
+    )
+
+
+def _explore_step(plan: Plan) -> str:
+    rollouts = plan.batch_size * plan.repeat_times
+    return f"{plan.batch_size} tasks x {plan.repeat_times} rollouts = {rollouts} rollouts"
+
+
+def _train_step(plan: Plan) -> str:
+    micro = f"micro-batches of up to {plan.max_token_len} tokens"
+    return f"{plan.train_batch_size} experiences, {micro}"
+
+
+def _steps(plan: Plan, explores: bool, trains: bool) -> str:
+    parts = []
+    if explores:
+        parts.append(f"explore {_count(plan.explore_steps)}")
+    if trains:
+        parts.append(f"train {_count(plan.train_steps)}")
+    if plan.steps_per_epoch is not None:
+        parts.append(f"{plan.steps_per_epoch} an epoch")
+    return ", ".join(parts)
+
+
+def _count(steps: int | None) -> str:
+    return "as many as there is data for" if steps is None else str(steps)
+
+
+def _sync(plan: Plan) -> str:
+    how = "tensors are shared" if plan.share_tensors else f"by {plan.sync_method}"
+    ahead = f", explorer {plan.sync_offset} ahead" if plan.sync_offset else ""
+    beat = "every step" if plan.sync_interval == 1 else f"every {plan.sync_interval} steps"
+    return f"{plan.sync_style}, {beat}{ahead}, {how}"

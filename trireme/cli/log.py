@@ -1,0 +1,110 @@
+"""`trireme log`: the log files of a run, merged by time and filtered."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console as Terminal
+from rich.text import Text
+
+from trireme.log import LEVELS
+
+_HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ([A-Z]+) ")
+_STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One log record: a line, and what follows it up to the next one (a traceback)."""
+
+    time: str
+    part: str
+    place: int
+    level: str
+    text: str
+
+
+def log(
+    log_dir: Path | None,
+    config: Path | None,
+    *,
+    keyword: str = "",
+    level: str = "DEBUG",
+    last: int = 0,
+    pattern: str = "*",
+    color: bool = True,
+) -> int:
+    """Print the entries asked for; returns the exit code."""
+    try:
+        folders = _folders(log_dir, config)
+        entries = select(folders, keyword=keyword, level=level, pattern=pattern)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    output = Terminal(no_color=not color, highlight=False)
+    for entry in entries[-last:] if last else entries:
+        output.print(Text(entry.text, style=_STYLES.get(entry.level, "")), soft_wrap=True)
+    return 0
+
+
+def select(
+    folders: list[Path], *, keyword: str = "", level: str = "DEBUG", pattern: str = "*"
+) -> list[Entry]:
+    """Entries of the files that match, with the keyword, at or above the level, by time.
+
+    Raises ValueError for an unknown level, a folder without logs, or a pattern that matches none.
+    """
+    if level.upper() not in LEVELS:
+        raise ValueError(f"--level is '{level}': expected one of {', '.join(LEVELS)}")
+    files = [file for folder in folders for file in sorted(folder.glob("*.log"))]
+    if not files:
+        raise ValueError(f"no log files in {', '.join(map(str, folders))}")
+    chosen = [file for file in files if file.match(pattern) or file.match(f"{pattern}.log")]
+    if not chosen:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"--pattern '{pattern}' matches none of {names}")
+    lowest = LEVELS.index(level.upper())
+    return sorted(
+        entry
+        for file in chosen
+        for entry in read_entries(file)
+        if keyword in entry.text and _rank(entry.level) >= lowest
+    )
+
+
+def read_entries(file: Path) -> Iterator[Entry]:
+    """The records of one file; lines without a time belong to the record before them."""
+    time, level, lines, place = "", "", [], 0
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        head = _HEAD.match(line)
+        if head:
+            if lines:
+                yield Entry(time, file.stem, place, level, "\n".join(lines))
+            (time, level), lines, place = head.groups(), [], place + 1
+        lines.append(line)
+    if lines:
+        yield Entry(time, file.stem, place, level, "\n".join(lines))
+
+
+def _rank(level: str) -> int:
+    """Where a level stands; lines without one are always shown."""
+    return LEVELS.index(level) if level in LEVELS else len(LEVELS)
+
+
+def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
+    """The log folders of a job (given, or by its YAML), those of its stages included."""
+    if (log_dir is None) == (config is None):
+        raise ValueError("trireme log needs either --log-dir or --config")
+    if config is not None:
+        from trireme.config import load_config, make_plans
+
+        jobs = [plan.job_dir for plan in make_plans(load_config(config))]
+    else:
+        assert log_dir is not None
+        jobs = [log_dir]
+    found = [folder for job in jobs for folder in (job, job / "log", *sorted(job.glob("*/log")))]
+    return [folder for folder in found if any(folder.glob("*.log"))] or jobs

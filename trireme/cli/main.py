@@ -1,0 +1,131 @@
+"""Command line: which commands there are and what each takes.
+
+What they do is imported when they are called, so that `--help` is there at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from trireme.log import LEVELS
+
+app = typer.Typer(
+    help="Fine-tune language models by reinforcement from what agents live through.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer evaluates it on Python 3.10)
+    typer.Argument(metavar="KEY=VALUE", help="Keys to set, as in trainer.grad_clip=0.5."),
+]
+PluginDirs = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option("--plugin-dir", help="A folder of *.py files to load first; may be repeated."),
+]
+OptionalConfig = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
+]
+
+
+@app.command()
+def run(
+    overrides: Overrides = None,
+    config: OptionalConfig = None,
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """Run an experiment, or the built-in demo."""
+    from trireme.cli.run import run as command
+
+    raise typer.Exit(command(config, overrides or [], plugin_dir or []))
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The YAML of the run.")],
+    overrides: Overrides = None,
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """Print what a YAML comes to, and its problems."""
+    from trireme.cli.check import check as command
+    from trireme.cli.run import add_plugin_dirs
+
+    add_plugin_dirs(plugin_dir or [])
+    raise typer.Exit(command(config, overrides or []))
+
+
+@app.command()
+def convert(
+    checkpoint_dir: Annotated[
+        Path, typer.Option("--checkpoint-dir", "-c", help="A job, a step of it, or inside one.")
+    ],
+    base_model_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--base-model-dir", "-b", help="Where config.json is, if not in the steps."),
+    ] = None,
+) -> None:
+    """Export checkpoints for transformers."""
+    from trireme.cli.convert import convert as command
+
+    raise typer.Exit(command(checkpoint_dir, base_model_dir))
+
+
+@app.command()
+def algorithms() -> None:
+    """List the algorithms and their parts."""
+    from trireme.cli.algorithms import algorithms as command
+
+    raise typer.Exit(command())
+
+
+@app.command()
+def workflows(plugin_dir: PluginDirs = None) -> None:
+    """List the workflows and rewards."""
+    from trireme.cli.workflows import workflows as command
+
+    raise typer.Exit(command(plugin_dir or []))
+
+
+@app.command()
+def log(
+    log_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--log-dir", "-d", help="The job's folder, or its log folder."),
+    ] = None,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--config", "-c", help="The YAML of the run, instead of --log-dir."),
+    ] = None,
+    keyword: Annotated[str, typer.Option("--keyword", "-k", help="Only with this text.")] = "",
+    level: Annotated[
+        str, typer.Option("--level", "-l", help=f"At least this: {', '.join(LEVELS)}.")
+    ] = "DEBUG",
+    last: Annotated[int, typer.Option("--last", "-n", help="Only the last N; 0: all.")] = 0,
+    pattern: Annotated[
+        str, typer.Option("--pattern", "-p", help="Which files, as in 'explorer*'.")
+    ] = "*",
+    no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
+) -> None:
+    """Show what a run logged, by time."""
+    from trireme.cli.log import log as command
+
+    raise typer.Exit(
+        command(log_dir, config, keyword=keyword, level=level, last=last, pattern=pattern,
+                color=not no_color)
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Entry point of `trireme` and `trinity`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character must not end a run of hours
+    app()

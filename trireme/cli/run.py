@@ -1,0 +1,116 @@
+"""`trireme run`: from a YAML to a trained model, and what happens when that fails.
+
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot run (nothing was started), 130
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trireme.config import Plan, load_config, make_plans
+from trireme.config.names import plugin_files
+from trireme.log import write_failure
+from trireme.monitor.console import Console
+
+# Read when torch and tokenizers are loaded: they must be there before.
+_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one step would slow down the next one's
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+# What a run may fail of. Anything else is an error of ours, and Python prints its traceback.
+_EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
+
+
+def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> int:
+    """Run the stages of a YAML (None: the demo); returns the exit code."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        try:
+            plans = plans_of(config, overrides, plugin_dirs)
+        except ValueError as error:
+            complain(str(error))
+            return 2
+        return run_plans(plans)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def run_plans(plans: Sequence[Plan]) -> int:
+    """Run the stages; an expected failure becomes a sentence and a file with its traceback."""
+    from trireme.launch.stages import run_stages
+
+    console = Console()
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+        console.note(note)
+    try:
+        run_stages(plans, console=console)
+    except _EXPECTED as error:
+        console.close()
+        complain(str(error) or type(error).__name__)
+        details = write_failure(log_folder(plans), error)
+        if details is not None:
+            print(f"details: {details}", file=sys.stderr)
+        return 1
+    finally:
+        console.close()
+    return 0
+
+
+def complain(text: str) -> None:
+    """Print what is wrong on stderr, the first line marked."""
+    print(f"error: {text}", file=sys.stderr)
+
+
+def plans_of(
+    config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]
+) -> list[Plan]:
+    """The plans of a YAML, its plug-ins loaded. Raises ValueError for what cannot run."""
+    add_plugin_dirs(plugin_dirs)
+    if config is None:
+        config = demo(overrides)
+    loaded = load_config(config, overrides)
+    plans = make_plans(loaded)
+    load_all_plugins(loaded.plugins)
+    return plans
+
+
+def demo(overrides: Sequence[str]) -> Path:
+    """The demo's YAML; its model and data are made first, from the seed of the overrides if any."""
+    import trireme.demo
+    from trireme.demo.prepare import prepare
+
+    seeds = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
+    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "checkpoints"))
+    prepare(root / "demo", int(seeds[-1]) if seeds else 42)
+    return Path(trireme.demo.__path__[0]) / "arithmetic.yaml"
+
+
+def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
+    """Put folders before those of TRINITY_PLUGIN_DIRS, where everything looks for plug-ins."""
+    known = os.environ.get("TRINITY_PLUGIN_DIRS", "")
+    places = [*(str(folder.resolve()) for folder in plugin_dirs), *filter(None, [known])]
+    if places:
+        os.environ["TRINITY_PLUGIN_DIRS"] = os.pathsep.join(places)
+
+
+def load_all_plugins(plugins: Sequence[str]) -> None:
+    """Import the files of a YAML's `plugins` and of TRINITY_PLUGIN_DIRS."""
+    files = plugin_files(plugins)
+    if files:
+        from trireme.workflows.plugins import load_plugins
+
+        load_plugins(files)
+
+
+def log_folder(plans: Sequence[Plan]) -> Path:
+    """Where the job as a whole logs: beside the stages' folders, or in the only one."""
+    first = plans[0]
+    job = first.job_dir if first.stage_name is None else first.job_dir.parent
+    return job / "log"
