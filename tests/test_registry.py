@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +52,12 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         make().get("broken")
     with pytest.raises(ValueError, match=r"has no 'Countr'; did you mean 'Counter'\?"):
         make().get("collections.Countr")
+
+
+def test_a_file_in_the_working_folder_is_found_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file_in_folder.py").write_text("thing = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert Registry("thing").get("file_in_folder:thing") == 3

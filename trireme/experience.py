@@ -33,7 +33,7 @@ TOKEN_FIELDS: dict[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(order=True)
 class EID:
     """Whose experience this is: batch (explore step), task in it, run (rollout) of it, step of that."""
 

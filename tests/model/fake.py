@@ -1,4 +1,4 @@
-"""A fake engine that says what it is told to, one id a character, and remembers what it was asked."""
+"""A fake engine that says what it is told, one id a character, and remembers what it was asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trireme.engines.engine import Completion, Health, Sampling, StopReason
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
-TOKENIZER = make_tokenizer()
+TOKENIZER: Any = make_tokenizer()
 
 
 @dataclasses.dataclass
@@ -83,7 +83,9 @@ class FakeEngine:
     async def close(self) -> None: ...
 
 
-def make(replies: Any, *, template: str | None = None, tokenizer: Any = None, **options: Any) -> Model:
+def make(
+    replies: Any, *, template: str | None = None, tokenizer: Any = None, **options: Any
+) -> Model:
     """A Model over a fake engine."""
     tokenizer = tokenizer or TOKENIZER
     options.setdefault("max_model_len", 4000)
@@ -91,6 +93,11 @@ def make(replies: Any, *, template: str | None = None, tokenizer: Any = None, **
     thinking = options.pop("enable_thinking", None)
     chat = ChatTokens(tokenizer, chat_template=template, enable_thinking=thinking)
     return Model(FakeEngine(replies, tokenizer, wait), chat, **options)
+
+
+def engine_of(model: Model) -> FakeEngine:
+    assert isinstance(model.engine, FakeEngine)
+    return model.engine
 
 
 def user(text: str) -> dict[str, Any]:

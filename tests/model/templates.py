@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import make_tokenizer
 
 CHATML = (
-    "{%- if tools %}{{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\nTools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{%- for m in messages %}"
     "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{%- endfor %}"
@@ -19,12 +20,13 @@ CHATML = (
 # ends in an empty block.
 THINKING = (
     "{%- set ns = namespace(last=0) %}"
-    "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{%- for m in messages %}"
     "{%- if m.role == 'assistant' %}"
     "{%- set answer = m.content.split('</think>')[-1].lstrip('\n') %}"
     "{%- if loop.index0 > ns.last and '</think>' in m.content %}"
-    "{%- set thought = m.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set thought = m.content.split('</think>')[0].split('<think>')[-1] %}"
     "{{- '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' + answer }}"
     "{%- else %}{{- '<|im_start|>assistant\n' + answer }}{% endif %}"
     "{{- '<|im_end|>\n' }}"
@@ -48,7 +50,8 @@ HEADERS = (
 # Roles must alternate; a system prompt is part of the first user's turn.
 STRICT = (
     "{%- if messages[0].role == 'system' %}{% set system = messages[0].content + '\n' %}"
-    "{%- set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
+    "{%- set turns = messages[1:] %}"
+    "{%- else %}{% set system = '' %}{% set turns = messages %}{% endif %}"
     "{%- for m in turns %}"
     "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{- raise_exception('roles must alternate') }}{% endif %}"
@@ -60,7 +63,8 @@ STRICT = (
 GENERATION = (
     "{%- for m in messages %}"
     "{{- '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{%- if m.role == 'assistant' %}"
+    "{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}"
     "{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}"
     "{{- '\n' }}"
     "{%- endfor %}"
@@ -69,7 +73,7 @@ GENERATION = (
 
 
 def headers_tokenizer() -> PreTrainedTokenizerFast:
-    """With the special tokens of HEADERS and STRICT; `<|eot|>` ends a turn, `<|im_end|>` the text."""
+    """With the special tokens of HEADERS and STRICT: `<|eot|>` ends a turn, `<|im_end|>` a text."""
     tokenizer = make_tokenizer()
     more: Any = ["<|begin|>", "<|head|>", "<|tail|>", "<|eot|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *more]})

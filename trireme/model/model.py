@@ -134,7 +134,8 @@ class Model:
         """`n` independent continuations of plain text, or of ids."""
         options = with_options(self.sampling, sampling)
         text = prompt if isinstance(prompt, str) else None
-        ids: list[int] = list(self.chat_tokens.tokenizer.encode(prompt) if text else prompt)
+        encode = self.chat_tokens.tokenizer.encode
+        ids: list[int] = encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("generate needs a prompt of at least one token")
         parent, size = self.recorder.by_ids(ids)
@@ -282,7 +283,7 @@ class Model:
             self.recorder.add(call)
             c = call.completion
             message = dict(call.reply or {"role": "assistant", "content": c.text})
-            size = len(call.ids) - len(c.ids)
+            size = call.prompt_tokens
             replies.append(
                 Reply(c.text, message, c.ids, c.logprobs, c.versions, c.stop_reason, size, call)
             )

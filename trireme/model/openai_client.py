@@ -1,8 +1,9 @@
 """OpenAI client: real OpenAI clients whose requests reach the rollout's Model, in this process.
 
-Only the wire is ours: an httpx transport that answers `chat/completions` and `completions`. Every
-request is recorded like `model.chat`. Newer clients use httpx2 and take httpx still. A ValueError of the model is a 400 with its sentence; any
-other failure comes out of the client as the cause of its connection error. Nothing is retried.
+Only the wire is ours: an httpx transport (newer clients use httpx2, and take httpx still) that
+answers `chat/completions` and `completions`. Every request is recorded like `model.chat`. A
+ValueError of the model is a 400 with its sentence; any other failure comes out of the client as it
+is, or as the cause of its connection error. Nothing is retried.
 """
 
 from __future__ import annotations

@@ -47,7 +47,17 @@ class Call:
     @property
     def ids(self) -> list[int]:
         """Prompt and reply."""
-        return [token for call in self.path for token in (*call.inserted, *call.completion.ids)]
+        ids: list[int] = []
+        for call in self.path:
+            ids += call.inserted
+            ids += call.completion.ids
+        return ids
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of ids that it was sampled from."""
+        sizes = (len(call.inserted) + len(call.completion.ids) for call in self.path)
+        return sum(sizes) - len(self.completion.ids)
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

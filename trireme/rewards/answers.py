@@ -29,6 +29,11 @@ _LARGE = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[-+]?\d{4,}|\d{4,}\s*[)}]*\s*!|!\s*[
 
 def final_truth(truth: Any) -> str:
     """The result that a data set's answer column holds: in GSM8K's shape, what follows `####`."""
+    if truth is None:
+        raise ValueError(
+            "the task has no right answer to compare with: format.response_key names none of its "
+            "columns"
+        )
     text = str(truth)
     return plain(text.rpartition("####")[2] if "####" in text else text)
 

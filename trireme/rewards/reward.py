@@ -50,7 +50,8 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
     name = reward if isinstance(reward, str) else getattr(found, "__name__", type(found).__name__)
     if inspect.isclass(found):
         _check_options(name, options, inspect.signature(found).parameters)
-        return found(**options)
+        made: Any = found(**options)
+        return made
     if _is_function(found):
         parameters = inspect.signature(found).parameters
         _check_options(name, options, dict(list(parameters.items())[2:]))

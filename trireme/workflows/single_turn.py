@@ -63,6 +63,12 @@ class SimpleWorkflow(Workflow):
 
     def format_messages(self) -> list[dict[str, Any]]:
         """The conversation to reply to: system prompt, task, and the reply's beginning if given."""
+        if not isinstance(self.task_desc, str):
+            key = dict(self.format_args).get("prompt_key", "prompt")
+            raise ValueError(
+                f"the task's column '{key}' (format.prompt_key) holds {self.task_desc!r:.60}: "
+                "expected text"
+            )
         messages = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from trireme.rewards.answers import boxed, final_answer, final_truth, number, same
+from trireme.rewards.format import format_reward
+from trireme.rewards.math import accuracy_reward, math_boxed_reward, math_reward
+from trireme.task import Task
+
+GSM8K = "She has 5 * 8 = <<5*8=40>>40 and 2 more.\n#### 42"
+
+
+def task(truth: object) -> Task:
+    return Task(raw_task={"prompt": "?", "response": truth})
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "right"),
+    [
+        ("<think>\n6 * 7\n</think>\n<answer>\n42\n</answer>", GSM8K, True),
+        ("The answer is 42.", GSM8K, True),
+        ("It is \\boxed{42}, not 41", "42", True),
+        ("so 5 and 8 make 40\n#### 42", GSM8K, True),
+        ("<answer>$42.00</answer>", "42", True),
+        ("<answer>1,200</answer>", "#### 1200", True),
+        ("<answer>72 clips</answer>", "72", True),
+        ("<answer>x = 72</answer>", "72", True),
+        ("<answer>0.5</answer>", "\\frac{1}{2}", True),
+        ("<answer>\\frac{2}{4}</answer>", "1/2", True),
+        ("<answer>1+x^2</answer>", "x^2+1", True),
+        ("<answer>-3</answer>", "3", False),
+        ("<answer>43</answer>", GSM8K, False),
+        ("no number at all", GSM8K, False),
+        ("", GSM8K, False),
+        ("<answer></answer>", GSM8K, False),
+    ],
+)
+def test_accuracy(reply: str, truth: str, right: bool) -> None:
+    assert accuracy_reward(task(truth), reply) == {"accuracy": float(right)}
+
+
+def test_plain_numbers_need_no_algebra_and_are_fast() -> None:
+    reply = "thinking " * 2000 + "<answer>1234</answer>"
+    start = time.perf_counter()
+    for _ in range(100):
+        accuracy_reward(task(GSM8K), reply)
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "2^{99999999}", "99999999!", "9**9**9", "((((" * 100, "\\frac{" * 60]
+)
+def test_what_would_take_for_ever_is_wrong_at_once(answer: str) -> None:
+    start = time.perf_counter()
+    assert not same(answer, "x+1")
+    assert time.perf_counter() - start < 0.9
+
+
+def test_algebra_works_outside_the_main_thread() -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(same("2*(x+3)", "2x+6")))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+def test_results_are_found_where_they_stand() -> None:
+    assert boxed("\\boxed{1} then \\boxed{\\frac{1}{2}} and \\boxed{open") == "\\frac{1}{2}"
+    assert final_truth(GSM8K) == "42" and final_truth(7) == "7"
+    assert final_answer("3 bags of 42kg") == "42"
+    assert final_answer("<answer>\\boxed{7}</answer>") == "7"
+    assert number("12%") == 12 and number("1,2") is None and number("3/0") is None
+
+
+def test_math_reward_is_accuracy_and_a_little_for_the_shape() -> None:
+    shaped = "<think>\n6 * 7\n</think>\n<answer>\n42\n</answer>"
+    assert math_reward(task(GSM8K), shaped) == {"accuracy": 1.0, "format_score": 0.1}
+    assert math_reward(task(GSM8K), "42") == {"accuracy": 1.0, "format_score": -0.1}
+
+
+def test_boxed_reward_may_ask_for_thinking() -> None:
+    answer = "It is \\boxed{42}"
+    assert math_boxed_reward(task(GSM8K), answer) == {"accuracy": 1.0, "format_score": 0.0}
+    assert math_boxed_reward(task(GSM8K), "42")["accuracy"] == 0.0
+    asked = math_boxed_reward(task("42"), answer, with_think=True, format_score_coef=0.2)
+    assert asked == {"accuracy": 1.0, "format_score": -0.2}
+    thought = math_boxed_reward(task("42"), f"<think>hm</think> {answer}", with_think=True)
+    assert thought == {"accuracy": 1.0, "format_score": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "good"),
+    [
+        ("<think>\na\n</think>\n<answer>\nb\n</answer>", True),
+        ("<think>a</think><answer>b</answer>", False),
+        ("<think>\na\n</think>\n<answer>\nb\n</answer> and more", False),
+        ("<answer>\nb\n</answer>", False),
+    ],
+)
+def test_format(reply: str, good: bool) -> None:
+    assert format_reward(task(""), reply) == {"format_score": 0.1 if good else -0.1}

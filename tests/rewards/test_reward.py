@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from trireme.rewards.reward import REWARDS, RewardFn, resolve, reward, score
+from trireme.task import Task
+
+
+@reward("boxed_and_brief")
+def boxed_and_brief(task: Task, answer: str, *, max_chars: int = 400) -> dict[str, float]:
+    """1 for the right number in \\boxed{}, plus a small bonus for brevity."""
+    found = re.findall(r"\\boxed\{([^{}]*)\}", answer)
+    correct = bool(found) and found[-1].strip() == task.truth
+    return {"correct": float(correct), "brief": 0.1 * (correct and len(answer) <= max_chars)}
+
+
+class Lengths(RewardFn):
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, response: str, truth: str) -> dict[str, float]:
+        return {"length": self.scale * abs(len(response) - len(truth))}
+
+
+TASK = Task(raw_task={"prompt": "?", "response": "42"})
+
+
+def judge(reward: Any, answer: str, **args: Any) -> dict[str, float]:
+    found = resolve(reward, args)
+    assert found is not None
+    return asyncio.run(score(TASK, answer, found))
+
+
+def test_a_function_by_name_with_options() -> None:
+    assert judge("boxed_and_brief", "\\boxed{42}") == {"correct": 1.0, "brief": 0.1}
+    assert judge("boxed_and_brief", "\\boxed{42}", max_chars=3) == {"correct": 1.0, "brief": 0.0}
+
+
+def test_a_class_with_options() -> None:
+    assert judge(Lengths, "abc", scale=2.0) == {"length": 2.0}
+    assert judge(Lengths(3.0), "abc") == {"length": 3.0}
+
+
+def test_a_class_that_takes_everything() -> None:
+    class All(RewardFn):
+        def __call__(self, **kwargs: Any) -> dict[str, float]:
+            return {name: 1.0 for name in kwargs}
+
+    assert set(judge(All, "a")) == {"response", "truth", "prompt", "task"}
+
+
+def test_a_coroutine_function_and_a_plain_number() -> None:
+    async def judged(task: Task, answer: str) -> float:
+        await asyncio.sleep(0)
+        return len(answer)
+
+    assert judge(judged, "abc") == {"judged": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("math_rewrd", {}, "unknown reward 'math_rewrd'; did you mean 'math_reward'"),
+        (
+            "boxed_and_brief",
+            {"max_char": 3},
+            r"'boxed_and_brief' has no option 'max_char' \(did you mean 'max_chars'\?\). It has:",
+        ),
+        ("accuracy_reward", {"a": 1}, "has no option 'a'. It has no options"),
+        (Lengths, {"scal": 1}, r"'Lengths' has no option 'scal' \(did you mean 'scale'\?\)"),
+        (3, {}, "is int: expected a function or class"),
+        (None, {"a": 1}, "no reward is named"),
+    ],
+)
+def test_wrong_names_and_options_are_said(name: Any, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(name, args)
+
+
+@pytest.mark.parametrize("value", ["much", None, float("nan"), {"a": float("inf")}])
+def test_what_is_no_number_is_an_error(value: Any) -> None:
+    def broken(task: Task, answer: str) -> Any:
+        return value
+
+    with pytest.raises(ValueError, match="reward 'broken' gave"):
+        judge(broken, "a")
+
+
+def test_no_reward_is_none() -> None:
+    assert resolve(None) is None
+
+
+def test_all_built_in_rewards_can_be_loaded() -> None:
+    for name in ("math_reward", "math_boxed_reward", "format_reward", "countdown_reward"):
+        assert callable(REWARDS.get(name))
