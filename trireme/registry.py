@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -90,6 +92,8 @@ class Registry:
 def _import_path(path: str, *, kind: str) -> Any:
     """The object at `package.module.Name` or `module:name`."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if ":" in path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # `my_file:name` of the folder that the run is started in
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -36,21 +36,24 @@ def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Pat
         except ValueError as error:
             complain(str(error))
             return 2
-        return run_plans(plans)
+        return run_plans(plans, compare_sft=config is None)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
 
 
-def run_plans(plans: Sequence[Plan]) -> int:
-    """Run the stages; an expected failure becomes a sentence and a file with its traceback."""
+def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
+    """Run the stages; an expected failure becomes a sentence and a file with its traceback.
+
+    `compare_sft`: the demo's question what more supervised training would have brought.
+    """
     from trireme.launch.stages import run_stages
 
     console = Console()
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):
         console.note(note)
     try:
-        run_stages(plans, console=console)
+        run_stages(plans, console=console, compare_sft=compare_sft)
     except _EXPECTED as error:
         console.close()
         complain(str(error) or type(error).__name__)
@@ -74,22 +77,13 @@ def plans_of(
     """The plans of a YAML, its plug-ins loaded. Raises ValueError for what cannot run."""
     add_plugin_dirs(plugin_dirs)
     if config is None:
-        config = demo(overrides)
+        from trireme.demo.prepare import demo_config
+
+        config = demo_config(overrides)
     loaded = load_config(config, overrides)
     plans = make_plans(loaded)
     load_all_plugins(loaded.plugins)
     return plans
-
-
-def demo(overrides: Sequence[str]) -> Path:
-    """The demo's YAML; its model and data are made first, from the seed of the overrides if any."""
-    import trireme.demo
-    from trireme.demo.prepare import prepare
-
-    seeds = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "checkpoints"))
-    prepare(root / "demo", int(seeds[-1]) if seeds else 42)
-    return Path(trireme.demo.__path__[0]) / "arithmetic.yaml"
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:

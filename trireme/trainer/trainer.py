@@ -54,12 +54,8 @@ class Trainer:
         checkpointer: Checkpointer,
         report: Report,
         version: Callable[[], int] = lambda: 0,
-        max_seconds: float | None = None,
     ) -> None:
-        """`version()` is the engine's weight version.
-
-        `max_seconds` ends training after so much time, for comparisons at equal cost.
-        """
+        """`version()` is the engine's weight version."""
         self.backend = backend
         self.recipe = recipe
         self.buffer = buffer
@@ -71,7 +67,6 @@ class Trainer:
         self.checkpointer = checkpointer
         self.report = report
         self.version = version
-        self.max_seconds = max_seconds
         self.step = 0
         self.seconds = 0.0
 
@@ -91,8 +86,6 @@ class Trainer:
         await self.buffer.close()
 
     def _enough(self) -> bool:
-        if self.max_seconds is not None and self.seconds >= self.max_seconds:
-            return True
         return self.total_steps is not None and self.step >= self.total_steps
 
     async def _take(self) -> list[Experience]:

@@ -1,0 +1,57 @@
+"""Metrics of outcomes: means over runs, bootstrapped best and worst, and failures that count."""
+
+from __future__ import annotations
+
+import pytest
+
+from trireme.experience import EID, Experience
+from trireme.explorer.metrics import evaluation_metrics, pass_metrics, rollout_metrics
+from trireme.explorer.runner import Failed, Outcome
+from trireme.task import Task
+
+
+def one(task: int, run: int, reward: float, step: int = 0) -> Experience:
+    return Experience(
+        [1, 2, 3],
+        prompt_length=1,
+        reward=reward,
+        eid=EID(1, task, run, step),
+        metrics={"accuracy": reward},
+        stop_reason="length" if reward == 0 else "stop",
+    )
+
+
+def test_mean_std_best_and_worst_of_two_runs_by_hand() -> None:
+    metrics = pass_metrics([[0.0, 1.0], [1.0, 1.0]])
+    assert metrics["mean@2"] == 0.75
+    assert metrics["std@2"] == 0.25
+    assert metrics["best@2"] == pytest.approx((0.75 + 1) / 2, abs=0.03)
+    assert metrics["worst@2"] == pytest.approx((0.25 + 1) / 2, abs=0.03)
+
+
+def test_powers_of_two_below_n_and_n_itself_are_reported() -> None:
+    assert {k for k in pass_metrics([[0.0] * 6]) if k.startswith("best")} == {
+        "best@2",
+        "best@4",
+        "best@6",
+    }
+    assert pass_metrics([[1.0], [0.0]]) == {"mean@1": 0.5}
+    assert pass_metrics([]) == {}
+
+
+def test_the_last_step_gives_a_runs_reward() -> None:
+    outcome = Outcome(Task(), [one(0, 0, 0.25, step=0), one(0, 0, 1.0, step=1)])
+    metrics = rollout_metrics([outcome])
+    assert metrics["rollout/reward/mean"] == 1.0
+    assert metrics["rollout/response_length/mean"] == 4
+    assert metrics["rollout/accuracy/mean"] == 0.625
+
+
+def test_a_failed_rollout_is_counted_and_lowers_an_evaluation() -> None:
+    good = Outcome(Task(), [one(0, 0, 1.0)])
+    bad = Outcome(Task(), failures=[Failed("1/1/0", "timeout", "too long")])
+    metrics = evaluation_metrics([good, bad], repeat_times=1)
+    assert metrics["accuracy/mean@1"] == 0.5
+    assert metrics["failed"] == 1 and metrics["tasks"] == 2
+    training = rollout_metrics([good, bad])
+    assert training["rollout/failed/timeout"] == 1 and training["rollout/reward/mean"] == 1.0

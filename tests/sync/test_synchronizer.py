@@ -1,0 +1,120 @@
+"""Synchronizer: who waits for whom in each style, and that nobody waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from trireme.sync.synchronizer import Synchronizer, is_due
+
+
+class Pushes:
+    """Counts what was pushed."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def __call__(self, version: int) -> dict[str, float]:
+        self.versions.append(version)
+        return {}
+
+
+def make(style: str, **options: Any) -> tuple[Synchronizer, Pushes]:
+    pushes = Pushes()
+    defaults: dict[str, Any] = {"interval": 1, "timeout": 1.0}
+    return Synchronizer(pushes, style=style, **(defaults | options)), pushes
+
+
+def test_borders_are_whole_intervals_past_the_offset() -> None:
+    assert [step for step in range(1, 31) if is_due(step, 10, 0)] == [10, 20, 30]
+    assert [step for step in range(1, 31) if is_due(step, 10, 5)] == [15, 25]
+
+
+def test_fixed_waits_for_the_train_step_that_is_offset_behind() -> None:
+    async def main() -> list[int]:
+        sync, pushes = make("fixed", interval=2, offset=1)
+        pull = asyncio.ensure_future(sync.pull(3))
+        await sync.trained(1)
+        await asyncio.sleep(0)
+        assert not pull.done()
+        await sync.trained(2)
+        await asyncio.wait_for(pull, 1)
+        return pushes.versions
+
+    assert asyncio.run(main()) == [1]
+
+
+def test_lock_step_goes_on_only_when_the_trainer_has_nothing_left() -> None:
+    async def main() -> None:
+        held = [8]
+        sync, pushes = make("fixed", lock_step=True, short=lambda: held[0] < 8)
+        sync.waiting(True)
+        pull = asyncio.ensure_future(sync.pull(1))
+        await asyncio.sleep(0)
+        assert not pull.done(), "the buffer holds a batch: the trainer is about to take it"
+        held[0] = 0
+        sync.waiting(False)
+        await sync.trained(1)
+        await asyncio.sleep(0)
+        assert not pull.done() and pushes.versions == []
+        sync.waiting(True)
+        await asyncio.wait_for(pull, 1)
+        assert pushes.versions == [1] and sync.version == 1
+
+    asyncio.run(main())
+
+
+def test_a_starved_trainer_lets_the_explorer_go_on_with_the_old_weights() -> None:
+    async def main() -> None:
+        sync, pushes = make("fixed")
+        pull = asyncio.ensure_future(sync.pull(1))
+        await asyncio.sleep(0)
+        sync.waiting(True)
+        await asyncio.wait_for(pull, 1)
+        assert pushes.versions == [] and sync.metrics()["sync/skipped"] == 1
+
+    asyncio.run(main())
+
+
+def test_explorer_driven_takes_the_newest_without_waiting() -> None:
+    async def main() -> None:
+        sync, pushes = make("explorer_driven", interval=2)
+        assert not sync.due(1) and sync.due(2)
+        await sync.pull(2)
+        assert pushes.versions == []
+        await sync.trained(1)
+        await sync.trained(2)
+        await sync.pull(4)
+        assert pushes.versions == [1] and sync.pushed_step == 2
+
+    asyncio.run(main())
+
+
+def test_trainer_driven_pushes_every_interval_by_itself() -> None:
+    async def main() -> None:
+        sync, pushes = make("trainer_driven", interval=2)
+        for step in range(1, 6):
+            await sync.trained(step)
+        assert pushes.versions == [1, 2] and sync.pushed_step == 4
+        await sync.pull(9)
+        await sync.final_push()
+        assert pushes.versions == [1, 2, 3]
+
+    asyncio.run(main())
+
+
+def test_a_stopped_trainer_wakes_the_explorer_and_a_dead_one_is_named() -> None:
+    async def main() -> None:
+        sync, _ = make("fixed")
+        pull = asyncio.ensure_future(sync.pull(5))
+        await asyncio.sleep(0)
+        sync.stopped(3)
+        await asyncio.wait_for(pull, 1)
+        assert sync.finished
+        slow, _ = make("fixed", timeout=0.02)
+        with pytest.raises(TimeoutError, match=r"sync_timeout\) for the weights of train step 5"):
+            await slow.pull(5)
+
+    asyncio.run(main())

@@ -1,0 +1,58 @@
+"""Prepare: makes what the demo needs on the spot: problems, solutions, a tiny model, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trireme.checkpoint.files import write_text
+
+NUM_TRAIN = 1100
+NUM_TEST = 500
+NUM_SOLVED = 250
+"""Training problems whose worked solutions the warm-up sees."""
+LARGEST_NUMBER = 6
+LARGEST_RESULT = 12
+INITIALIZER_RANGE = 0.06
+"""Larger than usual: so small a model leaves the flat start sooner, on every seed."""
+
+
+def prepare(folder: Path, seed: int) -> Path:
+    """Write train, test and solved problems and the model into `folder`; done before: nothing.
+
+    Raises ValueError where the generator cannot make as many problems as are asked for.
+    """
+    from trireme.demo.problems import make_problems
+    from trireme.demo.tiny_model import make_tiny_model
+
+    done = folder / "prepared.json"
+    facts = {"seed": seed, "train": NUM_TRAIN, "test": NUM_TEST, "solved": NUM_SOLVED}
+    if done.exists() and json.loads(done.read_text()) == facts:
+        return folder
+    problems = make_problems(
+        NUM_TRAIN + NUM_TEST, seed=seed, number=LARGEST_NUMBER, largest=LARGEST_RESULT
+    )
+    test, train = problems[:NUM_TEST], problems[NUM_TEST:]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("test", test), ("train", train), ("solved", train[:NUM_SOLVED])):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        write_text(folder / f"{name}.jsonl", lines)
+    texts = [row["question"] + row["answer"] for row in problems]
+    make_tiny_model(folder / "model", texts, seed=seed, initializer_range=INITIALIZER_RANGE)
+    write_text(done, json.dumps(facts))
+    return folder
+
+
+def demo_config(overrides: Sequence[str]) -> Path:
+    """The demo's YAML, its model and data made first, from the seed of the overrides if any."""
+    seeds = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
+    if seeds and not seeds[-1].isdigit():
+        raise ValueError(f"seed is '{seeds[-1]}': expected a whole number, 0 or more")
+    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    seed = int(seeds[-1]) if seeds else 0
+    folder = prepare(root / "arithmetic_assets" / f"seed_{seed}", seed)
+    os.environ["TRINITY_MODEL_PATH"] = str(folder / "model")
+    os.environ["TRINITY_TASKSET_PATH"] = str(folder)
+    return Path(__file__).with_name("arithmetic.yaml")

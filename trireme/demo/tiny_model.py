@@ -1,0 +1,85 @@
+"""Tiny model: which model and tokenizer does the demo train, made on the spot and without a network?
+
+- The vocabulary is what the problems are written with: a word or a number with the space before
+  it is one token, so that decoding is joining, and text that the demo writes comes back exactly.
+- The weights are random and come from the seed: everything the model knows it learns in the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+PIECE = r" ?[A-Za-z]+| ?[0-9]+| ?[#+*/=\-]+|[.,?!:]|\s"
+SPECIAL = ("<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+
+
+def make_tokenizer(texts: Iterable[str], largest: int = 99) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows every piece of `texts` and the numbers from 0 to `largest`."""
+    pieces = {piece for text in texts for piece in re.findall(PIECE, text)}
+    pieces = {piece for piece in pieces if not piece.strip().isdigit()}
+    numbers = [f" {number}" for number in range(largest + 1)]
+    vocabulary = [*SPECIAL, *numbers, *sorted(pieces)]
+    inner = Tokenizer(
+        models.WordLevel({piece: i for i, piece in enumerate(vocabulary)}, unk_token="<|unknown|>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<|pad|>",
+        unk_token="<|unknown|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_tiny_model(
+    folder: Path,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    width: int = 128,
+    layers: int = 2,
+    max_len: int = 256,
+    initializer_range: float = 0.02,
+) -> Path:
+    """Write a random Qwen3 of about half a million weights and its tokenizer to `folder`."""
+    tokenizer = make_tokenizer(texts)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=width // 4,
+        max_position_embeddings=max_len,
+        initializer_range=initializer_range,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,1 @@
+"""The explorer: tries tasks, and turns what happens into experiences."""

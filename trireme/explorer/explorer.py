@@ -1,0 +1,239 @@
+"""Explorer: tries batch after batch of tasks and puts what came of it into the buffer.
+
+Invariants:
+- A step's experiences are put once, whole groups, with their advantages, or the step is done again
+  after a resume under the same ids; `state` names the first step that is not in the buffer yet.
+- Evaluation uses the weights of its step's window and puts nothing into the buffer.
+- A step in which every rollout failed stops the run with the first cause.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trireme.buffer.buffer import Buffer, Closed
+from trireme.checkpoint.files import write_json
+from trireme.checkpoint.layout import JobFolder
+from trireme.data.tasksets import Exhausted, Taskset
+from trireme.experience import Experience
+from trireme.explorer.metrics import evaluation_metrics, rollout_metrics
+from trireme.explorer.runner import Failed, Outcome
+from trireme.explorer.scheduler import Scheduler
+from trireme.log import get_logger
+from trireme.pipeline.pipeline import Pipeline
+from trireme.sync.synchronizer import ExplorerSync
+
+logger = get_logger("explorer")
+
+Report = Callable[[str, int, dict[str, float]], None]
+Evaluation = dict[str, dict[str, float]]
+
+
+class RolloutsFailed(RuntimeError):
+    """Too many rollouts failed for the run to make sense."""
+
+
+class Explorer:
+    """Taskset.next ▸ Scheduler.submit ▸ results ▸ Pipeline.run ▸ Buffer.put, step after step."""
+
+    def __init__(
+        self,
+        *,
+        taskset: Taskset | None,
+        eval_tasksets: Sequence[Taskset],
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        buffer: Buffer | None,
+        sync: ExplorerSync,
+        eval_interval: int,
+        eval_on_startup: bool,
+        report: Report,
+        eval_prefix: str = "eval",
+        max_failures: float = 1.0,
+        show: Callable[[Experience], None] | None = None,
+        folder: JobFolder | None = None,
+    ) -> None:
+        """`report(part, step, metrics)` is told of each step; `show` gets a rollout to look at.
+
+        Explorers without taskset and buffer only evaluate. One that runs without a trainer beside it
+        keeps its state in `folder` itself, after every step.
+
+        `max_failures` is the share of a step's rollouts that may fail before the run stops.
+        """
+        self.taskset = taskset
+        self.eval_tasksets = list(eval_tasksets)
+        self.scheduler = scheduler
+        self.pipeline = pipeline
+        self.buffer = buffer
+        self.sync = sync
+        self.eval_interval = eval_interval
+        self.eval_on_startup = eval_on_startup
+        self.report = report
+        self.show = show
+        self.eval_prefix = eval_prefix
+        self.max_failures = max_failures
+        self.folder = folder
+        self.step = 0
+        self.first_evaluation: Evaluation | None = None
+        self.last_evaluation: Evaluation | None = None
+        self.seconds = {"explore": 0.0, "evaluate": 0.0}
+        self._pending: list[int] = []
+        self._before: dict[int, dict[str, Any]] = {}
+        self._started: dict[int, float] = {}
+        self._last_end = 0.0
+
+    async def explore(self) -> None:
+        """Until the taskset is exhausted or the trainer has had enough."""
+        assert self.taskset is not None and self.buffer is not None
+        self.scheduler.start()
+        self._load_own_state()
+        try:
+            if self.eval_on_startup and self.step == 0:
+                await self.evaluate(0)
+            while not self.sync.finished and await self._begin_step():
+                if self._evaluates(self.step):
+                    await self._submit_evaluation(self.step)
+                if self.sync.due(self.step):
+                    await self._finish_pending()
+                    await self.sync.pull(self.step)
+            await self._finish_pending()
+        except Closed:
+            logger.info("the trainer has had enough: exploring ends at step %d", self.step)
+        except Exception as error:
+            await self.buffer.fail(error)
+            raise
+        await self.buffer.close()
+
+    async def evaluate(self, step: int) -> Evaluation:
+        """All evaluation tasksets with the weights as they are; metrics by taskset name."""
+        self.scheduler.start()
+        started = time.monotonic()
+        await self._submit_evaluation(step)
+        found = await self._finish_evaluation(step)
+        self.seconds["evaluate"] += time.monotonic() - started
+        return found
+
+    async def evaluate_last(self, step: int) -> None:
+        """The evaluation at the end, with the final weights."""
+        if self.eval_tasksets:
+            await self.evaluate(step)
+
+    async def close(self) -> None:
+        """End the runners."""
+        await self.scheduler.close()
+
+    def state(self) -> dict[str, Any]:
+        """Where to go on: before the first step whose experiences are not in the buffer."""
+        assert self.taskset is not None
+        if self._pending:
+            first = self._pending[0]
+            return {"step": first - 1, "taskset": self._before[first]}
+        return {"step": self.step, "taskset": self.taskset.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Back to where `state` was taken."""
+        assert self.taskset is not None
+        self.step = state["step"]
+        self.taskset.load_state(state["taskset"])
+
+    async def _begin_step(self) -> bool:
+        """Submit the next batch; False where there is none."""
+        assert self.taskset is not None
+        before = self.taskset.state()
+        try:
+            tasks = self.taskset.next()
+        except Exhausted:
+            return False
+        self.step += 1
+        self._before[self.step] = before
+        self._pending.append(self.step)
+        self._started[self.step] = time.monotonic()
+        await self.scheduler.submit(self.step, tasks)
+        return True
+
+    def _evaluates(self, step: int) -> bool:
+        return self.eval_interval > 0 and step % self.eval_interval == 0
+
+    async def _finish_pending(self) -> None:
+        """Collect every step under way, in order, and its evaluation where there is one."""
+        while self._pending:
+            step = self._pending[0]
+            await self._finish_step(step)
+            self._pending.remove(step)
+            del self._before[step]
+            self._keep_own_state()
+
+    async def _finish_step(self, step: int) -> None:
+        """Results ▸ pipeline ▸ buffer, and the step's metrics."""
+        outcomes = await self.scheduler.results(step)
+        elapsed = time.monotonic() - max(self._started.pop(step), self._last_end)
+        self._last_end = time.monotonic()
+        self.seconds["explore"] += elapsed
+        self._stop_if_too_many_failed(step, outcomes)
+        if self._evaluates(step):
+            # Before `put`: the trainer may change shared weights as soon as it has a batch.
+            await self._finish_evaluation(step)
+        experiences = [e for outcome in outcomes for e in outcome.experiences]
+        metrics = rollout_metrics(outcomes)
+        sampled = sum(int(e.mask.sum()) for e in experiences)
+        metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
+        if self.show and experiences:
+            self.show(experiences[0])
+        kept, more = await self.pipeline.run(experiences)
+        self.report("explorer", step, metrics | more | self.sync.metrics())
+        if kept:
+            assert self.buffer is not None
+            await self.buffer.put(kept)
+
+    def _stop_if_too_many_failed(self, step: int, outcomes: Sequence[Outcome]) -> None:
+        """Raise with the first cause where the share of failed rollouts is past the limit."""
+        failures: list[Failed] = [failed for outcome in outcomes for failed in outcome.failures]
+        wanted = sum(outcome.task.repeat_times for outcome in outcomes)
+        none_left = not any(outcome.experiences for outcome in outcomes)
+        if failures and (none_left or len(failures) > self.max_failures * wanted):
+            raise RolloutsFailed(
+                f"explore step {step}: {len(failures)} rollouts failed of {wanted}. The first: "
+                f"{failures[0]}\n{failures[0].trace}".rstrip()
+            )
+
+    async def _submit_evaluation(self, step: int) -> None:
+        for taskset in self.eval_tasksets:
+            await self.scheduler.submit(f"{step}/{taskset.name}", taskset.all())
+
+    async def _finish_evaluation(self, step: int) -> Evaluation:
+        """Collect and report an evaluation that was submitted."""
+        found = {}
+        for taskset in self.eval_tasksets:
+            outcomes = await self.scheduler.results(f"{step}/{taskset.name}")
+            metrics = evaluation_metrics(outcomes, repeat_times=taskset.repeat_times)
+            if outcomes and not any(outcome.experiences for outcome in outcomes):
+                first = next(failed for outcome in outcomes for failed in outcome.failures)
+                raise RolloutsFailed(
+                    f"evaluation '{taskset.name}' at step {step}: every rollout failed. The first: "
+                    f"{first}\n{first.trace}".rstrip()
+                )
+            found[taskset.name] = metrics
+            named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
+            self.report("eval", step, named)
+        if self.first_evaluation is None and step == 0:
+            self.first_evaluation = found
+        self.last_evaluation = found
+        return found
+
+    def _load_own_state(self) -> None:
+        """Go on where an explorer without a trainer beside it left off."""
+        if self.folder is not None and self.folder.explorer_meta.exists():
+            meta = json.loads(self.folder.explorer_meta.read_text())
+            self.load_state(
+                {"step": meta["latest_iteration"], "taskset": meta["taskset_states"][0]}
+            )
+
+    def _keep_own_state(self) -> None:
+        """Written after the step's experiences are safe in the store of another process."""
+        if self.folder is not None:
+            state = self.state()
+            meta = {"latest_iteration": state["step"], "taskset_states": [state["taskset"]]}
+            write_json(self.folder.explorer_meta, meta)

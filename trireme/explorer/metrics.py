@@ -1,0 +1,101 @@
+"""Metrics: what the outcomes of a batch say, as numbers under the field's names."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+
+from trireme.experience import group_by
+from trireme.explorer.runner import Outcome
+
+
+def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Mean, max and min over runs of reward, lengths and each workflow's own metrics; and failures."""
+    values: dict[str, list[float]] = {}
+    for run in runs_of(outcomes):
+        for key, value in run.items():
+            values.setdefault(key, []).append(value)
+    metrics: dict[str, float] = {}
+    for key, numbers in values.items():
+        metrics[f"rollout/{key}/mean"] = statistics.fmean(numbers)
+        metrics[f"rollout/{key}/max"] = max(numbers)
+        metrics[f"rollout/{key}/min"] = min(numbers)
+    failures = [failed for outcome in outcomes for failed in outcome.failures]
+    for kind in ("error", "timeout", "empty"):
+        metrics[f"rollout/failed/{kind}"] = sum(failed.kind == kind for failed in failures)
+    metrics["rollout/failed"] = len(failures)
+    metrics["rollout/retries"] = sum(outcome.retries for outcome in outcomes)
+    metrics["rollout/tasks"] = len(outcomes)
+    metrics["rollout/experiences"] = sum(len(outcome.experiences) for outcome in outcomes)
+    if outcomes:
+        seconds = [outcome.seconds for outcome in outcomes]
+        metrics["time/task/mean"] = statistics.fmean(seconds)
+        metrics["time/task/max"] = max(seconds)
+    return metrics
+
+
+def runs_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
+    """One dictionary a run: the last step's reward, sampled tokens of all steps, own metrics' means."""
+    rows = []
+    for outcome in outcomes:
+        for steps in group_by(outcome.experiences, "run").values():
+            last = max(steps, key=lambda e: e.eid.step)
+            row: dict[str, float] = {
+                "response_length": float(sum(int(e.mask.sum()) for e in steps))
+            }
+            row["truncated"] = float(any(e.stop_reason == "length" for e in steps))
+            if last.reward is not None:
+                row["reward"] = last.reward
+            for key in {key for e in steps for key in e.metrics}:
+                row[key] = statistics.fmean(e.metrics[key] for e in steps if key in e.metrics)
+            rows.append(row)
+    return rows
+
+
+def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict[str, float]:
+    """mean@n, std@n (population) and bootstrapped best@k, worst@k for k = 2, 4, 8 .. n.
+
+    `per_task`: one value a run, for each task. best@k is the expected maximum of k runs drawn with
+    replacement (1,000 draws a task), averaged over tasks.
+    """
+    per_task = [values for values in per_task if values]
+    if not per_task:
+        return {}
+    n = max(len(values) for values in per_task)
+    metrics = {f"mean@{n}": statistics.fmean(statistics.fmean(values) for values in per_task)}
+    if n == 1:
+        return metrics
+    metrics[f"std@{n}"] = statistics.fmean(statistics.pstdev(values) for values in per_task)
+    draw = random.Random(seed)
+    for k in sorted({*(2**i for i in range(1, n.bit_length()) if 2**i < n), n}):
+        best, worst = [], []
+        for values in per_task:
+            draws = [draw.choices(values, k=k) for _ in range(1000)]
+            best.append(statistics.fmean(max(d) for d in draws))
+            worst.append(statistics.fmean(min(d) for d in draws))
+        metrics[f"best@{k}"] = statistics.fmean(best)
+        metrics[f"worst@{k}"] = statistics.fmean(worst)
+    return metrics
+
+
+def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dict[str, float]:
+    """`<metric>/mean@n` and so on of an evaluation; a failed rollout counts as reward 0, and is said.
+
+    Evaluation must not look better because rollouts failed: their metrics are taken as 0.
+    """
+    per_task = [runs_of([outcome]) for outcome in outcomes]
+    keys = sorted({key for rows in per_task for row in rows for key in row})
+    metrics: dict[str, float] = {}
+    for key in keys:
+        missing = 0.0 if key in ("reward", "accuracy") else None
+        values = []
+        for rows in per_task:
+            found = [row[key] for row in rows if key in row]
+            if missing is not None:
+                found += [missing] * (repeat_times - len(found))
+            values.append(found)
+        metrics.update({f"{key}/{k}": v for k, v in pass_metrics(values).items()})
+    metrics["tasks"] = len(outcomes)
+    metrics["failed"] = sum(len(outcome.failures) for outcome in outcomes)
+    return metrics

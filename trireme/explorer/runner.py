@@ -1,0 +1,219 @@
+"""Runner: runs the rollouts of one task on a workflow, and turns whatever happens into data.
+
+Invariants:
+- n rollouts of a task are n run ids, whatever the workflow does; the Runner stamps them.
+- A user's exception ends here, once, as a `Failed` with its traceback; it is counted, never a reward.
+- Each attempt has `max_timeout` seconds; after that its Model is revoked, its requests are aborted
+  and what a late thread still returns is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from trireme.engines.engine import Engine
+from trireme.engines.gate import Gate
+from trireme.experience import EID, Experience
+from trireme.log import get_logger
+from trireme.model.model import Model
+from trireme.task import Task
+from trireme.workflows.workflow import NoExperience, WorkflowSpec
+
+Key = tuple[Any, Any, int]
+ModelFactory = Callable[[Task, Key], Model]
+
+
+@dataclass
+class Failed:
+    """A rollout that gave no experience: why, and where."""
+
+    key: str
+    kind: str
+    """error, timeout or empty."""
+    message: str
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return f"rollout {self.key} ({self.kind}): {self.message}"
+
+
+@dataclass
+class Outcome:
+    """What the rollouts of one task (or of a part of them) came to."""
+
+    task: Task
+    experiences: list[Experience] = field(default_factory=list)
+    failures: list[Failed] = field(default_factory=list)
+    retries: int = 0
+    seconds: float = 0.0
+
+    def join(self, other: Outcome) -> None:
+        """Add another part of the same task."""
+        self.experiences += other.experiences
+        self.failures += other.failures
+        self.retries += other.retries
+        self.seconds = max(self.seconds, other.seconds)
+
+
+class Runner:
+    """Runs one task at a time; a Scheduler owns several."""
+
+    def __init__(
+        self,
+        make_model: ModelFactory,
+        engine: Engine,
+        *,
+        max_timeout: float,
+        max_retries: int,
+        concurrent_mode: str = "sequential",
+        gate: Gate | None = None,
+        index: int = 0,
+    ) -> None:
+        """`concurrent_mode` is how blocking workflows run their repeats; others always overlap."""
+        self.make_model = make_model
+        self.engine = engine
+        self.max_timeout = max_timeout
+        self.max_retries = max_retries
+        self.overlap = concurrent_mode != "sequential"
+        self.gate = gate
+        self.log = get_logger(f"explorer_runner_{index}")
+
+    async def run(self, task: Task, spec: WorkflowSpec, runs: Sequence[int]) -> Outcome:
+        """All rollouts `runs` of a task. Never raises for what a workflow does."""
+        started = time.monotonic()
+        if spec.can_repeat:
+            parts = [await self._rollout(task, spec, list(runs))]
+        elif self.overlap or not spec.blocking:
+            parts = await asyncio.gather(*(self._rollout(task, spec, [run]) for run in runs))
+        else:
+            parts = [await self._rollout(task, spec, [run]) for run in runs]
+        outcome = Outcome(task)
+        for part in parts:
+            outcome.join(part)
+        outcome.seconds = time.monotonic() - started
+        return outcome
+
+    async def _rollout(self, task: Task, spec: WorkflowSpec, runs: list[int]) -> Outcome:
+        """One call of the workflow (for one run, or for all of a repeatable one), with retries."""
+        outcome = Outcome(task)
+        key = (batch_order(task), task.task_id, runs[0])
+        with self.gate.rollout(key) if self.gate else nullcontext():
+            for attempt in range(self.max_retries + 1):
+                result = await self._attempt(task, spec, runs, key)
+                if isinstance(result, list):
+                    outcome.experiences = result
+                    return outcome
+                self.log.warning("%s (attempt %d of %d)\n%s", result, attempt + 1,
+                                 self.max_retries + 1, result.trace)  # fmt: skip
+                outcome.retries = attempt
+        outcome.failures.append(result)
+        return outcome
+
+    async def _attempt(
+        self, task: Task, spec: WorkflowSpec, runs: list[int], key: Key
+    ) -> list[Experience] | Failed:
+        """One try: experiences with their ids, or why there are none."""
+        model = self.make_model(task, key)
+        name = "/".join(str(part) for part in (task.batch_id, task.task_id, runs[0]))
+        call = asyncio.ensure_future(self._call(task, spec, model, runs))
+        try:
+            await asyncio.wait({call}, timeout=self.max_timeout)
+            if not call.done():
+                message = (
+                    f"workflow '{spec.name}' took longer than "
+                    f"explorer.max_timeout ({self.max_timeout:g} s)"
+                )
+                return Failed(name, "timeout", message)
+            return stamp(call.result(), task, runs, spec)
+        except Exception as error:  # foreign code: the one place where anything may come
+            self.engine.health()  # raises: a failed engine is not the workflow's fault
+            kind = "empty" if isinstance(error, NoExperience) else "error"
+            message = f"{type(error).__name__}: {error}"
+            return Failed(name, kind, message, traceback.format_exc())
+        finally:
+            drop(call)
+            model.revoke()
+            await self.engine.abort(key)
+
+    async def _call(
+        self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
+    ) -> list[Experience]:
+        """The workflow's own code, in its own daemon thread where it blocks."""
+        if not spec.blocking:
+            return await spec.call(task, model, len(runs), runs[0])
+        loop = asyncio.get_running_loop()
+        blocking = model.blocking(loop)
+        return await in_thread(
+            lambda: spec.call(task, blocking, len(runs), runs[0]), name=f"workflow-{task.task_id}"
+        )
+
+
+def batch_order(task: Task) -> tuple[int, int, str]:
+    """A sortable form of the batch id: training before evaluation of the same step."""
+    step, _, name = str(task.batch_id).partition("/")
+    return int(step), int(bool(name)), name
+
+
+def stamp(found: Any, task: Task, runs: list[int], spec: WorkflowSpec) -> list[Experience]:
+    """Give each experience its id: batch and task here, the run ours, the step its own or its place."""
+    if not isinstance(found, list) or not all(isinstance(e, Experience) for e in found):
+        raise TypeError(
+            f"workflow '{spec.name}' returned {type(found).__name__}: expected a list of Experience"
+        )
+    if not found:
+        raise NoExperience(f"workflow '{spec.name}' returned no experience")
+    places: dict[int, int] = {}
+    for e in found:
+        run = e.eid.run if spec.can_repeat else runs[0]
+        if run not in runs:
+            raise ValueError(f"workflow '{spec.name}' gave run id {run}: expected {runs}")
+        place = places.get(run, 0)
+        places[run] = place + 1
+        e.eid = EID(task.batch_id, task.task_id, run, max(e.eid.step, place))
+        e.info.setdefault("model_version", e.version)
+        e.info["task_index"] = dict(task.index)
+    if spec.can_repeat and len(places) != len(runs):
+        raise ValueError(
+            f"workflow '{spec.name}' can repeat, and returned runs {sorted(places)} of {runs}"
+        )
+    return found
+
+
+def drop(call: asyncio.Future[Any]) -> None:
+    """Cancel a call that nobody waits for any more; what it still raises is of no interest."""
+    if not call.done():
+        call.add_done_callback(lambda late: late.cancelled() or late.exception())
+        call.cancel()
+
+
+async def in_thread(function: Callable[[], Any], *, name: str) -> Any:
+    """Run blocking code in a daemon thread of its own: a hung one must not use up a shared pool."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return  # timed out: dropped
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await future

@@ -1,0 +1,1 @@
+"""Launchers: put the parts together for a plan, and run it."""

@@ -1,0 +1,136 @@
+"""Local: runs one plan in this process: explorer, trainer and engine on one event loop.
+
+`run_both` is the whole main: two coroutines, `explore` and `train`, that meet in the buffer and at the
+synchronizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from trireme.config import Plan
+from trireme.engines.device import Device
+from trireme.launch.session import Session, StageResult
+from trireme.monitor.console import Console
+
+
+async def run_plan(
+    plan: Plan, model_path: str, console: Console, *, measure_end: bool = True
+) -> StageResult:
+    """Run one stage to its end. Raises the first cause where it fails.
+
+    `measure_end`: a supervised stage evaluates its model at the end; not where the next stage begins
+    with the same evaluation.
+    """
+    started = time.monotonic()
+    modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
+    device = Device()
+    try:
+        with Session(plan, model_path, console, device, measure_end) as session:
+            result = await modes[plan.mode](session)
+    finally:
+        device.close()
+    result.seconds = time.monotonic() - started
+    return result
+
+
+async def run_both(session: Session) -> StageResult:
+    """Explorer and trainer, each in its coroutine."""
+    engine, sync = session.engine, session.synchronizer
+    explorer, trainer = session.explorer(sync), session.trainer(sync)
+    try:
+        if session.resumed:
+            await session.refresh_engine(sync.version)
+        await first_failure_ends_all(explorer.explore(), trainer.train())
+        await sync.final_push()
+        await explorer.evaluate_last(trainer.step)
+    finally:
+        await explorer.close()
+        await engine.close()
+    return session.result(explorer, trainer)
+
+
+async def run_train(session: Session) -> StageResult:
+    """The trainer alone: on a data set (SFT), or on what explorers of other processes put."""
+    if session.recipe.schema == "sft":
+        return await run_supervised(session)
+    sync = session.synchronizer
+    trainer = session.trainer(sync)
+    session.announce("running", trainer.step)
+    try:
+        await trainer.train()
+        await sync.final_push()
+    except Exception as error:
+        await session.buffer.fail(error)  # explorers of other processes wait for us
+        raise
+    session.announce("stopped", trainer.step)
+    return session.result(None, trainer)
+
+
+async def run_supervised(session: Session) -> StageResult:
+    """The trainer on a data set, and the evaluations before the first stage and after the last."""
+    trainer = session.trainer(None)
+    if not session.eval_tasksets:
+        await trainer.train()
+        return session.result(None, trainer)
+    explorer = session.explorer(session.synchronizer)
+    try:
+        if session.measures_start:
+            await explorer.evaluate(0)
+        await trainer.train()
+        if session.measure_end:
+            await session.refresh_engine(trainer.step)
+            await explorer.evaluate(trainer.step)
+    finally:
+        await explorer.close()
+        await session.engine.close()
+    return session.result(explorer, trainer)
+
+
+async def run_explore(session: Session) -> StageResult:
+    """The explorer alone: experiences go into the SQL store, weights come from the job folder."""
+    sync = session.polled_sync()
+    explorer = session.explorer(sync)
+    try:
+        await sync.load_latest()
+        await explorer.explore()
+        await explorer.evaluate_last(explorer.step)
+    finally:
+        await explorer.close()
+        await session.engine.close()
+    return session.result(explorer, None)
+
+
+async def run_bench(session: Session) -> StageResult:
+    """Evaluate the base model and every checkpoint of the job, or its newest one alone."""
+    folder, steps = session.folder, session.folder.steps()
+    only_newest = session.plan.config.explorer.bench_on_latest_checkpoint
+    if only_newest and not steps:
+        raise ValueError(f"mode bench: there is no checkpoint in {folder.root}")
+    explorer = session.explorer(session.polled_sync(), prefix="bench")
+    try:
+        if not only_newest:
+            await explorer.evaluate(0)
+        for step in steps[-1:] if only_newest else steps:
+            await session.engine.update_weights(folder.weights_dir(step), step)
+            await explorer.evaluate(step)
+    finally:
+        await explorer.close()
+        await session.engine.close()
+    return session.result(explorer, None)
+
+
+async def first_failure_ends_all(*work: Awaitable[Any]) -> None:
+    """Wait for all; the first that raises cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

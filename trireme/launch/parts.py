@@ -1,0 +1,282 @@
+"""Parts: makes what a plan names, one function a part. Nothing here decides; the Plan has decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.buffer.buffer import Buffer
+from trireme.buffer.file import FileBuffer
+from trireme.buffer.queue import QueueBuffer
+from trireme.buffer.record import Record, record_for
+from trireme.buffer.sql import SqlBuffer
+from trireme.buffer.table import resolve_url
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
+from trireme.data.formats import SftFormat
+from trireme.data.rows import load_rows
+from trireme.data.tasksets import Taskset
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine, Sampling
+from trireme.engines.gate import Gate
+from trireme.engines.torch.engine import TorchEngine
+from trireme.explorer.runner import Key, Runner
+from trireme.explorer.scheduler import Scheduler
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.rewards.reward import resolve as resolve_reward
+from trireme.task import Task
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.lora import Lora
+from trireme.workflows.workflow import resolve
+
+MAX_ROWS = 512
+"""Rollouts that the embedded engine decodes at once; more wait in its queue."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokenizer, and how conversations become tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatTokens
+    template: str | None
+    """The chat template that the YAML gives; None: the model's own."""
+
+
+def make_text(plan: Plan, model_path: str) -> Text:
+    """Tokenizer and chat template of the model, or the template that the YAML gives."""
+    model = plan.config.model
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
+    template = model.custom_chat_template
+    if template is None and model.chat_template_path:
+        template = Path(model.chat_template_path).read_text()
+    chat = ChatTokens(tokenizer, chat_template=template, enable_thinking=model.enable_thinking)
+    return Text(tokenizer, chat, template)
+
+
+def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
+    """The trained model with its optimizer, and the reference where the recipe needs one."""
+    config = plan.config
+    loras = config.model.lora_configs or []
+    lora = None
+    if loras:
+        targets = loras[0].target_modules
+        lora = Lora(
+            rank=loras[0].lora_rank,
+            alpha=loras[0].lora_alpha,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+        )
+    return TorchBackend(
+        model_path,
+        optimizer=config.algorithm.optimizer,
+        max_token_len=plan.max_token_len,
+        total_steps=plan.schedule_steps,
+        device=plan.device,
+        dtype=plan.dtype,
+        grad_clip=config.trainer.grad_clip,
+        lora=lora,
+        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
+        reference=recipe.needs_reference,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def make_engine(
+    plan: Plan, model_path: str, text: Text, device: Device, gate: Gate | None, share: Any = None
+) -> TorchEngine:
+    """The embedded engine; `share` is the trainer's module whose tensors it reads."""
+    own_seed = plan.config.explorer.rollout_model.seed
+    return TorchEngine(
+        model_path,
+        tokenizer=text.tokenizer,
+        device=device,
+        seed=plan.seed if own_seed is None else own_seed,
+        max_model_len=plan.max_model_len,
+        max_rows=MAX_ROWS,
+        gate=gate,
+        dtype=plan.dtype,
+        share_with=share,
+        trust_remote_code=plan.config.model.trust_remote_code,
+    )
+
+
+def make_scheduler(
+    plan: Plan, model_path: str, engine: Engine, text: Text, gate: Gate | None
+) -> Scheduler:
+    """As many runners as the plan says, each of which makes a Model for every attempt."""
+
+    def make_model(task: Task, key: Key) -> Model:
+        return Model(
+            engine,
+            text.chat,
+            key=key,
+            sampling=sampling_of(plan, task),
+            max_model_len=plan.max_model_len,
+            max_prompt_tokens=plan.max_prompt_tokens,
+            enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
+            model_path=model_path,
+        )
+
+    explorer = plan.config.explorer
+    runners = [
+        Runner(
+            make_model,
+            engine,
+            max_timeout=explorer.max_timeout,
+            max_retries=explorer.max_retry_times,
+            concurrent_mode=explorer.concurrent_mode,
+            gate=gate,
+            index=index,
+        )
+        for index in range(plan.runners)
+    ]
+    return Scheduler(runners, max_repeats_per_runner=explorer.max_repeat_times_per_runner)
+
+
+def sampling_of(plan: Plan, task: Task) -> Sampling:
+    """How the rollouts of a task sample: its `rollout_args`, else the model section's defaults."""
+    model, args = plan.config.model, task.rollout_args
+
+    def given(name: str, default: Any) -> Any:
+        value = args.get(name)
+        return default if value is None else value
+
+    return Sampling(
+        max_tokens=given("max_tokens", plan.max_response_tokens),
+        min_tokens=given("min_tokens", plan.min_response_tokens),
+        temperature=given("temperature", model.temperature),
+        top_p=given("top_p", model.top_p),
+        top_k=given("top_k", model.top_k),
+        min_p=given("min_p", 0.0),
+        repetition_penalty=given("repetition_penalty", model.repetition_penalty),
+        stop=tuple(given("stop", ())),
+        stop_token_ids=tuple(given("stop_token_ids", ())),
+        ignore_eos=plan.config.explorer.rollout_model.ignore_eos,
+        logprobs=given("logprobs", model.logprobs),
+    )
+
+
+def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool) -> Taskset:
+    """Rows and defaults of one taskset."""
+    inputs = plan.config.buffer.explorer_input
+    workflow = config.default_workflow_type
+    if is_eval:
+        workflow = workflow or inputs.default_eval_workflow_type
+    selector = config.task_selector or config.data_selector
+    return Taskset(
+        load_rows(config.path, config.subset_name, config.split),
+        name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
+        batch_size=plan.batch_size,
+        total_epochs=plan.config.buffer.total_epochs,
+        total_steps=None if is_eval else plan.explore_steps,
+        workflow=workflow or inputs.default_workflow_type,
+        workflow_args=config.workflow_args,
+        reward_fn=config.default_reward_fn_type or inputs.default_reward_fn_type,
+        reward_fn_args=config.reward_fn_args,
+        format_args=dataclasses.asdict(config.format),
+        rollout_args=dataclasses.asdict(config.rollout_args),
+        repeat_times=config.repeat_times if is_eval else plan.repeat_times,
+        selector=selector.selector_type,
+        seed=selector.seed,
+        is_eval=is_eval,
+        taskset_id=place,
+    )
+
+
+def make_training_taskset(plan: Plan) -> Taskset | None:
+    """The tasks to explore; None in the modes that only measure or only train."""
+    config = plan.config.buffer.explorer_input.taskset
+    if plan.mode not in ("both", "explore") or config is None:
+        return None
+    return make_taskset(plan, config, place=0, is_eval=False)
+
+
+def make_eval_tasksets(plan: Plan) -> list[Taskset]:
+    """All evaluation tasksets of the plan."""
+    configs = plan.config.buffer.explorer_input.eval_tasksets
+    return [make_taskset(plan, c, place=i, is_eval=True) for i, c in enumerate(configs)]
+
+
+def make_buffer(
+    plan: Plan, folder: JobFolder, text: Text, *, end_ids: Collection[int] = ()
+) -> tuple[Buffer, Record | None]:
+    """The store between explorer and trainer or the data set that is read, and a queue's copy.
+
+    `end_ids` are where the model's generation stops: what supervised replies have to end with.
+    """
+    config = plan.config.buffer.trainer_input.experience_buffer
+    if plan.buffer_type == "file":
+        return _make_file_buffer(plan, config, text, end_ids), None
+    if plan.buffer_type == "sql":
+        roles: dict[str, Any] = {"explore": "explore", "train": "train"}
+        store = SqlBuffer(
+            config.name,
+            resolve_url(plan.buffer_path, folder.buffer),
+            role=roles.get(plan.mode, "both"),
+            party=plan.config.explorer.name if plan.mode == "explore" else None,
+            capacity=config.capacity,
+            max_read_timeout=config.max_read_timeout,
+        )
+        return store, None
+    record = record_for(config.path, folder.buffer)
+    queue = QueueBuffer(
+        config.name,
+        capacity=config.capacity,
+        max_read_timeout=config.max_read_timeout,
+        record=record,
+    )
+    return queue, record
+
+
+def _make_file_buffer(
+    plan: Plan, config: ExperienceBufferConfig, text: Text, end_ids: Collection[int]
+) -> FileBuffer:
+    model = plan.config.model
+    rows = load_rows(
+        plan.buffer_path, config.subset_name, config.split, progress=config.enable_progress_bar
+    )
+    form = SftFormat(
+        rows,
+        text.tokenizer,
+        max_model_len=plan.max_model_len,
+        format_args=dataclasses.asdict(config.format),
+        end_ids=end_ids,
+        chat_template=text.template,
+        enable_thinking=model.enable_thinking,
+    )
+    epochs = None if plan.train_steps else plan.config.buffer.total_epochs
+    return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
+
+
+def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
+    """The copy of what workflows return, where the YAML wants one."""
+    pipeline = plan.config.data_processor.experience_pipeline
+    if not pipeline.save_input:
+        return None
+    path = pipeline.input_save_path or "sqlite:///explorer_output.db"
+    if path.endswith((".jsonl", ".json")):
+        return record_for(path, folder.buffer)
+    return Record(database=resolve_url(path, folder.buffer))
+
+
+def examine_taskset(taskset: Taskset) -> None:
+    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options."""
+    seen = set()
+    for task in taskset.all():
+        if (task.workflow, task.reward_fn) not in seen:
+            seen.add((task.workflow, task.reward_fn))
+            resolve(task.workflow)
+            resolve_reward(task.reward_fn, task.reward_fn_args)
+
+
+def make_recipe(plan: Plan) -> Recipe:
+    """The algorithm of the plan."""
+    return get_recipe(plan.config.algorithm)

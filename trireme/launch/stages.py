@@ -1,0 +1,111 @@
+"""Stages: runs the plans of a YAML one after the other, each from the model of the one before.
+
+`stage_meta.json` in the job's folder holds what finished stages came to: they are not run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from trireme.checkpoint.files import write_json
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+from trireme.launch.comparison import more_supervised
+from trireme.launch.local import run_plan
+from trireme.launch.session import Evaluation, StageResult
+from trireme.monitor.console import Console
+from trireme.monitor.summary import Summary
+
+
+def run_stages(
+    plans: Sequence[Plan], *, console: Console, compare_sft: bool = False
+) -> Summary:
+    """Run every stage that is not done; the summary is shown and written into the job's folder.
+
+    `compare_sft` spends the reinforcement stage's time on more supervised training as well.
+    """
+    disable_progress_bar()  # the console shows progress; another bar would tear it
+    started = time.monotonic()
+    job = job_folder(plans)
+    results = finished_stages(job) if len(plans) > 1 else []
+    for plan in plans[len(results) :]:
+        by = "trainer" if plan.mode in ("both", "train") else "explorer"
+        console.stage(plan.stage_name, plan.train_steps or plan.explore_steps, by=by)
+        model, last = model_of(plan, results), plan is plans[-1]
+        results.append(asyncio.run(run_plan(plan, model, console, measure_end=last)))
+        if len(plans) > 1:
+            rows = [dataclasses.asdict(result) for result in results]
+            meta = {"latest_stage": len(results) - 1, "finished": rows}
+            write_json(JobFolder(job).stage_meta, meta)
+    summary = summarise(results, job, plans)
+    if compare_sft and (compared := more_supervised(plans, results, console)):
+        summary.accuracy_more_sft = accuracy(compared.last)
+        summary.phases[f"{compared.name} train"] = compared.phases["train"]
+    summary.wall_s = time.monotonic() - started
+    summary.write(job)
+    console.finish(summary)
+    return summary
+
+
+def job_folder(plans: Sequence[Plan]) -> Path:
+    """The folder of the whole job; the stages' folders lie in it."""
+    first = plans[0]
+    return first.job_dir if first.stage_name is None else first.job_dir.parent
+
+
+def finished_stages(job: Path) -> list[StageResult]:
+    """What the stages that are done came to."""
+    path = JobFolder(job).stage_meta
+    if not path.exists():
+        return []
+    return [StageResult(**row) for row in json.loads(path.read_text())["finished"]]
+
+
+def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
+    """Where a stage's model lies: the plan's path, or the last checkpoint of an earlier stage."""
+    if plan.model_from_stage is None:
+        return plan.model_path
+    model = results[plan.model_from_stage].model_dir
+    if model is None:
+        raise ValueError(
+            f"stage '{plan.stage_name}' begins with the model of stage "
+            f"'{results[plan.model_from_stage].name}', which saved none"
+        )
+    return model
+
+
+def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) -> Summary:
+    """Accuracies before, after SFT and after RL, and where the model lies."""
+    summary = Summary()
+    for result, plan in zip(results, plans, strict=True):
+        fresh = plan.model_from_stage is None
+        if fresh:
+            summary.accuracy_before = accuracy(result.first)
+        if result.schema == "sft":
+            summary.accuracy_sft = accuracy(result.last)
+        else:
+            summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(result.first)
+            summary.accuracy_rl = accuracy(result.last)
+        name = f"{result.name} " if result.name else ""
+        summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
+        summary.model_dir = result.model_dir or summary.model_dir
+    if summary.model_dir:
+        summary.next_command = f"trireme convert --checkpoint-dir {job}"
+    return summary
+
+
+def accuracy(evaluation: Evaluation | None) -> float | None:
+    """Mean accuracy of the first evaluation taskset, or its mean reward; None without one."""
+    for metrics in (evaluation or {}).values():
+        for name in ("accuracy", "reward"):
+            for key, value in metrics.items():
+                if key.startswith(f"{name}/mean@"):
+                    return value
+    return None

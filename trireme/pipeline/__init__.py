@@ -1,0 +1,1 @@
+"""Between explorer and buffer: what is done to a step's experiences before they are trained."""

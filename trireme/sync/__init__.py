@@ -1,0 +1,1 @@
+"""The synchronizer: keeps explorer and trainer on one beat, and proves that weights arrived."""

@@ -1,0 +1,150 @@
+"""Checkpoint sync: weights by files, between two commands on one job folder or within one process.
+
+The trainer writes the weights and its probe's scores whole, then moves `latest_state_dict_iteration.txt`
+on. The explorer looks at that file at its step borders, loads what is new and compares the scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+from trireme.checkpoint.files import write_json
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.save import save_weights
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.log import get_logger
+from trireme.sync.probe import WeightSource, compare, probe_ids
+from trireme.sync.synchronizer import is_due
+
+logger = get_logger("synchronizer")
+
+POLL_SECONDS = 0.2
+STATE_FILE = "sync_state.json"
+
+
+class CheckpointPush:
+    """The trainer's side: each push is a folder with weights and probe."""
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        device: Device,
+        folder: JobFolder,
+        *,
+        step: Callable[[], int],
+        vocabulary: int,
+        dtype: str,
+        engine: Engine | None = None,
+    ) -> None:
+        """With an `engine` of this process the push ends there; else another process polls."""
+        self._backend = backend
+        self._device = device
+        self._folder = folder
+        self._step = step
+        self._probe = probe_ids(vocabulary)
+        self._dtype = dtype
+        self._engine = engine
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Write the weights; load and probe them where the engine lives here."""
+        step = self._step()
+        expected = await self._device.run(self._write, step, version)
+        if self._engine is None:
+            return {}
+        await self._engine.update_weights(self._folder.weights_dir(step), version)
+        [scored] = await self._engine.logprobs([self._probe])
+        return compare(scored, expected, version=version, dtype=self._dtype)
+
+    def announce(self, state: str, step: int) -> None:
+        """Tell explorers of other processes whether the trainer is running or stopped."""
+        write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
+
+    def _write(self, step: int, version: int) -> list[float]:
+        expected = self._backend.score([self._probe])[0]
+        probe = {"version": version, "ids": self._probe, "logprobs": expected}
+        save_weights(
+            self._folder,
+            step,
+            weights=self._backend.weights(),
+            extra_files={"probe.json": json.dumps(probe).encode()},
+        )
+        return expected
+
+
+class PolledSync:
+    """The explorer's side in a process of its own: ExplorerSync over the job folder."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: JobFolder,
+        *,
+        style: str,
+        interval: int,
+        offset: int,
+        timeout: float,
+        dtype: str,
+    ) -> None:
+        """See Synchronizer for the styles; here only `fixed` waits."""
+        self._engine = engine
+        self._folder = folder
+        self._style = style
+        self._interval = interval
+        self._offset = offset
+        self._timeout = timeout
+        self._dtype = dtype
+        self._loaded_step = 0
+        self._waited = 0.0
+        self.version = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trainer has said that it stopped."""
+        path = self._folder.root / STATE_FILE
+        return path.exists() and json.loads(path.read_text())["trainer"] == "stopped"
+
+    def due(self, step: int) -> bool:
+        """See ExplorerSync."""
+        return self._style == "trainer_driven" or is_due(step, self._interval, self._offset)
+
+    async def pull(self, step: int) -> None:
+        """Load the newest weights; `fixed` waits for those of train step `step - offset`."""
+        started = time.monotonic()
+        wanted = step - self._offset if self._style == "fixed" else 0
+        while self._latest() < wanted and not self.finished:
+            if time.monotonic() - started > self._timeout:
+                raise TimeoutError(
+                    f"explore step {step} waited {self._timeout:g} s (synchronizer.sync_timeout) for "
+                    f"the weights of train step {wanted} in {self._folder.root}: is the trainer running?"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        self._waited = time.monotonic() - started
+        await self.load_latest()
+
+    async def load_latest(self) -> None:
+        """Take the newest weights if they are newer than ours, and compare the probe."""
+        step = self._latest()
+        if step <= self._loaded_step:
+            return
+        weights = self._folder.weights_dir(step)
+        path = self._folder.step_dir(step) / "probe.json"
+        probe = json.loads(path.read_text()) if path.exists() else None
+        version = probe["version"] if probe else self.version + 1
+        await self._engine.update_weights(weights, version)
+        if probe:
+            [scored] = await self._engine.logprobs([probe["ids"]])
+            compare(scored, probe["logprobs"], version=version, dtype=self._dtype)
+        self.version, self._loaded_step = version, step
+        logger.info("version %d: the weights of train step %d", version, step)
+
+    def metrics(self) -> dict[str, float]:
+        """See ExplorerSync."""
+        return {"sync/version": self.version, "time/sync_wait": self._waited}
+
+    def _latest(self) -> int:
+        """The newest published train step; 0 before the first."""
+        return self._folder.latest_weights_step() or 0

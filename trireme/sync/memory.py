@@ -1,0 +1,47 @@
+"""Memory: weights from trainer to engine within one process: shared, or one copy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.sync.probe import WeightSource, compare, probe_ids
+
+
+class MemorySync:
+    """Pushes the trainer's tensors; where they are shared only the version changes hands."""
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        engine: Engine,
+        device: Device,
+        *,
+        shared: bool,
+        dtype: str,
+        vocabulary: int,
+    ) -> None:
+        """`shared`: engine and trainer read the same tensors."""
+        self._backend = backend
+        self._engine = engine
+        self._device = device
+        self._shared = shared
+        self._dtype = dtype
+        self._probe = probe_ids(vocabulary)
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Engine at `version`, and proof that it is the trainer's. Raises WrongWeights.
+
+        Weights and expected scores are read in one go on the device: no train step comes between.
+        """
+        source, expected = await self._device.run(self._snapshot)
+        await self._engine.update_weights(source, version)
+        [scored] = await self._engine.logprobs([self._probe])
+        return compare(scored, expected, version=version, dtype=self._dtype)
+
+    def _snapshot(self) -> tuple[dict[str, Tensor] | None, list[float]]:
+        expected = self._backend.score([self._probe])[0]
+        if self._shared:
+            return None, expected
+        return {name: t.detach().clone() for name, t in self._backend.weights().items()}, expected

@@ -1,0 +1,52 @@
+"""Probe: does the engine really serve the trainer's weights? Asked after every push.
+
+A fixed row of token ids is scored by both; a stale, partial or swapped weight shows as a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+PROBE_LENGTH = 24
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
+"""Largest difference of a log-probability, nats: rounding stays far below, a wrong tensor far above."""
+
+
+class WeightSource(Protocol):
+    """The trainer, as far as the synchronizer knows it."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights as they are now, by Hugging Face names."""
+        ...
+
+    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """log p of every token of given rows by these weights; index 0 is 0."""
+        ...
+
+
+class WrongWeights(RuntimeError):
+    """The engine does not serve the weights that the trainer pushed."""
+
+
+def probe_ids(vocabulary: int) -> list[int]:
+    """A row that visits the whole vocabulary's range, so that embedding and head rows differ."""
+    stride = max(vocabulary // PROBE_LENGTH, 1)
+    return [(7 + index * stride) % vocabulary for index in range(min(PROBE_LENGTH, vocabulary))]
+
+
+def compare(
+    engine: Sequence[float], trainer: Sequence[float], *, version: int, dtype: str
+) -> dict[str, float]:
+    """The largest difference as a metric; raises WrongWeights past the tolerance of the dtype."""
+    worst = max((abs(a - b) for a, b in zip(engine[1:], trainer[1:], strict=True)), default=0.0)
+    limit = TOLERANCE[dtype]
+    if not worst <= limit:  # also when it is NaN
+        raise WrongWeights(
+            f"after the push of version {version} the engine's log-probabilities differ from the "
+            f"trainer's by {worst:.3g} (at most {limit:g} allowed for {dtype}): it does not serve the "
+            f"trainer's weights"
+        )
+    return {"sync/probe_diff": worst}
