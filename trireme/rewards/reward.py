@@ -32,6 +32,12 @@ class RewardFn(ABC):
         """Parts of the reward; called with `response`, `truth`, `prompt` and `task`."""
 
 
+@functools.lru_cache(maxsize=256)
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a reward; remembered, since it is asked for at every rollout."""
+    return inspect.signature(function).parameters
+
+
 def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
     """The reward that a name, path, function or class stands for, with its options; None for None.
 
@@ -49,11 +55,11 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         )
     name = reward if isinstance(reward, str) else getattr(found, "__name__", type(found).__name__)
     if inspect.isclass(found):
-        _check_options(name, options, inspect.signature(found).parameters)
+        _check_options(name, options, parameters_of(found))
         made: Any = found(**options)
         return made
     if _is_function(found):
-        parameters = inspect.signature(found).parameters
+        parameters = parameters_of(found)
         _check_options(name, options, dict(list(parameters.items())[2:]))
         return functools.partial(found, **options) if options else found
     if options:
@@ -88,13 +94,13 @@ async def score(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str
 
 def option_names(reward: Any) -> list[str]:
     """The options of a function form."""
-    return list(inspect.signature(reward).parameters)[2:]
+    return list(parameters_of(reward))[2:]
 
 
 def _wanted(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str, Any]:
     """Of what there is, the arguments that a class form names."""
     there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
-    parameters = inspect.signature(reward).parameters
+    parameters = parameters_of(reward)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return there
     return {name: value for name, value in there.items() if name in parameters}
@@ -105,7 +111,7 @@ def _is_function(reward: Any) -> bool:
     inner = reward.func if isinstance(reward, functools.partial) else reward
     if not inspect.isfunction(inner) and not inspect.ismethod(inner):
         return False
-    return "response" not in inspect.signature(inner).parameters
+    return "response" not in parameters_of(inner)
 
 
 def _name(reward: Any) -> str:
