@@ -1,0 +1,60 @@
+"""Preparing the demo writes data, solutions and a model, once, and its splits share no problem."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trireme.demo import prepare as demo
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.prepare(tmp_path_factory.mktemp("assets"), seed=0)
+
+
+def test_train_and_test_share_no_question(folder: Path) -> None:
+    train, test, solved = (rows(folder / f"{n}.jsonl") for n in ("train", "test", "solved"))
+    assert (len(train), len(test), len(solved)) == (
+        demo.NUM_TRAIN,
+        demo.NUM_TEST,
+        demo.NUM_SOLVED,
+    )
+    assert len(test) >= 500
+    assert not {r["question"] for r in train} & {r["question"] for r in test}
+    assert all(row in train for row in solved)
+
+
+def test_a_second_time_writes_nothing(folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    demo.prepare(folder, seed=0)
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert before == after
+
+
+def test_the_demo_points_its_yaml_at_what_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", str(tmp_path))
+    config = demo.demo_config(["seed=5"])
+    assert config.name == "arithmetic.yaml"
+    assert Path(os.environ["TRINITY_TASKSET_PATH"], "train.jsonl").exists()
+    assert Path(os.environ["TRINITY_MODEL_PATH"], "config.json").exists()
+
+
+def test_a_seed_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="seed is 'x'"):
+        demo.demo_config(["seed=x"])
+
+
+def test_the_example_is_the_packages_own_yaml() -> None:
+    example = Path(__file__).parents[2] / "examples" / "grpo_arithmetic" / "arithmetic.yaml"
+    assert example.read_text() == Path(demo.__file__).with_name("arithmetic.yaml").read_text()

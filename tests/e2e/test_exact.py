@@ -1,0 +1,71 @@
+"""Same seed, same weights; killed and resumed, same weights, nothing lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import command, environment, run, small_config, weights
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A run that nobody interrupted: its folder and its final weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = run(folder, small_config(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = folder / "checkpoints/tests/job"
+    return job, weights(job, 4)
+
+
+def test_equal_seeds_give_byte_identical_weights(
+    tmp_path: Path, whole: tuple[Path, bytes]
+) -> None:
+    config = small_config(tmp_path)
+    assert run(tmp_path, config).returncode == 0
+    assert weights(tmp_path / "checkpoints/tests/job", 4) == whole[1]
+    assert run(tmp_path, config, "seed=7", "name=other").returncode == 0
+    assert weights(tmp_path / "checkpoints/tests/other", 4) != whole[1]
+
+
+@pytest.mark.parametrize("moment", ["global_step_2", "monitor/metrics.jsonl"])
+def test_a_killed_run_resumes_to_the_same_weights(
+    tmp_path: Path, whole: tuple[Path, bytes], moment: str
+) -> None:
+    config = small_config(tmp_path)
+    job = tmp_path / "checkpoints/tests/job"
+    process = subprocess.Popen(
+        command(tmp_path, config), env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (job / moment).exists() and process.poll() is None:
+        assert time.monotonic() < deadline, f"{moment} never appeared"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(job, 4) == whole[1]
+    lines = (job / "buffer/experience_buffer.jsonl").read_text().splitlines()
+    eids = Counter(json.loads(line)["eid"] for line in lines)
+    assert len(eids) == 4 * 4 * 4 and set(eids.values()) == {1}
+    with sqlite3.connect(job / "buffer/explorer_output.db") as database:
+        [(count,)] = database.execute("select count(*) from experiences")
+    assert count == 4 * 4 * 4
+
+
+def test_metrics_say_that_engine_and_trainer_agree(whole: tuple[Path, bytes]) -> None:
+    rows = [json.loads(line) for line in (whole[0] / "monitor/metrics.jsonl").open()]
+    trained = [row["metrics"] for row in rows if row["part"] == "trainer"]
+    assert len(trained) == 4
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in trained)
+    assert all(row["rollout/staleness_max"] == 0 for row in trained)
+    explored = [row["metrics"] for row in rows if row["part"] == "explorer"]
+    assert [row["rollout/experiences"] for row in explored] == [16] * 4
