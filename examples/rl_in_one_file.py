@@ -32,7 +32,8 @@ random.seed(options.seed)
 torch.manual_seed(options.seed)
 
 # ---------------------------------------------------------------- 1. problems and their solutions
-# A story, its worked lines, and which of its numbers are small. x and y are results of earlier lines.
+# A story, its worked lines, and which of its numbers are small. x and y are results of earlier
+# lines.
 STORIES = [
     ("N has A T and buys B more . Then N gives C away . How many are left ?",
      ["N has A + B = X .", "Left are X - C = Y ."], lambda a, b, c: (a + b, a + b - c)),
@@ -58,7 +59,7 @@ LARGEST = 16
 
 
 def tell(story, numbers):
-    """One problem in words: (question, solution, result), or None where a number is out of bounds."""
+    """One problem in words: (question, solution, result); None where a number is out of bounds."""
     text, lines, solve = story
     a, b, c = numbers
     x, y = solve(a, b, c)
@@ -115,7 +116,7 @@ model = AutoModelForCausalLM.from_config(
 
 
 def token_logprobs(prompts, replies):
-    """log p of every reply token, [N, R], and which of them are real; prompts padded on the left."""
+    """log p of every reply token, [N, R], and which are real; prompts are padded on the left."""
     width = max(map(len, prompts))
     length = max(map(len, replies))
     ids = torch.zeros(len(prompts), width + length, dtype=torch.long)
@@ -134,7 +135,7 @@ def token_logprobs(prompts, replies):
 
 @torch.inference_mode()
 def sample(prompts, copies, temperature):
-    """`copies` replies to each prompt with the log-probability of each token. One prefill a prompt."""
+    """`copies` replies to each prompt, with each token's log-probability. One prefill a prompt."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -193,7 +194,8 @@ def learn(loss, optimizer, schedule):
     schedule.step()
 
 
-# ---------------------------------------------------------------- 4. warm-up: imitate a few solutions
+# ---------------------------------------------------------------- 4. warm-up: imitate a few
+# solutions
 print(f"{len(train)} problems to train on ({len(solved)} with solutions), {len(test)} held out")
 print(f"before          held-out accuracy {accuracy():6.1%}")
 started = time.time()
@@ -206,7 +208,8 @@ for _ in range(SFT_STEPS):
     learn(-logprobs[real].mean(), optimizer, schedule)
 print(f"after warm-up   held-out accuracy {accuracy():6.1%}   {time.time() - started:.0f} s")
 
-# ---------------------------------------------------------------- 5. reinforcement: try, compare, learn
+# ---------------------------------------------------------------- 5. reinforcement: try, compare,
+# learn
 started = time.time()
 optimizer, schedule = optimizer_and_schedule(RL_LR, 0.99, RL_STEPS)
 for step in range(1, RL_STEPS + 1):

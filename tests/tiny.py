@@ -1,4 +1,6 @@
-"""Tiny models for tests: random weights, a character-level tokenizer, a ChatML template, made offline."""
+"""Tiny models for tests: random weights, a character-level tokenizer, a ChatML template, made
+offline.
+"""
 
 from __future__ import annotations
 

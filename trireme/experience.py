@@ -3,7 +3,8 @@
 Invariants, everywhere inside the code:
 - every per-token field has the length of `tokens`;
 - `mask[t]` is true where token t is trained;
-- `versions[t]` >= 0 is the weight version that sampled token t; -1 is prompt, inserted text or data;
+- `versions[t]` >= 0 is the weight version that sampled token t; -1 is prompt, inserted text or
+  data;
 - `logprobs[t]` is log-softmax(logits / temperature) of token t under the policy that sampled it,
   without truncation or penalties, so that the trainer can compute it again;
 - index 0 and unsampled tokens hold 0 in `logprobs` and never enter a ratio.
@@ -35,7 +36,9 @@ TOKEN_FIELDS: dict[str, torch.dtype] = {
 
 @dataclass(order=True)
 class EID:
-    """Whose experience this is: batch (explore step), task in it, run (rollout) of it, step of that."""
+    """Whose experience this is: batch (explore step), task in it, run (rollout) of it, step of
+    that.
+    """
 
     batch: int | str = 0
     task: int | str = 0
@@ -73,8 +76,8 @@ class EID:
 class Experience:
     """One training sample, token for token as it was sampled.
 
-    Two ways to make one. The inner form gives `tokens [T]`, `mask [T]`, and per-token fields [T]. The
-    users' form gives `tokens [T]`, `prompt_length` P, and response-length fields [T - P]
+    Two ways to make one. The inner form gives `tokens [T]`, `mask [T]`, and per-token fields [T].
+    The users' form gives `tokens [T]`, `prompt_length` P, and response-length fields [T - P]
     (`logprobs`, `action_mask`, `token_level_reward`, `advantages`, `returns`, `teacher_logprobs`);
     they are padded with P zeros. Without `action_mask` every token after the prompt is trained.
 
@@ -111,7 +114,7 @@ class Experience:
         self,
         tokens: Tensor | Sequence[int],
         *,
-        mask: Tensor | Sequence[bool] | None = None,
+        mask: Tensor | Sequence[bool] | Sequence[int] | None = None,
         logprobs: Tensor | Sequence[float] | None = None,
         versions: Tensor | Sequence[int] | None = None,
         sampler_logprobs: Tensor | Sequence[float] | None = None,
@@ -121,7 +124,7 @@ class Experience:
         returns: Tensor | Sequence[float] | None = None,
         teacher_logprobs: Tensor | Sequence[float] | None = None,
         prompt_length: int | None = None,
-        action_mask: Tensor | Sequence[bool] | None = None,
+        action_mask: Tensor | Sequence[bool] | Sequence[int] | None = None,
         token_level_reward: Tensor | Sequence[float] | None = None,
         eid: EID | None = None,
         reward: float | None = None,
@@ -175,7 +178,9 @@ class Experience:
         self.multi_modal_inputs = multi_modal_inputs
 
     def _aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
-        """`value` at the length of `tokens`; a response-length one gets zeros (versions: -1) before it."""
+        """`value` at the length of `tokens`; a response-length one gets zeros (versions: -1) before
+        it.
+        """
         row = torch.as_tensor(value, dtype=TOKEN_FIELDS[name])
         total = len(self.tokens)
         if len(row) == total:
@@ -208,13 +213,14 @@ class Experience:
 
     def __repr__(self) -> str:
         return (
-            f"Experience({self.eid.uid}, tokens={len(self.tokens)}, trained={int(self.mask.sum())}, "
+            f"Experience({self.eid.uid}, tokens={len(self.tokens)}, "
+            f"trained={int(self.mask.sum())}, "
             f"reward={self.reward}, stop={self.stop_reason})"
         )
 
 
 def _prompt_length(
-    tokens: Tensor, mask: Tensor | Sequence[bool] | None, prompt_length: int | None
+    tokens: Tensor, mask: Tensor | Sequence[bool] | Sequence[int] | None, prompt_length: int | None
 ) -> int:
     """The given prompt length, else where the mask begins; checked against the number of tokens."""
     if prompt_length is None:
@@ -224,7 +230,8 @@ def _prompt_length(
         return int(trained[0]) if len(trained) else len(tokens)
     if not 0 <= prompt_length <= len(tokens):
         raise ValueError(
-            f"Experience.prompt_length is {prompt_length}: expected 0 to {len(tokens)}, the number of tokens"
+            f"Experience.prompt_length is {prompt_length}: expected 0 to {len(tokens)}, the "
+            "number of tokens"
         )
     return prompt_length
 

@@ -1,7 +1,8 @@
 """Serialize: experiences as bytes and back, as one safetensors block with a JSON header.
 
 No pickle: what comes from a disk or a wire can hold tensors and JSON values and nothing else.
-Rows are laid end to end (one tensor per field, not per experience), so that thousands cost one copy.
+Rows are laid end to end (one tensor per field, not per experience), so that thousands cost one
+copy.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _header(e: Experience) -> dict[str, Any]:
     }
     row.update({name: value for name in _PLAIN if (value := getattr(e, name)) not in (None, {})})
     try:
-        json.dumps(row["info"] if "info" in row else None)
+        json.dumps(row.get("info"))
     except TypeError as error:
         raise TypeError(
             f"experience {e.eid.uid}: info must be plain JSON values: {error}"

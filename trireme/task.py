@@ -10,8 +10,8 @@ from typing import Any
 class Task:
     """What a workflow is given. `repeat_times` rollouts of it form a group.
 
-    `raw_task` is the data set's row, all columns. `format_args`, `rollout_args`, `workflow_args` and
-    `reward_fn_args` are the plain dictionaries of the YAML, defaults filled in.
+    `raw_task` is the data set's row, all columns. `format_args`, `rollout_args`, `workflow_args`
+    and `reward_fn_args` are the plain dictionaries of the YAML, defaults filled in.
     """
 
     raw_task: dict[str, Any] = field(default_factory=dict)

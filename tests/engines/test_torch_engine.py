@@ -1,4 +1,6 @@
-"""TorchEngine against Hugging Face's own forward pass, alone and in company, and what it does not do."""
+"""TorchEngine against Hugging Face's own forward pass, alone and in company, and what it does not
+do.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def test_greedy_replies_equal_transformers_generate(tmp_path: Path, arch: str) -
     replies = run(folder, main, max_rows=4)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for prompt, [reply] in zip(PROMPTS, replies, strict=True):
-        expected = model.generate(
+        expected = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
         )
         assert reply.ids == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,1 @@
+"""The built-in demo: its problems, its tiny model and its YAML."""

@@ -1,4 +1,4 @@
-"""Prepare: makes what the demo needs on the spot: problems, solutions, a tiny model, its tokenizer."""
+"""Prepare: makes what the demo needs on the spot: problems, solutions, a model, its tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from trireme.checkpoint.files import write_text
 
-NUM_TRAIN = 1100
+NUM_TRAIN = 2000
 NUM_TEST = 500
 NUM_SOLVED = 200
 """Training problems whose worked solutions the warm-up sees."""
-LARGEST_NUMBER = 6
+LARGEST_NUMBER = 7
 LARGEST_RESULT = 12
 INITIALIZER_RANGE = 0.04
 """Larger than usual: so small a model leaves the flat start sooner, on every seed."""

@@ -14,7 +14,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ida", "Jack")
-THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "nuts", "pens", "shells", "stamps")
+THINGS = (
+    "apples",
+    "books",
+    "cards",
+    "coins",
+    "eggs",
+    "flowers",
+    "nuts",
+    "pens",
+    "shells",
+    "stamps",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,11 @@ TEMPLATES = (
     Template(
         "{name} has {a} boxes with {b} {things} in each. {name} finds {c} more and then "
         "gives {d} to {friend}. How many {things} does {name} have left?",
-        (("In the boxes are", "a", "*", "b"), ("Found", "x", "+", "c"), ("Left are", "y", "-", "d")),
+        (
+            ("In the boxes are", "a", "*", "b"),
+            ("Found", "x", "+", "c"),
+            ("Left are", "y", "-", "d"),
+        ),
         factors="a",
     ),
     Template(

@@ -1,4 +1,5 @@
-"""Tiny model: which model and tokenizer does the demo train, made on the spot and without a network?
+"""Tiny model: which model and tokenizer does the demo train, made on the spot and without a
+network?
 
 - The vocabulary is what the problems are written with: a word or a number with the space before
   it is one token, so that decoding is joining, and text that the demo writes comes back exactly.
@@ -60,6 +61,8 @@ def make_tiny_model(
 ) -> Path:
     """Write a random Qwen3 of about half a million weights and its tokenizer to `folder`."""
     tokenizer = make_tokenizer(texts)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(end, int) and isinstance(pad, int)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -71,15 +74,15 @@ def make_tiny_model(
         max_position_embeddings=max_len,
         initializer_range=initializer_range,
         tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end,
+        pad_token_id=pad,
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     assert model.generation_config is not None
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

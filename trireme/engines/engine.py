@@ -1,4 +1,4 @@
-"""Engine: what generates tokens. Four kinds (torch, vllm, remote, scripted) keep this one contract."""
+"""Engine: what generates tokens. Every kind (torch, scripted, others later) keeps this contract."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ class Sampling:
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the likeliest one."""
     repetition_penalty: float = 1.0
-    """Divides positive logits (multiplies negative ones) of tokens seen in prompt or reply (CTRL)."""
+    """Divides positive logits (multiplies negative ones) of tokens seen in prompt or reply (CTRL).
+    """
     stop: tuple[str, ...] = ()
-    """Stop strings. The tokens that complete one stay in the ids; `Completion.text` is cut before it."""
+    """Stop strings. The tokens that complete one stay in the ids; `Completion.text` is cut before
+    it.
+    """
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -46,7 +49,8 @@ class Completion:
     logprobs: list[float]
     """log-softmax(logits / temperature), no truncation, no penalty. Greedy: temperature 1."""
     sampler_logprobs: list[float]
-    """Of the distribution really drawn from: penalties, top-k, top-p and min-p applied. Greedy: 0."""
+    """Of the distribution really drawn from: penalties, top-k, top-p and min-p applied. Greedy: 0.
+    """
     versions: list[int]
     """The weight version that sampled each token."""
     stop_reason: StopReason
@@ -55,7 +59,8 @@ class Completion:
     text: str = ""
     """The ids decoded, without special tokens, cut before a stop string."""
     alternatives: list[dict[int, float]] = field(default_factory=list)
-    """Per token the `Sampling.logprobs` likeliest ids with their log-probabilities, if asked for."""
+    """Per token the `Sampling.logprobs` likeliest ids with their log-probabilities, if asked for.
+    """
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Engine(Protocol):
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """log p(token t | earlier) of given sequences, each of the sequence's length; index 0 is 0."""
+        """log p(token t | earlier) of given sequences, one number a token; index 0 is 0."""
         ...
 
     async def update_weights(self, source: Any, version: int) -> None:
@@ -108,7 +113,9 @@ class Engine(Protocol):
         ...
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """End requests whose key begins with `key` (all for ()); they return as `aborted`. How many."""
+        """End requests whose key begins with `key` (all for ()); they return as `aborted`. How
+        many.
+        """
         ...
 
     def health(self) -> Health:

@@ -1,7 +1,8 @@
 """Gate: holds the engine's next step until every live rollout waits on it.
 
 Deterministic mode only. A batch's make-up changes floating-point sums, so that byte-equal runs need
-every step to see the same requests. The explorer counts rollouts in and out; the engine asks `open`.
+every step to see the same requests. The explorer counts rollouts in and out; the engine asks
+`open`.
 """
 
 from __future__ import annotations

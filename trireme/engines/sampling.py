@@ -1,8 +1,8 @@
 """Sampling: from logits to tokens, for many rows with parameters of their own.
 
-Each request has a random stream of its own, from which one number per token is drawn; a token is the
-point where the distribution's running sum passes that number. So a row's tokens do not depend on who
-else is in the batch.
+Each request has a random stream of its own, from which one number per token is drawn; a token is
+the point where the distribution's running sum passes that number. So a row's tokens do not depend
+on who else is in the batch.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def draw(
 ) -> Drawn:
     """One token a row from logits [B, V].
 
-    `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that a repetition penalty concerns;
-    `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
+    `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that a repetition penalty
+    concerns; `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
     """
     logits = logits.float()
     full = (logits / rows.temperature).log_softmax(-1)

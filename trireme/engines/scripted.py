@@ -1,7 +1,7 @@
 """ScriptedEngine: says what it is told to, token for token; for tests of workflows and rewards.
 
-It keeps the Engine contract without a model: ids from a tokenizer, one constant log-probability, the
-current weight version on every token.
+It keeps the Engine contract without a model: ids from a tokenizer, one constant log-probability,
+the current weight version on every token.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Explorer:
     ) -> None:
         """`report(part, step, metrics)` is told of each step; `show` gets a rollout to look at.
 
-        Explorers without taskset and buffer only evaluate. One that runs without a trainer beside it
-        keeps its state in `folder` itself, after every step.
+        Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
+        it keeps its state in `folder` itself, after every step.
 
         `max_failures` is the share of a step's rollouts that may fail before the run stops.
         """

@@ -11,7 +11,7 @@ from trireme.explorer.runner import Outcome
 
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Mean, max and min over runs of reward, lengths and each workflow's own metrics; and failures."""
+    """Mean, max and min over runs of reward, lengths and workflows' own metrics; and failures."""
     values: dict[str, list[float]] = {}
     for run in runs_of(outcomes):
         for key, value in run.items():
@@ -36,7 +36,9 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def runs_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
-    """One dictionary a run: the last step's reward, sampled tokens of all steps, own metrics' means."""
+    """One dictionary a run: the last step's reward, sampled tokens of all steps, own metrics'
+    means.
+    """
     rows = []
     for outcome in outcomes:
         for steps in group_by(outcome.experiences, "run").values():
@@ -80,7 +82,8 @@ def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict
 
 
 def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dict[str, float]:
-    """`<metric>/mean@n` and so on of an evaluation; a failed rollout counts as reward 0, and is said.
+    """`<metric>/mean@n` and so on of an evaluation; a failed rollout counts as reward 0, and is
+    said.
 
     Evaluation must not look better because rollouts failed: their metrics are taken as 0.
     """

@@ -2,7 +2,8 @@
 
 Invariants:
 - n rollouts of a task are n run ids, whatever the workflow does; the Runner stamps them.
-- A user's exception ends here, once, as a `Failed` with its traceback; it is counted, never a reward.
+- A user's exception ends here, once, as a `Failed` with its traceback; it is counted, never a
+  reward.
 - Each attempt has `max_timeout` seconds; after that its Model is revoked, its requests are aborted
   and what a late thread still returns is dropped.
 """
@@ -162,7 +163,9 @@ def batch_order(task: Task) -> tuple[int, int, str]:
 
 
 def stamp(found: Any, task: Task, runs: list[int], spec: WorkflowSpec) -> list[Experience]:
-    """Give each experience its id: batch and task here, the run ours, the step its own or its place."""
+    """Give each experience its id: batch and task here, the run ours, the step its own or its
+    place.
+    """
     if not isinstance(found, list) or not all(isinstance(e, Experience) for e in found):
         raise TypeError(
             f"workflow '{spec.name}' returned {type(found).__name__}: expected a list of Experience"

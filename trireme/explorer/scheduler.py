@@ -67,7 +67,9 @@ class Scheduler:
             self._wake.notify_all()
 
     async def results(self, batch_id: int | str) -> list[Outcome]:
-        """All outcomes of a batch, in the order of its tasks. Each attempt's time-out bounds the wait."""
+        """All outcomes of a batch, in the order of its tasks. Each attempt's time-out bounds the
+        wait.
+        """
         outcomes = []
         for task, parts in self._batches.pop(batch_id):
             outcome = Outcome(task)

@@ -1,7 +1,7 @@
 """Local: runs one plan in this process: explorer, trainer and engine on one event loop.
 
-`run_both` is the whole main: two coroutines, `explore` and `train`, that meet in the buffer and at the
-synchronizer.
+`run_both` is the whole main: two coroutines, `explore` and `train`, that meet in the buffer and at
+the synchronizer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ async def run_plan(
 ) -> StageResult:
     """Run one stage to its end. Raises the first cause where it fails.
 
-    `measure_end`: a supervised stage evaluates its model at the end; not where the next stage begins
-    with the same evaluation.
+    `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
+    begins with the same evaluation.
     """
     started = time.monotonic()
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}

@@ -1,4 +1,4 @@
-"""Parts: makes what a plan names, one function a part. Nothing here decides; the Plan has decided."""
+"""Parts: makes what a plan names, one function a part. The Plan has decided; nothing here does."""
 
 from __future__ import annotations
 

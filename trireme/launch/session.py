@@ -149,9 +149,7 @@ class Session(AbstractContextManager["Session"]):
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
-        await self.engine.update_weights(
-            None if self._shares else self.backend.weights(), version
-        )
+        await self.engine.update_weights(None if self._shares else self.backend.weights(), version)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -366,7 +364,8 @@ def _restore(backend: TorchBackend, saved: Loaded) -> None:
         odd = sorted(set(weights) ^ set(own))
         if odd:
             raise ValueError(
-                f"{saved.weights_path} is of another model: {len(odd)} tensors differ, {odd[0]} first"
+                f"{saved.weights_path} is of another model: {len(odd)} tensors differ, "
+                f"{odd[0]} first"
             )
         for name, tensor in own.items():
             tensor.copy_(weights[name])

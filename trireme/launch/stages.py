@@ -24,9 +24,7 @@ from trireme.monitor.console import Console
 from trireme.monitor.summary import Summary
 
 
-def run_stages(
-    plans: Sequence[Plan], *, console: Console, compare_sft: bool = False
-) -> Summary:
+def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = False) -> Summary:
     """Run every stage that is not done; the summary is shown and written into the job's folder.
 
     `compare_sft` spends the reinforcement stage's time on more supervised training as well.

@@ -1,7 +1,7 @@
 """Pipeline: what happens to a step's experiences between the workflows and the buffer.
 
-The raw experiences are kept for looking at, then group-relative advantages are computed, here and not
-in the trainer, because only here are groups known to be whole.
+The raw experiences are kept for looking at, then group-relative advantages are computed, here and
+not in the trainer, because only here are groups known to be whole.
 """
 
 from __future__ import annotations

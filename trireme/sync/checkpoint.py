@@ -1,7 +1,8 @@
 """Checkpoint sync: weights by files, between two commands on one job folder or within one process.
 
-The trainer writes the weights and its probe's scores whole, then moves `latest_state_dict_iteration.txt`
-on. The explorer looks at that file at its step borders, loads what is new and compares the scores.
+The trainer writes the weights and its probe's scores whole, then moves
+`latest_state_dict_iteration.txt` on. The explorer looks at that file at its step borders, loads
+what is new and compares the scores.
 """
 
 from __future__ import annotations
@@ -118,8 +119,10 @@ class PolledSync:
         while self._latest() < wanted and not self.finished:
             if time.monotonic() - started > self._timeout:
                 raise TimeoutError(
-                    f"explore step {step} waited {self._timeout:g} s (synchronizer.sync_timeout) for "
-                    f"the weights of train step {wanted} in {self._folder.root}: is the trainer running?"
+                    f"explore step {step} waited {self._timeout:g} s "
+                    "(synchronizer.sync_timeout) for "
+                    f"the weights of train step {wanted} in {self._folder.root}: is the "
+                    "trainer running?"
                 )
             await asyncio.sleep(POLL_SECONDS)
         self._waited = time.monotonic() - started

@@ -1,6 +1,7 @@
 """Probe: does the engine really serve the trainer's weights? Asked after every push.
 
-A fixed row of token ids is scored by both; a stale, partial or swapped weight shows as a difference.
+A fixed row of token ids is scored by both; a stale, partial or swapped weight shows as a
+difference.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch import Tensor
 
 PROBE_LENGTH = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
-"""Largest difference of a log-probability, nats: rounding stays far below, a wrong tensor far above."""
+"""Largest difference of a log-probability, nats: rounding stays far below, a wrong tensor far
+above.
+"""
 
 
 class WeightSource(Protocol):
@@ -46,7 +49,8 @@ def compare(
     if not worst <= limit:  # also when it is NaN
         raise WrongWeights(
             f"after the push of version {version} the engine's log-probabilities differ from the "
-            f"trainer's by {worst:.3g} (at most {limit:g} allowed for {dtype}): it does not serve the "
+            f"trainer's by {worst:.3g} (at most {limit:g} allowed for {dtype}): it does not "
+            "serve the "
             f"trainer's weights"
         )
     return {"sync/probe_diff": worst}

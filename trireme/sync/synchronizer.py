@@ -1,8 +1,9 @@
-"""Synchronizer: says when new weights go from the trainer to the engine, and waits for nobody in vain.
+"""Synchronizer: says when new weights go from the trainer to the engine, and waits for nobody in
+vain.
 
 Styles:
-- fixed: after explore step s, with s > offset and (s - offset) divisible by the interval, the explorer
-  waits for the weights of train step s - offset.
+- fixed: after explore step s, with s > offset and (s - offset) divisible by the interval, the
+  explorer waits for the weights of train step s - offset.
 - explorer_driven: the explorer asks every `interval` steps and gets the newest there are.
 - trainer_driven: the trainer pushes every `interval` train steps, also while rollouts are under way
   (each token keeps its version); the explorer waits for none.
@@ -10,7 +11,8 @@ Styles:
 Invariants:
 - The version counts pushes. The explorer never waits for a trainer that has stopped, or that waits
   itself for experiences: then it goes on with the weights it has, and that is counted.
-- In lock-step (shared tensors) the explorer goes on only when the trainer has nothing left to train.
+- In lock-step (shared tensors) the explorer goes on only when the trainer has nothing left to
+  train.
 - Every push is followed by a probe; a probe that fails stops the run.
 """
 
@@ -88,7 +90,8 @@ class Synchronizer:
     ) -> None:
         """`push(version)` brings the trainer's weights to the engine and probes them.
 
-        `short()`: the buffer holds less than a train batch, so that a waiting trainer really starves.
+        `short()`: the buffer holds less than a train batch, so that a waiting trainer really
+        starves.
         """
         self._push = push
         self.style = style
@@ -177,8 +180,10 @@ class Synchronizer:
                 await asyncio.wait_for(self._bell.wait(), deadline - time.monotonic())
             except asyncio.TimeoutError as error:
                 raise TimeoutError(
-                    f"explore step {step} waited {self.timeout:g} s (synchronizer.sync_timeout) for "
-                    f"the weights of train step {wanted}; the trainer is at step {self.trained_step}"
+                    f"explore step {step} waited {self.timeout:g} s "
+                    "(synchronizer.sync_timeout) for "
+                    f"the weights of train step {wanted}; the trainer is at step "
+                    f"{self.trained_step}"
                 ) from error
 
     async def _publish(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Checkpointer(Protocol):
     """Writes whole checkpoints."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Where explorer, taskset and buffer stand now; asked on the event loop, where they live."""
+        """Where explorer, taskset and buffer stand; asked on the event loop, where they live."""
         ...
 
     def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
@@ -38,7 +38,7 @@ class Checkpointer(Protocol):
 
 
 class Trainer:
-    """Buffer.take ▸ train_step ▸ Synchronizer.trained, until the steps or the experiences run out."""
+    """Buffer.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Trainer:
         return self.total_steps is not None and self.step >= self.total_steps
 
     async def _take(self) -> list[Experience]:
-        """A batch; the synchronizer knows while we wait for one, so that it can let others go on."""
+        """A batch; the synchronizer knows while we wait for one, and lets others go on."""
         short = len(self.buffer) < self.batch_size
         if short and self.sync is not None:
             self.sync.waiting(True)

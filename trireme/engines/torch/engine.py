@@ -3,8 +3,8 @@
 One coroutine drives the decoder through the device's thread: pick requests, advance, hand out what
 ended. Requests join and leave between advances. Invariants:
 - A failure of the decoder reaches every caller that waits, and every later one: nobody hangs.
-- With a gate an advance starts only when every live rollout waits on the engine, and requests enter in
-  the order of their keys.
+- With a gate an advance starts only when every live rollout waits on the engine, and requests
+  enter in the order of their keys.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class TorchEngine:
     ) -> None:
         """`share_with` is a module whose tensors are read in place of loading `model`.
 
-        At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait in
-        order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` goes on with old keys and
-        values after an update in flight, in place of computing them again.
+        At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait
+        in order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` goes on with old keys
+        and values after an update in flight, in place of computing them again.
         """
         if share_with is not None:
             self.module = share_shell(share_with)

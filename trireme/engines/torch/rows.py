@@ -1,8 +1,9 @@
-"""Rows: the keys and values of running requests, and how the model's attention reads and writes them.
+"""Rows: the keys and values of running requests, and how the model's attention reads and writes
+them.
 
 Active requests hold rows 0 .. B-1 without a gap, so that decoding attends over a view and copies
-nothing. Registered with transformers as `trireme_rows`, without a mask function of that name, so that
-the model builds no mask; what a forward pass concerns comes as the keyword `rows`.
+nothing. Registered with transformers as `trireme_rows`, without a mask function of that name, so
+that the model builds no mask; what a forward pass concerns comes as the keyword `rows`.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def rows_attention(
     rows: Pass | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, S, D], key and value [B, Hkv, S, D] of the new tokens -> ([B, S, H, D], None)."""
+    """query [B, H, S, D], key and value [B, Hkv, S, D] of new tokens -> ([B, S, H, D], None)."""
     if rows is None:
         raise ValueError("a model with row attention is called by the engine only")
     for name in _UNKNOWN:

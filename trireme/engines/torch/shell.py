@@ -24,7 +24,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_shell(
     path: str | Path, *, device: str, dtype: str, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A model of its own. Raises ValueError for layers that keep another state than keys and values."""
+    """A model of its own. Raises ValueError for layers that keep another state than keys and
+    values.
+    """
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config)
@@ -35,7 +37,8 @@ def load_shell(
         attn_implementation=rows.NAME,
         trust_remote_code=trust_remote_code,
     )
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return model.eval().requires_grad_(False)
 
 
 def share_shell(module: PreTrainedModel) -> PreTrainedModel:
@@ -65,7 +68,7 @@ def refuse_recurrent(config: Any) -> None:
 
 
 def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | Path) -> None:
-    """Overwrite the weights in place. Raises ValueError where names or shapes are not the model's."""
+    """Overwrite the weights in place. Raises ValueError where names or shapes are others."""
     given = _read(Path(source)) if isinstance(source, str | Path) else dict(source)
     own = module.state_dict()
     pointers = {own[name].data_ptr() for name in given if name in own}
