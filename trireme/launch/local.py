@@ -64,7 +64,9 @@ async def run_train(session: Session) -> StageResult:
         await trainer.train()
         await sync.final_push()
     except Exception as error:
-        await session.buffer.fail(error)  # explorers of other processes wait for us
+        # explorers of other processes wait for us, for room or for weights
+        session.announce(f"failed: {type(error).__name__}: {error}", trainer.step)
+        await session.buffer.fail(error)
         raise
     session.announce("stopped", trainer.step)
     return session.result(None, trainer)

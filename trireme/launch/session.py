@@ -275,6 +275,7 @@ class Session(AbstractContextManager["Session"]):
             checkpointer=self,
             report=self.report,
             version=lambda: sync.version if sync else 0,
+            moved=lambda: sync is not None and sync.trained_step > sync.pushed_step,
         )
         self._trainer.step = self.resumed.step if self.resumed else 0
         return self._trainer

@@ -61,7 +61,7 @@ class CheckpointPush:
         return compare(scored, expected, version=version, dtype=self._dtype)
 
     def announce(self, state: str, step: int) -> None:
-        """Tell explorers of other processes whether the trainer is running or stopped."""
+        """Tell explorers of other processes that the trainer is running, stopped, or failed: why."""
         write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
 
     def _write(self, step: int, version: int) -> list[float]:
@@ -104,9 +104,12 @@ class PolledSync:
 
     @property
     def finished(self) -> bool:
-        """Whether the trainer has said that it stopped."""
+        """Whether the trainer has said that it stopped. Raises RuntimeError where it failed."""
         path = self._folder.root / STATE_FILE
-        return path.exists() and json.loads(path.read_text())["trainer"] == "stopped"
+        state = json.loads(path.read_text())["trainer"] if path.exists() else "running"
+        if state.startswith("failed"):
+            raise RuntimeError(f"the trainer of {self._folder.root} has {state}")
+        return state == "stopped"
 
     def due(self, step: int) -> bool:
         """See ExplorerSync."""

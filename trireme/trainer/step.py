@@ -26,9 +26,12 @@ def train_step(
     experiences: Sequence[Experience],
     *,
     version: int,
+    moved: bool = False,
     skip_idle: bool = True,
 ) -> dict[str, float]:
     """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
+
+    `moved`: the trainer's weights are newer than those, so that the two cannot be compared.
 
     `skip_idle` leaves out samples whose gradient is 0 because all their advantages are (groups with
     equal rewards, mostly). They count in every average; metrics of single tokens are without them.
@@ -46,10 +49,11 @@ def train_step(
         batch = _with_advantage(batch)
     sizes["perf/idle_experiences"] = sizes["perf/experiences"] - batch.num_samples
     tally = Tally()
-    loss = partial(batch_loss, recipe=recipe, tally=tally, version=version)
+    fresh = None if moved else version
+    loss = partial(batch_loss, recipe=recipe, tally=tally, fresh=fresh)
     backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
-    moved = backend.step()
-    return tally.metrics() | moved | sizes
+    stepped = backend.step()
+    return tally.metrics() | stepped | sizes
 
 
 def batch_loss(
@@ -59,7 +63,7 @@ def batch_loss(
     *,
     recipe: Recipe,
     tally: Tally,
-    version: int,
+    fresh: int | None,
 ) -> Tensor:
     """What a part of the batch adds to the loss, a scalar; `tally` gets what is to be reported."""
     own = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
@@ -94,7 +98,7 @@ def batch_loss(
         tally.mean("actor/entropy", -logprobs)
     for name, values in reported.items():
         tally.mean(f"actor/{name}", values)
-    _compare_with_sampler(batch, logprobs, version, tally)
+    _compare_with_sampler(batch, logprobs, fresh, tally)
     loss = (total * weights).sum()
     tally.sum("actor/loss", loss)
     if not torch.isfinite(loss):
@@ -124,11 +128,11 @@ def _blame(total: Tensor, batch: Batch, recipe: Recipe) -> None:
     raise NotFinite(f"the loss of a batch overflows (algorithm '{recipe.name}')")
 
 
-def _compare_with_sampler(batch: Batch, logprobs: Tensor, version: int, tally: Tally) -> None:
+def _compare_with_sampler(batch: Batch, logprobs: Tensor, fresh: int | None, tally: Tally) -> None:
     """|engine - trainer| on tokens that the current weights sampled: rounding, nothing else."""
-    if "versions" not in batch.fields or "old_logprobs" not in batch.fields:
+    if fresh is None or "versions" not in batch.fields or "old_logprobs" not in batch.fields:
         return
-    current = batch.fields["versions"] == version
+    current = batch.fields["versions"] == fresh
     if not bool(current.any()):
         return
     difference = (logprobs.detach().cpu() - batch.fields["old_logprobs"])[current].abs()

@@ -54,8 +54,9 @@ class Trainer:
         checkpointer: Checkpointer,
         report: Report,
         version: Callable[[], int] = lambda: 0,
+        moved: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`version()` is the engine's weight version."""
+        """`version()` is the last pushed; `moved()`: the weights have been trained since."""
         self.backend = backend
         self.recipe = recipe
         self.buffer = buffer
@@ -67,6 +68,7 @@ class Trainer:
         self.checkpointer = checkpointer
         self.report = report
         self.version = version
+        self.moved = moved
         self.step = 0
         self.seconds = 0.0
 
@@ -112,7 +114,13 @@ class Trainer:
         self.report("trainer", self.step, metrics)
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
-        return train_step(self.backend, self.recipe, experiences, version=self.version())
+        return train_step(
+            self.backend,
+            self.recipe,
+            experiences,
+            version=self.version(),
+            moved=self.moved(),
+        )
 
     async def _save(self, *, last: bool) -> None:
         state = self.checkpointer.snapshot()

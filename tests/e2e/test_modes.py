@@ -1,0 +1,105 @@
+"""Styles, methods and modes: each runs to its end, and weights really travel."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.job import command, environment, run, small_config
+
+VARIANTS = {
+    "lora": ["model.lora_configs=[{name: a, lora_rank: 4}]", "algorithm.optimizer.lr=1e-2"],
+    "files": ["synchronizer.sync_method=checkpoint"],
+    "interval": ["synchronizer.sync_interval=2"],
+    "offset": ["synchronizer.sync_offset=1"],
+    "explorer_driven": ["synchronizer.sync_style=dynamic_by_explorer"],
+    "trainer_driven": ["synchronizer.sync_style=dynamic_by_trainer"],
+    "sql": ["buffer.trainer_input.experience_buffer.storage_type=sql"],
+    "reference": [
+        "algorithm.kl_loss_fn=k3",
+        "algorithm.kl_loss_fn_args={kl_coef: 0.01}",
+        "trainer.enable_gradient_checkpointing=true",
+    ],
+}
+
+
+def metrics(job: Path, part: str) -> list[dict[str, Any]]:
+    """What a part reported, step by step."""
+    rows = [json.loads(line) for line in (job / "monitor/metrics.jsonl").open()]
+    return [row["metrics"] for row in rows if row["part"] == part]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_runs_to_its_end_and_engine_and_trainer_agree(
+    tmp_path: Path, variant: str
+) -> None:
+    done = run(tmp_path, small_config(tmp_path), *VARIANTS[variant])
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = tmp_path / "checkpoints/tests/job"
+    trained, explored = metrics(job, "trainer"), metrics(job, "explorer")
+    assert len(trained) == 4 and len(explored) == 4
+    assert sum(row["perf/experiences"] for row in trained) == 64
+    differences = [r["rollout/logprob_diff_max"] for r in trained if "rollout/logprob_diff_max" in r]
+    assert differences and max(differences) < 1e-4
+    assert explored[-1]["sync/version"] >= 1
+    if variant == "offset":
+        assert [row["rollout/staleness_max"] for row in trained] == [0, 1, 1, 1]
+    if variant == "reference":
+        assert trained[-1]["actor/kl_loss"] > 0
+
+
+def test_lora_saves_the_merged_model_and_leaves_the_base_alone(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    before = load_file(tmp_path / "model/model.safetensors")
+    assert run(tmp_path, config, *VARIANTS["lora"]).returncode == 0
+    folder = tmp_path / "checkpoints/tests/job/global_step_4/actor/huggingface"
+    merged = load_file(folder / "model.safetensors")
+    assert set(merged) == set(before)
+    changed = [name for name in before if not merged[name].equal(before[name])]
+    assert changed and all("proj" in name for name in changed)
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_bench_measures_the_base_model_and_every_checkpoint(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    assert run(tmp_path, config).returncode == 0
+    done = run(tmp_path, config, "mode=bench")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "checkpoints/tests/job/monitor/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    measured = [r["step"] for r in rows if any(k.startswith("bench/") for k in r["metrics"])]
+    assert measured == [0, 2, 4]
+
+
+def test_explore_and_train_as_two_commands_on_one_folder(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config["buffer"]["train_batch_size"] = 16
+    config["buffer"]["trainer_input"] = {
+        "experience_buffer": {"storage_type": "sql", "name": "shared"}
+    }
+    processes = []
+    for mode in ("explore", "train"):
+        (tmp_path / mode).mkdir()
+        words = command(tmp_path / mode, config, f"mode={mode}")
+        processes.append(
+            subprocess.Popen(
+                words, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    for process in processes:
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    job = tmp_path / "checkpoints/tests/job"
+    assert [row["sync/version"] for row in metrics(job, "explorer")] == [0, 1, 2, 3]
+    with sqlite3.connect(job / "buffer/shared.db") as database:
+        assert database.execute("select consumed, count(*) from shared group by 1").fetchall() == [
+            (1, 64)
+        ]
