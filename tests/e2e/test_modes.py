@@ -46,7 +46,8 @@ def test_a_variant_runs_to_its_end_and_engine_and_trainer_agree(
     trained, explored = metrics(job, "trainer"), metrics(job, "explorer")
     assert len(trained) == 4 and len(explored) == 4
     assert sum(row["perf/experiences"] for row in trained) == 64
-    differences = [r["rollout/logprob_diff_max"] for r in trained if "rollout/logprob_diff_max" in r]
+    name = "rollout/logprob_diff_max"  # absent where the trainer is ahead of the engine
+    differences = [row[name] for row in trained if name in row]
     assert differences and max(differences) < 1e-4
     assert explored[-1]["sync/version"] >= 1
     if variant == "offset":

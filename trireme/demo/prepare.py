@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,14 +46,24 @@ def prepare(folder: Path, seed: int) -> Path:
     return folder
 
 
+def assets_folder(seed: int) -> Path:
+    """Where a seed's problems and model lie."""
+    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
+    return root / "arithmetic_assets" / f"seed_{seed}"
+
+
 def demo_config(overrides: Sequence[str]) -> Path:
     """The demo's YAML, its model and data made first, from the seed of the overrides if any."""
     seeds = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
     if seeds and not seeds[-1].isdigit():
         raise ValueError(f"seed is '{seeds[-1]}': expected a whole number, 0 or more")
-    root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
     seed = int(seeds[-1]) if seeds else 0
-    folder = prepare(root / "arithmetic_assets" / f"seed_{seed}", seed)
+    folder = prepare(assets_folder(seed), seed)
     os.environ["TRINITY_MODEL_PATH"] = str(folder / "model")
     os.environ["TRINITY_TASKSET_PATH"] = str(folder)
     return Path(__file__).with_name("arithmetic.yaml")
+
+
+if __name__ == "__main__":
+    chosen = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    print(prepare(assets_folder(chosen), chosen))

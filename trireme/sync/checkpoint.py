@@ -61,7 +61,7 @@ class CheckpointPush:
         return compare(scored, expected, version=version, dtype=self._dtype)
 
     def announce(self, state: str, step: int) -> None:
-        """Tell explorers of other processes that the trainer is running, stopped, or failed: why."""
+        """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
         write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
 
     def _write(self, step: int, version: int) -> list[float]:
