@@ -19,9 +19,9 @@ def test_every_equation_is_true_and_the_last_one_gives_the_result() -> None:
         *steps, last = problem["answer"].split("\n")
         assert 2 <= len(steps) <= 3
         for step in steps:
-            left, operator, right, result = re.search(
-                r"(\d+) ([-+*/]) (\d+) = (\d+)\.$", step
-            ).groups()
+            equation = re.search(r"(\d+) ([-+*/]) (\d+) = (\d+)\.$", step)
+            assert equation is not None, step
+            left, operator, right, result = equation.groups()
             p, q = int(left), int(right)
             assert int(result) == {"+": p + q, "-": p - q, "*": p * q, "/": p // q}[operator]
             assert operator != "/" or p % q == 0

@@ -45,7 +45,7 @@ def test_the_chat_template_ends_a_message_with_the_end_token(folder: Path) -> No
 
 def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
     first, again, other = (
-        AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
+        torch.as_tensor(AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight)
         for path in (
             folder,
             make_tiny_model(tmp_path / "again", TEXTS, seed=0),
