@@ -102,6 +102,8 @@ class Explorer:
             await self._finish_pending()
         except Closed:
             logger.info("the trainer has had enough: exploring ends at step %d", self.step)
+            # What is still under way is nobody's, and must not hold up the evaluation at the end.
+            await self.scheduler.close()
         except Exception as error:
             await self.buffer.fail(error)
             raise

@@ -82,10 +82,9 @@ def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict
 
 
 def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dict[str, float]:
-    """`<metric>/mean@n` and so on of an evaluation; a failed rollout counts as reward 0, and is
-    said.
+    """`<metric>/mean@n` and so on of an evaluation, and how many rollouts failed.
 
-    Evaluation must not look better because rollouts failed: their metrics are taken as 0.
+    An evaluation must not look better because rollouts failed: their reward and accuracy are 0.
     """
     per_task = [runs_of([outcome]) for outcome in outcomes]
     keys = sorted({key for rows in per_task for row in rows for key in row})

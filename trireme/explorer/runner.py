@@ -6,6 +6,7 @@ Invariants:
   reward.
 - Each attempt has `max_timeout` seconds; after that its Model is revoked, its requests are aborted
   and what a late thread still returns is dropped.
+- A retry draws its own random numbers: it does not say again what has just failed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trireme.engines.engine import Engine
@@ -27,7 +28,8 @@ from trireme.model.model import Model
 from trireme.task import Task
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
 
-Key = tuple[Any, Any, int]
+Key = tuple[Any, ...]
+"""(batch, task, run), and which attempt where it is not the first."""
 ModelFactory = Callable[[Task, Key], Model]
 
 
@@ -107,14 +109,14 @@ class Runner:
         key = (batch_order(task), task.task_id, runs[0])
         with self.gate.rollout(key) if self.gate else nullcontext():
             for attempt in range(self.max_retries + 1):
-                result = await self._attempt(task, spec, runs, key)
+                outcome.retries = attempt
+                result = await self._attempt(task, spec, runs, (*key, attempt) if attempt else key)
                 if isinstance(result, list):
                     outcome.experiences = result
                     return outcome
                 self.log.warning("%s (attempt %d of %d)\n%s", result, attempt + 1,
                                  self.max_retries + 1, result.trace)  # fmt: skip
-                outcome.retries = attempt
-        outcome.failures.append(result)
+        outcome.failures = [replace(result, key=rollout_name(task, run)) for run in runs]
         return outcome
 
     async def _attempt(
@@ -122,7 +124,7 @@ class Runner:
     ) -> list[Experience] | Failed:
         """One try: experiences with their ids, or why there are none."""
         model = self.make_model(task, key)
-        name = "/".join(str(part) for part in (task.batch_id, task.task_id, runs[0]))
+        name = rollout_name(task, runs[0])
         call = asyncio.ensure_future(self._call(task, spec, model, runs))
         try:
             await asyncio.wait({call}, timeout=self.max_timeout)
@@ -132,6 +134,8 @@ class Runner:
                     f"explorer.max_timeout ({self.max_timeout:g} s)"
                 )
                 return Failed(name, "timeout", message)
+            if call.cancelled():  # by its own code: nobody else has cancelled it yet
+                return Failed(name, "error", f"workflow '{spec.name}' cancelled itself")
             return stamp(call.result(), task, runs, spec)
         except Exception as error:  # foreign code: the one place where anything may come
             self.engine.health()  # raises: a failed engine is not the workflow's fault
@@ -147,13 +151,16 @@ class Runner:
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
     ) -> list[Experience]:
         """The workflow's own code, in its own daemon thread where it blocks."""
-        if not spec.blocking:
-            return await spec.call(task, model, len(runs), runs[0])
-        loop = asyncio.get_running_loop()
-        blocking = model.blocking(loop)
-        return await in_thread(
-            lambda: spec.call(task, blocking, len(runs), runs[0]), name=f"workflow-{task.task_id}"
-        )
+        try:
+            if not spec.blocking:
+                return await spec.call(task, model, len(runs), runs[0])
+            blocking = model.blocking(asyncio.get_running_loop())
+            return await in_thread(
+                lambda: spec.call(task, blocking, len(runs), runs[0]),
+                name=f"workflow-{task.task_id}",
+            )
+        except SystemExit as ended:  # a coroutine that raises it would end the event loop
+            raise RuntimeError(f"workflow '{spec.name}' raised {ended!r}") from ended
 
 
 def batch_order(task: Task) -> tuple[int, int, str]:
@@ -162,30 +169,29 @@ def batch_order(task: Task) -> tuple[int, int, str]:
     return int(step), int(bool(name)), name
 
 
-def stamp(found: Any, task: Task, runs: list[int], spec: WorkflowSpec) -> list[Experience]:
-    """Give each experience its id: batch and task here, the run ours, the step its own or its
-    place.
+def rollout_name(task: Task, run: int) -> str:
+    """A rollout in messages: batch/task/run."""
+    return f"{task.batch_id}/{task.task_id}/{run}"
+
+
+def stamp(
+    found: list[Experience], task: Task, runs: list[int], spec: WorkflowSpec
+) -> list[Experience]:
+    """Give each experience its id: batch and task here, the run ours (a repeatable workflow's own),
+    the steps its own where they differ, else their places.
     """
-    if not isinstance(found, list) or not all(isinstance(e, Experience) for e in found):
-        raise TypeError(
-            f"workflow '{spec.name}' returned {type(found).__name__}: expected a list of Experience"
-        )
-    if not found:
-        raise NoExperience(f"workflow '{spec.name}' returned no experience")
-    places: dict[int, int] = {}
+    by_run: dict[int, list[Experience]] = {}
     for e in found:
-        run = e.eid.run if spec.can_repeat else runs[0]
-        if run not in runs:
-            raise ValueError(f"workflow '{spec.name}' gave run id {run}: expected {runs}")
-        place = places.get(run, 0)
-        places[run] = place + 1
-        e.eid = EID(task.batch_id, task.task_id, run, max(e.eid.step, place))
-        e.info.setdefault("model_version", e.version)
-        e.info["task_index"] = dict(task.index)
-    if spec.can_repeat and len(places) != len(runs):
-        raise ValueError(
-            f"workflow '{spec.name}' can repeat, and returned runs {sorted(places)} of {runs}"
-        )
+        by_run.setdefault(e.eid.run if spec.can_repeat else runs[0], []).append(e)
+    assert set(by_run) <= set(runs), "the workflow's adapter checks run ids"
+    for run, mine in by_run.items():
+        steps: Sequence[int] = [e.eid.step for e in mine]
+        if len(set(steps)) < len(mine):
+            steps = range(len(mine))
+        for e, step in zip(mine, steps, strict=True):
+            e.eid = EID(task.batch_id, task.task_id, run, step)
+            e.info.setdefault("model_version", e.version)
+            e.info["task_index"] = dict(task.index)
     return found
 
 
@@ -213,6 +219,8 @@ async def in_thread(function: Callable[[], Any], *, name: str) -> Any:
         result, error = None, None
         try:
             result = function()
+        except StopIteration as raised:  # no Future takes one
+            error = RuntimeError(f"raised {raised!r}").with_traceback(raised.__traceback__)
         except BaseException as raised:
             error = raised
         if not loop.is_closed():

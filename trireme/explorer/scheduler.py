@@ -79,13 +79,13 @@ class Scheduler:
         return outcomes
 
     async def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel what still runs and forget what waits; `start` may follow."""
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
         for part in self._heap:
             part.done.cancel()
-        self._workers, self._heap = [], []
+        self._workers, self._heap, self._batches = [], [], {}
 
     async def _work(self, runner: Runner) -> None:
         """One runner's life: next part, run it, hand over the outcome."""
@@ -100,9 +100,12 @@ class Scheduler:
                 part.done.cancel()
                 raise
             except BaseException as error:  # the engine failed: whoever waits for the batch gets it
-                part.done.set_exception(error)
+                if not part.done.done():
+                    part.done.set_exception(error)
+                    part.done.exception()  # seen: the batch may end by another part's failure
             else:
-                part.done.set_result(outcome)
+                if not part.done.done():  # whoever waited may have been cancelled
+                    part.done.set_result(outcome)
 
 
 def split(repeat_times: int, most: int | None) -> list[list[int]]:
