@@ -1,0 +1,151 @@
+"""What explorer tests share: real models on a scripted engine, tasks, runners and an explorer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from tests.tiny import make_tokenizer
+from trireme.algorithms.recipes import GRPO
+from trireme.buffer.queue import QueueBuffer
+from trireme.data.rows import Rows
+from trireme.data.tasksets import Taskset
+from trireme.engines.engine import Sampling
+from trireme.engines.scripted import ScriptedEngine
+from trireme.experience import Experience
+from trireme.explorer.explorer import Explorer
+from trireme.explorer.runner import Key, Runner
+from trireme.explorer.scheduler import Scheduler
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.pipeline.pipeline import Pipeline
+from trireme.task import Task
+
+T = TypeVar("T")
+TOKENIZER: Any = make_tokenizer()
+CHAT = ChatTokens(TOKENIZER)
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a test's coroutine; a hang fails it."""
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def scripted(replies: Any = lambda prompt: "42") -> ScriptedEngine:
+    return ScriptedEngine(replies, tokenizer=TOKENIZER)
+
+
+class BrokenEngine(ScriptedEngine):
+    """Fails at its first request, and says so from then on."""
+
+    def __init__(self) -> None:
+        super().__init__([], tokenizer=TOKENIZER)
+        self.broken = False
+
+    async def generate(self, ids: Any, sampling: Sampling, *, key: Any = ()) -> Any:
+        self.broken = True
+        self.health()
+
+    def health(self) -> Any:
+        if self.broken:
+            raise RuntimeError("the engine has failed: out of memory")
+        return super().health()
+
+
+async def ask(task: Task, model: Model) -> list[Experience]:
+    """One question, rewarded where the answer is the task's."""
+    reply = await model.chat([{"role": "user", "content": task.prompt}])
+    return model.experiences(reward=float(reply.text == task.truth))
+
+
+def task(
+    workflow: Any = ask, *, task_id: int = 0, repeat_times: int = 1, batch_id: int | str = 1
+) -> Task:
+    row = {"prompt": "6 x 7?", "response": "42"}
+    own = {"workflow": workflow, "repeat_times": repeat_times}
+    return Task(row, **own, task_id=task_id, batch_id=batch_id, index={"index": task_id})
+
+
+class Models:
+    """A factory of models that remembers them."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.made: list[Model] = []
+
+    def __call__(self, task: Task, key: Key) -> Model:
+        sampling = Sampling(max_tokens=16)
+        model = Model(self.engine, CHAT, key=key, sampling=sampling, max_model_len=512)
+        self.made.append(model)
+        return model
+
+
+def make_runner(engine: Any = None, models: Any = None, **options: Any) -> Runner:
+    engine = engine or scripted()
+    options = {"max_timeout": 5.0, "max_retries": 0} | options
+    return Runner(models or Models(engine), engine, **options)
+
+
+def make_taskset(
+    workflow: Any = ask, *, rows: int = 8, name: str = "sums", is_eval: bool = False, **options: Any
+) -> Taskset:
+    data = [{"prompt": f"{i} + 1?", "response": str(i + 1)} for i in range(rows)]
+    options = {"batch_size": 2, "repeat_times": 2} | options
+    return Taskset(
+        Rows(name, data, ["prompt", "response"]),
+        name=name,
+        workflow=workflow,
+        is_eval=is_eval,
+        **options,
+    )
+
+
+class Sync:
+    """An explorer's side with a border after every `interval` steps; `at_pull(step)` looks."""
+
+    def __init__(self, interval: int = 1, at_pull: Callable[[int], None] = lambda step: None):
+        self.interval = interval
+        self.at_pull = at_pull
+        self.finished = False
+
+    def due(self, step: int) -> bool:
+        return step % self.interval == 0
+
+    async def pull(self, step: int) -> None:
+        self.at_pull(step)
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/version": 0}
+
+
+def make_explorer(
+    *,
+    workflow: Any = ask,
+    engine: Any = None,
+    taskset: Taskset | None = None,
+    evaluations: Sequence[Taskset] = (),
+    sync: Any = None,
+    runners: int = 2,
+    runner_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> SimpleNamespace:
+    """An explorer with its `engine`, `buffer`, and `reports` as (part, step, metrics)."""
+    engine = engine or scripted()
+    buffer = options.pop("buffer", QueueBuffer("store"))
+    reports: list[tuple[str, int, dict[str, float]]] = []
+    made = [make_runner(engine, **(runner_options or {})) for _ in range(runners)]
+    explorer = Explorer(
+        taskset=taskset or make_taskset(workflow),
+        eval_tasksets=evaluations,
+        scheduler=Scheduler(made, max_repeats_per_runner=None),
+        pipeline=Pipeline(GRPO),
+        buffer=buffer,
+        sync=sync or Sync(),
+        eval_interval=options.pop("eval_interval", 0),
+        eval_on_startup=options.pop("eval_on_startup", False),
+        report=lambda part, step, metrics: reports.append((part, step, dict(metrics))),
+        **options,
+    )
+    return SimpleNamespace(explorer=explorer, engine=engine, buffer=buffer, reports=reports)

@@ -1,0 +1,248 @@
+"""Explorer: what gets into the buffer and when, what stops a run, and where a resume goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.explorer.made import (
+    BrokenEngine,
+    Sync,
+    ask,
+    make_explorer,
+    make_taskset,
+    run,
+)
+from trireme.buffer.buffer import Closed
+from trireme.buffer.queue import QueueBuffer
+from trireme.checkpoint.layout import JobFolder
+from trireme.explorer.explorer import RolloutsFailed
+
+
+async def explored(**options: Any) -> Any:
+    """An explorer that has run to its end."""
+    made = make_explorer(**options)
+    try:
+        await made.explorer.explore()
+    finally:
+        await made.explorer.close()
+    return made
+
+
+def fails_for(*tasks: int) -> Any:
+    """A workflow that raises for some places of a batch."""
+
+    async def workflow(task: Any, model: Any) -> Any:
+        if task.task_id in tasks:
+            raise ValueError(f"task {task.task_id} is beyond me")
+        return await ask(task, model)
+
+    return workflow
+
+
+def test_whole_groups_with_advantages_are_put_step_after_step() -> None:
+    made = run(explored())
+    taken = run(made.buffer.take(16))
+    uids = [f"{step}/{task}/{i}/0" for step in range(1, 5) for task in range(2) for i in range(2)]
+    assert [e.eid.uid for e in taken] == uids
+    assert all(e.advantages is not None and torch.all(e.advantages == 0) for e in taken)
+    assert [step for part, step, _ in made.reports if part == "explorer"] == [1, 2, 3, 4]
+    with pytest.raises(Closed):
+        run(made.buffer.take(1))
+
+
+def test_failed_rollouts_are_counted_and_the_run_goes_on() -> None:
+    made = run(explored(workflow=fails_for(1)))
+    assert len(made.buffer) == 8
+    for _, _, metrics in made.reports:
+        assert metrics["rollout/failed"] == metrics["rollout/failed/error"] == 2
+        assert metrics["rollout/experiences"] == 2
+
+
+def test_time_outs_and_empty_returns_are_counted_by_kind() -> None:
+    async def mixed(task: Any, model: Any) -> Any:
+        if task.raw_task["prompt"].startswith("0"):
+            await asyncio.sleep(60)
+        return [] if task.raw_task["prompt"].startswith("1") else await ask(task, model)
+
+    taskset = make_taskset(mixed, batch_size=4, repeat_times=1, total_steps=1)
+    made = run(explored(taskset=taskset, runner_options={"max_timeout": 0.1}))
+    ((_, _, metrics),) = made.reports
+    assert metrics["rollout/failed/timeout"] == metrics["rollout/failed/empty"] == 1
+    assert metrics["rollout/failed"] == 2 and len(made.buffer) == 2
+
+
+def test_a_step_whose_every_rollout_failed_raises_with_the_first_traceback() -> None:
+    made = make_explorer(workflow=fails_for(0, 1))
+
+    async def main() -> None:
+        with pytest.raises(RolloutsFailed) as raised:
+            await made.explorer.explore()
+        said = str(raised.value)
+        assert said.startswith("explore step 1: 4 rollouts failed of 4. The first: rollout 1/0/0")
+        assert "ValueError: task 0 is beyond me" in said and "test_explorer.py" in said
+        with pytest.raises(RuntimeError, match="explore step 1: 4 rollouts failed of 4"):
+            await made.buffer.take(1)
+        await made.explorer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize(("quota", "stops"), [(0.5, False), (0.49, True), (0.0, True)])
+def test_more_failures_than_the_quota_stop_the_run(quota: float, stops: bool) -> None:
+    if stops:
+        with pytest.raises(RolloutsFailed, match="2 rollouts failed of 4"):
+            run(explored(workflow=fails_for(1), max_failures=quota))
+    else:
+        assert len(run(explored(workflow=fails_for(1), max_failures=quota)).buffer) == 8
+
+
+def test_a_failed_engine_stops_the_run_and_wakes_the_trainer() -> None:
+    made = make_explorer(engine=BrokenEngine())
+
+    async def main() -> None:
+        taking = asyncio.ensure_future(made.buffer.take(4))
+        with pytest.raises(RuntimeError, match="the engine has failed: out of memory"):
+            await made.explorer.explore()
+        with pytest.raises(RuntimeError, match="the other side has failed: the engine has failed"):
+            await taking
+        await made.explorer.close()
+
+    run(main())
+    assert not made.reports
+
+
+def test_a_step_is_evaluated_before_it_is_put() -> None:
+    events: list[str] = []
+
+    class Watched(QueueBuffer):
+        async def put(self, experiences: Any) -> None:
+            events.append(f"put {experiences[0].eid.batch}")
+            await super().put(experiences)
+
+    held_out = make_taskset(rows=3, name="held_out", is_eval=True, repeat_times=1)
+    made = make_explorer(
+        buffer=Watched("store"), evaluations=[held_out], eval_interval=2, eval_on_startup=True
+    )
+    log = made.explorer.report
+
+    def report(part: str, step: int, metrics: dict[str, float]) -> None:
+        events.append(f"{part} {step}")
+        log(part, step, metrics)
+
+    made.explorer.report = report
+    run(made.explorer.explore())
+    assert events == [
+        "eval 0", "explorer 1", "put 1", "eval 2", "explorer 2", "put 2",
+        "explorer 3", "put 3", "eval 4", "explorer 4", "put 4",
+    ]  # fmt: skip
+    assert made.explorer.first_evaluation == made.explorer.last_evaluation
+    metrics = made.reports[0][2]
+    assert metrics["eval/held_out/tasks"] == 3 and metrics["eval/held_out/reward/mean@1"] == 0
+
+
+def test_an_evaluation_that_fails_altogether_says_so() -> None:
+    held_out = make_taskset(fails_for(0, 1), rows=2, name="held_out", is_eval=True)
+    made = make_explorer(evaluations=[held_out])
+    with pytest.raises(RolloutsFailed, match="evaluation 'held_out' at step 7: every rollout"):
+        run(made.explorer.evaluate(7))
+
+
+def test_state_names_the_first_step_that_is_not_in_the_buffer() -> None:
+    states: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        sync = Sync(interval=2, at_pull=lambda step: states.append(made.explorer.state()))
+        made = make_explorer(sync=sync, buffer=QueueBuffer("store", capacity=1))
+        exploring = asyncio.ensure_future(made.explorer.explore())
+        while len(made.buffer) == 0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        # step 1 is in the buffer; step 2 is explored and waits for room
+        states.append(made.explorer.state())
+        assert made.explorer.step == 2
+        for _ in range(4):
+            await made.buffer.take(4)
+        await exploring
+        await made.explorer.close()
+
+    run(main())
+    assert states == [
+        {"step": 1, "taskset": {"current_index": 2}},
+        {"step": 2, "taskset": {"current_index": 4}},
+        {"step": 4, "taskset": {"current_index": 8}},
+    ]
+
+
+def test_a_resume_explores_the_same_tasks_under_the_same_ids() -> None:
+    async def main() -> tuple[Any, Any]:
+        whole = await explored()
+        state: dict[str, Any] = {}
+        sync = Sync(at_pull=lambda step: state.update(now=cut.explorer.state()))
+        cut = make_explorer(sync=sync, taskset=make_taskset(total_steps=2))
+        await cut.explorer.explore()
+        gone_on = make_explorer()
+        gone_on.explorer.load_state(state["now"])
+        await gone_on.explorer.explore()
+        expected = (await whole.buffer.take(16))[8:]
+        return expected, await gone_on.buffer.take(16)
+
+    expected, found = run(main())
+    assert [e.eid for e in found] == [e.eid for e in expected]
+    assert [e.prompt_text for e in found] == [e.prompt_text for e in expected]
+
+
+def test_exploring_ends_in_peace_when_the_trainer_closes_the_buffer() -> None:
+    started: list[int] = []
+
+    async def slow_later(task: Any, model: Any) -> Any:
+        started.append(task.batch_id)
+        if not task.is_eval and task.batch_id > 1:
+            await asyncio.sleep(60)
+        return await ask(task, model)
+
+    held_out = make_taskset(slow_later, rows=2, name="held_out", is_eval=True)
+
+    async def main() -> None:
+        sync = Sync(interval=3)
+        made = make_explorer(
+            workflow=slow_later, sync=sync, evaluations=[held_out], eval_interval=3
+        )
+        await made.buffer.close()
+        await made.explorer.explore()
+        # the abandoned rollouts of steps 2 and 3 hold nothing up, nor is their evaluation here
+        begun = time.monotonic()
+        found = await made.explorer.evaluate(3)
+        assert time.monotonic() - begun < 2
+        assert found["held_out"]["tasks"] == 2 and found["held_out"]["failed"] == 0
+        await made.explorer.close()
+
+    run(main())
+
+
+def test_a_trainer_that_has_finished_ends_exploring() -> None:
+    sync = Sync(at_pull=lambda step: setattr(sync, "finished", step == 2))
+    made = run(explored(sync=sync))
+    assert made.explorer.step == 2 and len(made.buffer) == 8
+
+
+def test_an_explorer_alone_goes_on_by_its_own_state(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    folder.make()
+    run(explored(taskset=make_taskset(total_steps=2), folder=folder))
+    meta = json.loads(folder.explorer_meta.read_text())
+    assert meta == {"latest_iteration": 2, "taskset_states": [{"current_index": 4}]}
+    made = run(explored(folder=folder))
+    assert [step for part, step, _ in made.reports if part == "explorer"] == [3, 4]
+
+
+def test_exploring_shows_one_rollout_of_each_step() -> None:
+    shown: list[Any] = []
+    run(explored(show=shown.append))
+    assert [(e.eid.batch, e.response_text) for e in shown] == [(i, "42") for i in range(1, 5)]

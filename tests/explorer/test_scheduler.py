@@ -1,0 +1,120 @@
+"""Scheduler: what runs when, on how many runners, and that every task ends in one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.explorer.made import BrokenEngine, ask, make_runner, run, scripted, task
+from trireme.explorer.scheduler import Scheduler, split
+
+
+def make(runners: int = 1, most: int | None = None, engine: Any = None) -> Scheduler:
+    engine = engine or scripted()
+    return Scheduler([make_runner(engine) for _ in range(runners)], max_repeats_per_runner=most)
+
+
+def test_repeats_are_split_in_parts_of_at_most_so_many() -> None:
+    assert split(5, 2) == [[0, 1], [2, 3], [4]]
+    assert split(3, None) == [[0, 1, 2]]
+
+
+def test_a_task_whose_repeats_are_split_is_one_outcome_with_all_runs() -> None:
+    async def main() -> Any:
+        scheduler = make(runners=3, most=2)
+        scheduler.start()
+        await scheduler.submit(1, [task(repeat_times=5, task_id=i) for i in range(2)])
+        outcomes = await scheduler.results(1)
+        await scheduler.close()
+        return outcomes
+
+    outcomes = run(main())
+    assert [outcome.task.task_id for outcome in outcomes] == [0, 1]
+    for outcome in outcomes:
+        assert [e.eid.run for e in outcome.experiences] == [0, 1, 2, 3, 4]
+
+
+def test_order_is_step_then_training_before_evaluation_then_place() -> None:
+    order: list[tuple[Any, Any]] = []
+
+    async def notes(task: Any, model: Any) -> Any:
+        order.append((task.batch_id, task.task_id))
+        return await ask(task, model)
+
+    async def main() -> None:
+        scheduler = make()
+        for batch in ("2/held_out", 10, 2, "1/held_out", 1):
+            await scheduler.submit(batch, [task(notes, task_id=i) for i in range(2)])
+        scheduler.start()
+        for batch in (1, 2, 10, "1/held_out", "2/held_out"):
+            await scheduler.results(batch)
+        await scheduler.close()
+
+    run(main())
+    batches = [1, "1/held_out", 2, "2/held_out", 10]
+    assert order == [(batch, place) for batch in batches for place in range(2)]
+
+
+def test_all_runners_work_at_once() -> None:
+    inside, most = [0], [0]
+
+    async def counts(task: Any, model: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        await asyncio.sleep(0.01)
+        inside[0] -= 1
+        return await ask(task, model)
+
+    async def main() -> None:
+        scheduler = make(runners=3)
+        scheduler.start()
+        await scheduler.submit(1, [task(counts, task_id=i) for i in range(7)])
+        assert len(await scheduler.results(1)) == 7
+        await scheduler.close()
+
+    run(main())
+    assert most == [3]
+
+
+def test_a_failed_engine_reaches_whoever_waits_for_the_batch() -> None:
+    unseen: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, what: unseen.append(what))
+        scheduler = make(runners=2, engine=BrokenEngine())
+        scheduler.start()
+        await scheduler.submit(1, [task(task_id=i) for i in range(4)])
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            await scheduler.results(1)
+        await scheduler.close()
+
+    run(main())
+    assert not unseen
+
+
+def test_closing_ends_what_waits_and_a_new_start_begins_empty() -> None:
+    async def hangs(task: Any, model: Any) -> Any:
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        scheduler = make()
+        scheduler.start()
+        await scheduler.submit(1, [task(hangs, task_id=i) for i in range(3)])
+        waiting = asyncio.ensure_future(scheduler.results(1))
+        await asyncio.sleep(0.01)
+        await scheduler.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        scheduler.start()
+        await scheduler.submit(1, [task()])
+        assert len(await scheduler.results(1)) == 1
+        await scheduler.close()
+
+    run(main())
+
+
+def test_an_unknown_workflow_is_refused_before_it_is_queued() -> None:
+    with pytest.raises(ValueError, match="no_such_workflow"):
+        run(make().submit(1, [task("no_such_workflow")]))
