@@ -1,132 +1,309 @@
-"""Runner and Scheduler: what a workflow does wrong is data, counted, and never stops the others."""
+"""Runner: whatever a workflow does, n rollouts are n run ids or failures that are counted."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from trireme.engines.engine import Sampling
-from trireme.engines.scripted import ScriptedEngine
+from tests.explorer.made import BrokenEngine, Models, ask, make_runner, run, scripted, task
+from trireme.engines.gate import Gate
 from trireme.experience import EID, Experience
-from trireme.explorer.runner import Outcome, Runner
-from trireme.explorer.scheduler import Scheduler, split
-from trireme.model.chat_tokens import ChatTokens
-from trireme.model.model import Model, Revoked
-from trireme.task import Task
+from trireme.explorer.metrics import rollout_metrics
+from trireme.explorer.runner import Outcome
+from trireme.model.model import Revoked
+from trireme.workflows.workflow import Workflow, resolve
 
 
-def explore(folder: Path, tasks: list[Task], **options: Any) -> list[Outcome]:
-    """Outcomes of a batch on two runners and an engine that says `yes`."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    chat = ChatTokens(tokenizer)
+def outcome_of(workflow: Any, *, runs: int = 1, **options: Any) -> Outcome:
+    """What `runs` rollouts of a workflow come to."""
 
-    async def main() -> list[Outcome]:
-        engine = ScriptedEngine(lambda prompt: "yes", tokenizer=tokenizer)
+    async def main() -> Outcome:
+        one = task(workflow, repeat_times=runs)
+        return await make_runner(**options).run(one, resolve(workflow), range(runs))
 
-        def make_model(task: Task, key: Any) -> Model:
-            return Model(engine, chat, key=key, sampling=Sampling(), max_model_len=200)
-
-        settings = {"max_timeout": 0.3, "max_retries": 1} | options
-        most = settings.pop("max_repeats_per_runner", None)
-        runners = [Runner(make_model, engine, index=i, **settings) for i in range(2)]
-        scheduler = Scheduler(runners, max_repeats_per_runner=most)
-        scheduler.start()
-        await scheduler.submit(1, tasks)
-        outcomes = await scheduler.results(1)
-        await scheduler.close()
-        return outcomes
-
-    return asyncio.run(main())
+    return run(main())
 
 
-async def good(task: Task, model: Model) -> list[Experience]:
-    await model.chat([{"role": "user", "content": "well?"}])
-    return model.experiences(reward=1.0)
+class Blocking(Workflow):
+    """Asks once, in a thread."""
+
+    def run(self) -> list[Experience]:
+        reply = self.model.chat([{"role": "user", "content": self.task_desc}])[0]
+        reply.reward = float(reply.response_text == self.truth)
+        return [reply]
 
 
-def make(workflow: Callable[..., Any], place: int = 0, repeat_times: int = 1) -> Task:
-    return Task(workflow=workflow, task_id=place, repeat_times=repeat_times)
+class Loops(Blocking):
+    """Loops over its own and its task's repeat_times, as some users do."""
+
+    def run(self) -> list[Experience]:
+        times = max(self.repeat_times, self.task.repeat_times)
+        return [e for _ in range(times) for e in super(Loops, self).run()]
 
 
-def test_a_workflow_that_raises_is_retried_counted_and_leaves_the_others_alone(
-    tiny_dir: Path,
-) -> None:
-    tries = []
+class Repeats(Workflow):
+    """Gives all runs of a call by itself."""
 
-    async def bad(task: Task, model: Model) -> list[Experience]:
-        tries.append(1)
-        raise KeyError("oops")
+    can_repeat = True
 
-    first, second = explore(tiny_dir, [make(bad), make(good, 1)])
-    assert len(tries) == 2 and first.experiences == []
-    [failed] = first.failures
-    assert failed.kind == "error" and "KeyError: 'oops'" in failed.message
-    assert 'raise KeyError("oops")' in failed.trace
-    assert [e.reward for e in second.experiences] == [1.0]
+    def run(self) -> list[Experience]:
+        replies = self.model.chat([{"role": "user", "content": "?"}], n=self.repeat_times)
+        for reply in replies:
+            reply.reward = 1.0
+        return replies
 
 
-def test_one_that_hangs_is_cut_off_whether_it_awaits_or_blocks(tiny_dir: Path) -> None:
-    released, late = threading.Event(), []
+class WrongRuns(Repeats):
+    """Forgets which run ids it was given."""
 
-    async def sleeps(task: Task, model: Model) -> list[Experience]:
-        await asyncio.sleep(60)
-        return []
-
-    def blocks(task: Task, model: Any) -> list[Experience]:
-        released.wait(20)
-        try:
-            model.chat([{"role": "user", "content": "well?"}])
-        except Revoked as error:
-            late.append(error)
-        return []
-
-    started = time.monotonic()
-    tasks = [make(sleeps), make(blocks, 1), make(good, 2)]
-    first, second, third = explore(tiny_dir, tasks, max_retries=0)
-    assert time.monotonic() - started < 10
-    assert [o.failures[0].kind for o in (first, second)] == ["timeout", "timeout"]
-    assert "longer than explorer.max_timeout (0.3 s)" in first.failures[0].message
-    assert len(third.experiences) == 1
-    released.set()
+    def run(self) -> list[Experience]:
+        replies = super().run()
+        for place, reply in enumerate(replies):
+            reply.eid = EID(run=place + 7)
+        return replies
 
 
-def test_nothing_and_the_wrong_thing_are_told_apart(tiny_dir: Path) -> None:
-    async def nothing(task: Task, model: Model) -> list[Experience]:
-        return []
-
-    async def wrong(task: Task, model: Model) -> Any:
-        return {"reward": 1}
-
-    first, second = explore(tiny_dir, [make(nothing), make(wrong, 1)])
-    assert first.failures[0].kind == "empty"
-    assert second.failures[0].kind == "error"
-    assert "expected a list of Experience" in second.failures[0].message
+@pytest.mark.parametrize("workflow", [ask, Blocking, Loops, Repeats])
+def test_n_rollouts_are_n_run_ids(workflow: Any) -> None:
+    outcome = outcome_of(workflow, runs=4)
+    assert [e.eid for e in outcome.experiences] == [EID(1, 0, i, 0) for i in range(4)]
+    assert [e.reward for e in outcome.experiences] == [1.0] * 4
+    first = outcome.experiences[0]
+    assert first.info["model_version"] == 0 and first.info["task_index"] == {"index": 0}
+    assert not outcome.failures
 
 
-@pytest.mark.parametrize("most", [None, 2])
-def test_n_rollouts_are_n_run_ids_however_they_are_split(tiny_dir: Path, most: int | None) -> None:
-    [outcome] = explore(tiny_dir, [make(good, repeat_times=5)], max_repeats_per_runner=most)
-    assert [e.eid for e in outcome.experiences] == [EID(1, 0, run) for run in range(5)]
+def test_a_repeatable_workflow_that_gets_later_runs_gives_these() -> None:
+    async def main() -> Outcome:
+        return await make_runner().run(task(Repeats), resolve(Repeats), [4, 5, 6])
+
+    assert [e.eid.run for e in run(main()).experiences] == [4, 5, 6]
 
 
-def test_the_steps_of_a_run_are_numbered(tiny_dir: Path) -> None:
-    async def steps(task: Task, model: Model) -> list[Experience]:
+@pytest.mark.parametrize(
+    ("own", "stamped"), [([0, 0, 0], [0, 1, 2]), ([2, 0, 0], [0, 1, 2]), ([5, 3, 4], [5, 3, 4])]
+)
+def test_steps_are_the_workflows_own_where_they_differ(own: list[int], stamped: list[int]) -> None:
+    async def several(task: Any, model: Any) -> list[Experience]:
+        return [Experience([1, 2], prompt_length=1, eid=EID(step=step)) for step in own]
+
+    assert [e.eid.step for e in outcome_of(several).experiences] == stamped
+
+
+def test_the_calls_of_a_run_are_numbered_as_its_steps() -> None:
+    async def steps(task: Any, model: Any) -> list[Experience]:
         for _ in range(3):
             await model.chat([{"role": "user", "content": "again"}])
         return model.experiences(reward=[0.0, 0.5, 1.0])
 
-    [outcome] = explore(tiny_dir, [make(steps, repeat_times=2)])
-    found = [(e.eid.run, e.eid.step, e.reward) for e in outcome.experiences]
+    found = [(e.eid.run, e.eid.step, e.reward) for e in outcome_of(steps, runs=2).experiences]
     assert found == [(r, s, s / 2) for r in range(2) for s in range(3)]
 
 
-def test_repeats_are_split_into_parts_of_at_most_so_many() -> None:
-    assert split(5, 2) == [[0, 1], [2, 3], [4]]
-    assert split(3, None) == [[0, 1, 2]]
+async def _raises(task: Any, model: Any) -> Any:
+    raise KeyError("answer")
+
+
+async def _exits(task: Any, model: Any) -> Any:
+    sys.exit(0)
+
+
+def _exits_in_a_thread(task: Any, model: Any) -> Any:
+    sys.exit(0)
+
+
+def _stops_iteration(task: Any, model: Any) -> Any:
+    return next(iter(()))
+
+
+async def _cancels_itself(task: Any, model: Any) -> Any:
+    raise asyncio.CancelledError
+
+
+async def _gives_nothing(task: Any, model: Any) -> Any:
+    return []
+
+
+async def _gives_none(task: Any, model: Any) -> Any:
+    return None
+
+
+def _gives_numbers(task: Any, model: Any) -> Any:
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "kind", "message"),
+    [
+        (_raises, "error", "KeyError: 'answer'"),
+        (_exits, "error", "RuntimeError: workflow '_exits' raised SystemExit(0)"),
+        (_exits_in_a_thread, "error", "'_exits_in_a_thread' raised SystemExit(0)"),
+        (_stops_iteration, "error", "RuntimeError: raised StopIteration()"),
+        (_cancels_itself, "error", "workflow '_cancels_itself' cancelled itself"),
+        (_gives_nothing, "empty", "workflow '_gives_nothing' returned no experience"),
+        (_gives_none, "error", "returned NoneType: expected a list of Experience"),
+        (_gives_numbers, "error", "a list with float at place 0: expected Experience"),
+        (WrongRuns, "error", "returned the runs [7, 8]: expected [0, 1]"),
+    ],
+)
+def test_what_a_workflow_does_wrong_is_a_failure_of_each_run(
+    workflow: Any, kind: str, message: str
+) -> None:
+    outcome = outcome_of(workflow, runs=2)
+    assert [(f.key, f.kind) for f in outcome.failures] == [("1/0/0", kind), ("1/0/1", kind)]
+    assert message in outcome.failures[0].message and not outcome.experiences
+    metrics = rollout_metrics([outcome])
+    assert metrics["rollout/failed"] == metrics[f"rollout/failed/{kind}"] == 2
+
+
+def test_a_failure_keeps_the_users_own_lines() -> None:
+    trace = outcome_of(_raises).failures[0].trace
+    assert 'raise KeyError("answer")' in trace and "test_runner.py" in trace
+
+
+def test_a_coroutine_that_hangs_times_out_and_its_model_is_revoked() -> None:
+    models = Models(scripted())
+
+    async def hangs(task: Any, model: Any) -> Any:
+        await asyncio.sleep(60)
+
+    outcome = outcome_of(hangs, models=models, max_timeout=0.05)
+    assert outcome.failures[0].kind == "timeout"
+    assert "'hangs' took longer than explorer.max_timeout (0.05 s)" in str(outcome.failures[0])
+    with pytest.raises(Revoked):
+        run(models.made[0].chat([{"role": "user", "content": "still there?"}]))
+
+
+def test_a_thread_that_hangs_times_out_alone_and_what_it_returns_is_dropped() -> None:
+    release, late = threading.Event(), []
+
+    def hangs(task: Any, model: Any) -> Any:
+        if task.task_id == 1:
+            return Blocking(task=task, model=model).run()
+        release.wait(10)
+        try:
+            return model.chat([{"role": "user", "content": "late"}])
+        except Revoked as error:
+            late.append(error)
+            raise
+
+    async def main() -> tuple[Outcome, Outcome]:
+        spec, options = resolve(hangs), {"max_timeout": 0.2}
+        hung = asyncio.ensure_future(make_runner(**options).run(task(hangs), spec, [0]))
+        fine = await make_runner(**options).run(task(hangs, task_id=1), spec, [0])
+        assert not hung.done(), "the other runner's thread does not wait for the hung one"
+        outcome = await hung
+        release.set()
+        for _ in range(100):
+            if late:
+                break
+            await asyncio.sleep(0.01)
+        return outcome, fine
+
+    hung, fine = run(main())
+    assert [f.kind for f in hung.failures] == ["timeout"] and not hung.experiences
+    assert len(fine.experiences) == 1
+    assert late, "the thread's next call told it that the rollout is over"
+
+
+def test_a_time_out_ends_the_requests_of_the_rollout() -> None:
+    engine = scripted()
+
+    async def main() -> None:
+        await engine.pause()
+        outcome = await make_runner(engine, max_timeout=0.05).run(task(), resolve(ask), [0])
+        assert outcome.failures[0].kind == "timeout"
+        await asyncio.sleep(0)
+        assert engine.health().waiting == 0
+
+    run(main())
+
+
+def test_a_cancelled_run_revokes_the_models_of_its_threads() -> None:
+    models, started, ended = Models(scripted()), threading.Event(), []
+
+    def loops(task: Any, model: Any) -> Any:
+        started.set()
+        try:
+            while True:
+                model.chat([{"role": "user", "content": "again"}])
+                time.sleep(0.001)
+        except Revoked:
+            ended.append(True)
+            raise
+
+    async def main() -> None:
+        call = make_runner(models=models).run(task(loops), resolve(loops), [0])
+        running = asyncio.ensure_future(call)
+        while not started.is_set():
+            await asyncio.sleep(0.005)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        for _ in range(200):
+            if ended:
+                break
+            await asyncio.sleep(0.005)
+
+    run(main())
+    assert ended
+
+
+def test_retries_are_counted_and_sample_anew() -> None:
+    models = Models(scripted())
+
+    async def second_time_lucky(task: Any, model: Any) -> Any:
+        if len(models.made) == 1:
+            raise ValueError("no luck")
+        return await ask(task, model)
+
+    outcome = outcome_of(second_time_lucky, models=models, max_retries=2)
+    assert (len(outcome.experiences), outcome.retries, outcome.failures) == (1, 1, [])
+    assert rollout_metrics([outcome])["rollout/retries"] == 1
+    first, second = (model.key for model in models.made)
+    assert first != second and first[:3] == second[:3]
+
+
+def test_a_rollout_that_fails_every_attempt_is_one_failure() -> None:
+    outcome = outcome_of(_raises, max_retries=2)
+    assert (len(outcome.failures), outcome.retries) == (1, 2)
+
+
+@pytest.mark.parametrize("workflow", [ask, Blocking])
+def test_a_failed_engine_is_not_the_workflows_failure(workflow: Any) -> None:
+    with pytest.raises(RuntimeError, match="the engine has failed: out of memory"):
+        outcome_of(workflow, engine=BrokenEngine())
+
+
+def test_every_rollout_is_live_at_the_gate_while_it_runs() -> None:
+    gate, seen = Gate(), []
+
+    async def looks(task: Any, model: Any) -> Any:
+        await asyncio.sleep(0)
+        seen.append(sorted(key[2] for key in gate.live))
+        return await ask(task, model)
+
+    assert len(outcome_of(looks, runs=3, gate=gate).experiences) == 3
+    assert seen[0] == [0, 1, 2] and not gate.live
+
+
+@pytest.mark.parametrize(("mode", "at_once"), [("sequential", 1), ("multi-threading", 3)])
+def test_blocking_repeats_overlap_only_where_asked(mode: str, at_once: int) -> None:
+    inside, most, lock = [0], [0], threading.Lock()
+
+    def counts(task: Any, model: Any) -> Any:
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        with lock:
+            inside[0] -= 1
+        return Blocking(task=task, model=model).run()
+
+    outcome_of(counts, runs=3, concurrent_mode=mode)
+    assert most == [at_once]

@@ -136,3 +136,12 @@ def test_a_wait_that_gets_no_answer_says_for_what() -> None:
             await asyncio.to_thread(wait_for, loop, asyncio.sleep(5), "chat", 0.01)
 
     asyncio.run(run())
+
+
+def test_a_thread_that_outlives_the_run_gets_an_error() -> None:
+    async def main() -> Any:
+        return make(["hi"]).blocking()
+
+    model = asyncio.run(main())
+    with pytest.raises(RuntimeError, match="Event loop is closed"):
+        model.chat([user("still there?")])

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -223,7 +223,7 @@ async def in_thread(function: Callable[[], Any], *, name: str) -> Any:
             error = RuntimeError(f"raised {raised!r}").with_traceback(raised.__traceback__)
         except BaseException as raised:
             error = raised
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the run, and its loop, may have ended
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name=name, daemon=True).start()

@@ -42,7 +42,11 @@ def wait_for(
             f"{what} would block the event loop that has to answer it: "
             "await its asynchronous form there, or call it in a thread"
         )
-    future = asyncio.run_coroutine_threadsafe(call, loop)
+    try:
+        future = asyncio.run_coroutine_threadsafe(call, loop)
+    except RuntimeError:  # the run, and its loop, have ended
+        call.close()
+        raise
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:

@@ -1,0 +1,33 @@
+"""Gate: open exactly when every live rollout has a request at the engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from trireme.engines.gate import Gate
+
+FIRST, SECOND = (1, 0, 0), (1, 0, 1)
+
+
+def test_it_is_open_when_every_live_rollout_waits() -> None:
+    gate = Gate()
+    assert gate.open([])
+    with gate.rollout(FIRST), gate.rollout(SECOND):
+        assert not gate.open([])
+        assert not gate.open([(*FIRST, 3)])
+        assert gate.open([(*FIRST, 3), (*SECOND, 0)])
+    assert gate.open([])
+
+
+def test_requests_of_nobodys_rollout_hold_nothing_up() -> None:
+    gate = Gate()
+    with gate.rollout(FIRST):
+        assert gate.open([(*FIRST, 0), ((-1, 1),)])
+
+
+def test_the_end_of_a_rollout_wakes_whoever_listens_however_it_ends() -> None:
+    gate, woken = Gate(), []
+    gate.on_change(lambda: woken.append(set(gate.live)))
+    with pytest.raises(ValueError), gate.rollout(FIRST):
+        raise ValueError
+    assert woken == [set()]

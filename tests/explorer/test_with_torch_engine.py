@@ -1,0 +1,107 @@
+"""Runners over the embedded engine: retries, time-outs and the gate, on sampled tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tests.explorer.made import Models, make_runner, run, task
+from trireme.engines.device import Device
+from trireme.engines.gate import Gate
+from trireme.engines.torch.engine import TorchEngine
+from trireme.explorer.runner import Outcome
+from trireme.workflows.workflow import resolve
+
+
+def with_engine(folder: Path, main: Callable[[TorchEngine, Gate], Awaitable[Any]]) -> Any:
+    """What `main` gives with a gated engine."""
+
+    async def go() -> Any:
+        device, gate = Device(1), Gate()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        engine = TorchEngine(
+            folder, tokenizer=tokenizer, device=device, max_model_len=128, gate=gate
+        )
+        try:
+            return await main(engine, gate)
+        finally:
+            await engine.close()
+            device.close()
+
+    return run(go())
+
+
+async def say(task: Any, model: Any) -> Any:
+    await model.chat([{"role": "user", "content": task.prompt}])
+    return model.experiences(reward=1.0)
+
+
+def test_a_retry_samples_other_tokens_and_the_same_ones_in_every_run(tiny_dir: Path) -> None:
+    def tried() -> list[list[int]]:
+        seen: list[list[int]] = []
+
+        async def fails_once(task: Any, model: Any) -> Any:
+            found = await say(task, model)
+            seen.append(found[0].tokens.tolist())
+            if len(seen) == 1:
+                raise ValueError("a bad reply")
+            return found
+
+        async def main(engine: TorchEngine, gate: Gate) -> Outcome:
+            runner = make_runner(engine, gate=gate, max_retries=1)
+            return await runner.run(task(), resolve(fails_once), [0])
+
+        (e,) = with_engine(tiny_dir, main).experiences
+        assert e.tokens.tolist() == seen[1]
+        return seen
+
+    first, second = tried()
+    assert first != second
+    assert tried() == [first, second]
+
+
+def test_a_hung_thread_holds_the_gate_until_its_time_out_and_no_longer(tiny_dir: Path) -> None:
+    release = threading.Event()
+
+    def hangs(task: Any, model: Any) -> Any:
+        release.wait(10)
+
+    async def main(engine: TorchEngine, gate: Gate) -> tuple[Outcome, Outcome]:
+        hung = asyncio.ensure_future(
+            make_runner(engine, gate=gate, max_timeout=0.2).run(task(hangs), resolve(hangs), [0])
+        )
+        await asyncio.sleep(0)
+        other = await make_runner(engine, gate=gate).run(task(say, task_id=1), resolve(say), [0])
+        release.set()
+        return await hung, other
+
+    hung, other = with_engine(tiny_dir, main)
+    assert hung.failures[0].kind == "timeout"
+    assert len(other.experiences) == 1 and other.seconds > 0.1
+
+
+def test_a_time_out_in_the_middle_of_a_reply_frees_its_row(tiny_dir: Path) -> None:
+    async def endless(task: Any, model: Any) -> Any:
+        while True:
+            await model.chat([{"role": "user", "content": "?"}], ignore_eos=True, max_tokens=100)
+
+    async def main(engine: TorchEngine, gate: Gate) -> None:
+        models = Models(engine)
+        runner = make_runner(engine, models, gate=gate, max_timeout=0.2)
+        outcome = await runner.run(task(endless), resolve(endless), [0])
+        assert outcome.failures[0].kind == "timeout"
+        for _ in range(100):
+            if engine.health().running == engine.health().waiting == 0:
+                break
+            await asyncio.sleep(0.01)
+        after = await runner.run(task(say), resolve(say), [0])
+        assert len(after.experiences) == 1
+        health = engine.health()
+        assert (health.running, health.waiting) == (0, 0)
+
+    with_engine(tiny_dir, main)

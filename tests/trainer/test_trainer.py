@@ -1,0 +1,240 @@
+"""Trainer: when the loop ends, when it saves and commits, and what it tells the synchronizer."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trireme.algorithms.recipes import SFT
+from trireme.buffer.queue import QueueBuffer
+from trireme.engines.device import Device
+from trireme.experience import EID, Experience
+from trireme.trainer.trainer import Trainer
+
+
+class Backend:
+    """Learns nothing, and remembers the sizes of its batches."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.sizes: list[int] = []
+        self.fails_at = fails_at
+
+    def forward_backward(self, batch: Any, loss: Any, *, entropy: bool = False) -> None:
+        self.sizes.append(batch.num_samples)
+        if len(self.sizes) == self.fails_at:
+            raise ArithmeticError("the loss of a batch overflows")
+
+    def step(self) -> dict[str, float]:
+        return {"actor/lr": 0.1}
+
+    def logprobs(self, batch: Any, *, reference: bool = False) -> Any:
+        return torch.zeros(batch.num_tokens)
+
+    def score(self, ids: Any, *, temperature: float = 1.0) -> list[list[float]]:
+        return [[0.0] * len(row) for row in ids]
+
+    def weights(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Buffer(QueueBuffer):
+    """Says when it is told to commit."""
+
+    def __init__(self, events: list[str], **options: Any) -> None:
+        super().__init__("store", **options)
+        self.events = events
+
+    def commit(self) -> None:
+        self.events.append("commit")
+
+
+class Folder:
+    """A checkpointer that only says what it is asked."""
+
+    def __init__(self, events: list[str], buffer: Buffer) -> None:
+        self.events = events
+        self.buffer = buffer
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"left": len(self.buffer)}
+
+    def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+        self.events.append(
+            f"save {step}, {run_state['left']} left" + (", the last" if last else "")
+        )
+
+
+class Sync:
+    """The trainer's side of a synchronizer, written down."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    async def trained(self, step: int) -> dict[str, float]:
+        self.events.append(f"trained {step}")
+        return {"sync/version": step}
+
+    def waiting(self, for_experiences: bool) -> None:
+        self.events.append("starving" if for_experiences else "fed")
+
+    def stopped(self, step: int) -> None:
+        self.events.append(f"stopped {step}")
+
+
+def samples(count: int) -> list[Experience]:
+    return [Experience([1, 2, 3], prompt_length=1, eid=EID(1, i, 0)) for i in range(count)]
+
+
+async def make(
+    stored: int, *, closed: bool = True, fails_at: int = 0, **options: Any
+) -> SimpleNamespace:
+    """A trainer of batches of 2 over a buffer that holds `stored` experiences."""
+    events: list[str] = []
+    reports: list[tuple[str, int, dict[str, float]]] = []
+    buffer, backend = Buffer(events, max_read_timeout=5), Backend(fails_at)
+    await buffer.put(samples(stored))
+    if closed:
+        await buffer.close()
+    options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
+    trainer = Trainer(
+        backend=backend,
+        recipe=SFT,
+        buffer=buffer,
+        device=Device(1),
+        batch_size=2,
+        checkpointer=Folder(events, buffer),
+        report=lambda part, step, metrics: reports.append((part, step, metrics)),
+        **options,
+    )
+    return SimpleNamespace(
+        trainer=trainer, buffer=buffer, backend=backend, events=events, reports=reports
+    )
+
+
+def trained(stored: int, **options: Any) -> SimpleNamespace:
+    """What a trainer that has run to its end did."""
+
+    async def main() -> SimpleNamespace:
+        made = await make(stored, **options)
+        try:
+            await asyncio.wait_for(made.trainer.train(), 10)
+        finally:
+            made.trainer.device.close()
+        return made
+
+    return asyncio.run(main())
+
+
+def saves(made: SimpleNamespace) -> list[str]:
+    return [event for event in made.events if event.startswith("save")]
+
+
+def test_it_ends_when_the_experiences_do_and_trains_the_rest_as_a_smaller_batch() -> None:
+    made = trained(5)
+    assert made.backend.sizes == [2, 2, 1] and made.trainer.step == 3
+    assert saves(made) == ["save 3, 0 left, the last"]
+    assert made.events[-1] == "stopped 3"
+
+
+def test_it_ends_at_total_steps_and_closes_the_buffer() -> None:
+    made = trained(9, total_steps=2, closed=False)
+    assert made.backend.sizes == [2, 2] and saves(made) == ["save 2, 5 left, the last"]
+    assert made.buffer._closed
+
+
+def test_a_buffer_that_was_closed_empty_still_gives_a_last_checkpoint() -> None:
+    made = trained(0)
+    assert made.events == ["starving", "fed", "save 0, 0 left, the last", "commit", "stopped 0"]
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        (5, ["save 2, 6 left", "save 4, 2 left", "save 5, 0 left, the last"]),
+        (4, ["save 2, 6 left", "save 4, 2 left, the last"]),
+    ],
+)
+def test_it_saves_every_interval_and_once_at_the_end(total: int, expected: list[str]) -> None:
+    assert saves(trained(10, total_steps=total, save_interval=2)) == expected
+
+
+def test_what_was_taken_is_committed_after_each_save_and_not_before() -> None:
+    events = trained(6, total_steps=3, save_interval=1).events
+    order = [event.split(",")[0] for event in events]
+    assert order == [
+        "trained 1", "save 1", "commit",
+        "trained 2", "save 2", "commit",
+        "trained 3", "save 3", "commit", "stopped 3",
+    ]  # fmt: skip
+
+
+def test_the_synchronizer_knows_while_the_trainer_starves() -> None:
+    async def main() -> list[str]:
+        made = await make(3, closed=False)
+        training = asyncio.ensure_future(made.trainer.train())
+        while "starving" not in made.events:
+            await asyncio.sleep(0.001)
+        assert made.events == ["trained 1", "starving"], "the first batch was there at once"
+        await made.buffer.put(samples(1))
+        await made.buffer.close()
+        await asyncio.wait_for(training, 10)
+        made.trainer.device.close()
+        return made.events[:4]
+
+    assert asyncio.run(main()) == ["trained 1", "starving", "fed", "trained 2"]
+
+
+def test_a_time_out_of_the_buffer_ends_starving_and_the_run() -> None:
+    async def main() -> list[str]:
+        made = await make(1, closed=False)
+        made.buffer._timeout = 0.05
+        with pytest.raises(TimeoutError, match="wanted 2 experiences of buffer 'store', which has"):
+            await made.trainer.train()
+        made.trainer.device.close()
+        return made.events
+
+    assert asyncio.run(main()) == ["starving", "fed"]
+
+
+def test_an_error_of_a_step_is_not_caught_and_nothing_is_saved_or_committed() -> None:
+    async def main() -> list[str]:
+        made = await make(6, fails_at=2)
+        with pytest.raises(ArithmeticError, match="overflows"):
+            await made.trainer.train()
+        made.trainer.device.close()
+        return made.events
+
+    assert asyncio.run(main()) == ["trained 1"]
+
+
+def test_a_resumed_trainer_counts_on() -> None:
+    async def main() -> SimpleNamespace:
+        made = await make(6, total_steps=5)
+        made.trainer.step = 3
+        await made.trainer.train()
+        made.trainer.device.close()
+        return made
+
+    made = asyncio.run(main())
+    assert [step for _, step, _ in made.reports] == [4, 5]
+    assert made.backend.sizes == [2, 2]
+
+
+def test_a_step_reports_its_metrics_with_the_synchronizers() -> None:
+    ((part, step, metrics),) = trained(2).reports
+    assert (part, step) == ("trainer", 1)
+    assert metrics["actor/lr"] == 0.1 and metrics["sync/version"] == 1
+    assert metrics["perf/experiences"] == 2 and metrics["time/train"] > 0
+
+
+def test_without_a_synchronizer_it_trains_alone() -> None:
+    assert trained(4, sync=None).events == ["save 2, 0 left, the last", "commit"]
