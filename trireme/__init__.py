@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from trireme.rewards.names import REWARDS, reward
     from trireme.rewards.reward import RewardFn
     from trireme.task import Task
+    from trireme.workflows.multi_turn import MultiTurnWorkflow
     from trireme.workflows.names import WORKFLOWS, workflow
+    from trireme.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow
     from trireme.workflows.workflow import Workflow
 
 __all__ = [
@@ -33,12 +35,15 @@ __all__ = [
     "Engine",
     "Experience",
     "Model",
+    "MultiTurnWorkflow",
     "Plan",
     "Registry",
     "Reply",
     "RewardFn",
+    "RewardPropagationWorkflow",
     "Sampling",
     "ScriptedEngine",
+    "StepWiseRewardWorkflow",
     "Task",
     "Workflow",
     "advantage",
@@ -63,12 +68,15 @@ _NAMES = {
     "Engine": "trireme.engines.engine",
     "Experience": "trireme.experience",
     "Model": "trireme.model.model",
+    "MultiTurnWorkflow": "trireme.workflows.multi_turn",
     "Plan": "trireme.config",
     "Registry": "trireme.registry",
     "Reply": "trireme.model.model",
     "RewardFn": "trireme.rewards.reward",
+    "RewardPropagationWorkflow": "trireme.workflows.step_wise",
     "Sampling": "trireme.engines.engine",
     "ScriptedEngine": "trireme.engines.scripted",
+    "StepWiseRewardWorkflow": "trireme.workflows.step_wise",
     "Task": "trireme.task",
     "Workflow": "trireme.workflows.workflow",
     "advantage": "trireme.algorithms.names",

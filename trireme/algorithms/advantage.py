@@ -2,7 +2,8 @@
 
 Functions `(rewards [N], groups [N], *, options) -> advantages [N]`; NaN says: leave this one out of
 training. Further arguments that a function may name: `runs` and `steps` [N], the numbers in the
-eid.
+eid; `step_rewards` [N], what a step earned by itself; `anchors` [N], equal where two steps were in
+the same state of the environment.
 """
 
 from __future__ import annotations
@@ -51,3 +52,87 @@ def grpo(
         scale = batch_std if std_cal_level == "batch" else std
         advantages[member] = (own - mean) / (scale + epsilon)
     return advantages
+
+
+def step_wise_grpo(
+    rewards: Tensor,
+    groups: Tensor,
+    runs: Tensor,
+    steps: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    enable_step_norm: bool = False,
+    std_threshold: float | None = None,
+    std_cal_level: Literal["group", "batch"] = "group",
+) -> Tensor:
+    """GRPO over the rewards of the runs' last steps, the score given to all steps of its run.
+
+    With `enable_step_norm` a run's score is divided by the number of its steps, so that long and
+    short episodes weigh the same. Thresholds are those of `grpo`, over whole runs.
+    """
+    run_of, last = last_steps(groups, runs, steps)
+    scores = grpo(
+        rewards[last],
+        groups[last],
+        epsilon=epsilon,
+        std_threshold=std_threshold,
+        std_cal_level=std_cal_level,
+    )
+    if enable_step_norm:
+        scores = scores / torch.bincount(run_of, minlength=len(last))
+    return scores[run_of]
+
+
+def gigpo(
+    rewards: Tensor,
+    groups: Tensor,
+    runs: Tensor,
+    steps: Tensor,
+    step_rewards: Tensor,
+    anchors: Tensor,
+    *,
+    omega: float = 1.0,
+    gamma: float = 1.0,
+    fnorm: Literal["none", "std"] = "none",
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """A = A_E + omega A_S: the episode's advantage and the step's own (GiGPO, arXiv:2505.10978).
+
+    A_E compares the returns (sum of step rewards) of a task's runs. A_S compares the discounted
+    returns from a step on among all steps of the batch with the same anchor state; a state that was
+    met once has A_S = 0. `fnorm` is what the differences are divided by: 1, or the std + epsilon.
+    """
+    if fnorm not in ("none", "std"):
+        raise ValueError(f"algorithm.advantage_fn_args.fnorm is '{fnorm}': 'none' or 'std'")
+    run_of, last = last_steps(groups, runs, steps)
+    to_go = torch.empty_like(step_rewards)
+    for run in range(len(last)):
+        mine = (run_of == run).nonzero().flatten()
+        following = step_rewards.new_zeros(())
+        for place in mine[steps[mine].argsort(descending=True)].tolist():
+            following = step_rewards[place] + gamma * following
+            to_go[place] = following
+    totals = torch.zeros_like(rewards[last]).index_add(0, run_of, step_rewards)
+    episode = _centred(totals, groups[last], fnorm == "std", epsilon)[run_of]
+    return episode + omega * _centred(to_go, anchors, fnorm == "std", epsilon)
+
+
+def last_steps(groups: Tensor, runs: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Which run each experience belongs to [N], and where each run's last step lies [R]."""
+    _, run_of = torch.stack([groups, runs]).unique(dim=1, return_inverse=True)
+    order = steps.argsort(stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order))
+    highest = torch.zeros(int(run_of.max()) + 1, dtype=torch.long)
+    return run_of, order[highest.scatter_reduce(0, run_of, rank, "amax")]
+
+
+def _centred(values: Tensor, groups: Tensor, divide: bool, epsilon: float) -> Tensor:
+    """value - mean of its group, over the group's std where asked; 0 for a group of one."""
+    out = torch.zeros_like(values)
+    for member in by_group(groups):
+        own = values[member]
+        if len(own) > 1:
+            scale = own.std() + epsilon if divide else 1.0
+            out[member] = (own - own.mean()) / scale
+    return out

@@ -56,10 +56,32 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
     return {
         "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "step_rewards": torch.tensor(_step_rewards(experiences), dtype=torch.float32),
+        "anchors": torch.tensor(_anchors(experiences)),
         "groups": torch.tensor([numbers[e.eid.tid] for e in experiences]),
         "runs": torch.tensor([e.eid.run for e in experiences]),
         "steps": torch.tensor([e.eid.step for e in experiences]),
     }
+
+
+def _step_rewards(experiences: list[Experience]) -> list[float]:
+    """What each step earned: `info["step_reward"]`, else the episode's reward in its last step."""
+    last: dict[str, int] = {}
+    for e in experiences:
+        last[e.eid.rid] = max(last.get(e.eid.rid, 0), e.eid.step)
+    return [
+        float(e.info.get("step_reward", (e.reward or 0.0) * (e.eid.step == last[e.eid.rid])))
+        for e in experiences
+    ]
+
+
+def _anchors(experiences: list[Experience]) -> list[int]:
+    """The environment's states (`info["env_state_hash"]`) as numbers; unknown ones are alone."""
+    known: dict[object, int] = {}
+    return [
+        known.setdefault(e.info.get("env_state_hash", ("unknown", place)), len(known))
+        for place, e in enumerate(experiences)
+    ]
 
 
 def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:

@@ -22,8 +22,14 @@ Part = TypeVar("Part", bound=Callable)
 ALGORITHM_PATHS = {
     "sft": "trireme.algorithms.recipes.SFT",
     "grpo": "trireme.algorithms.recipes.GRPO",
+    "multi_step_grpo": "trireme.algorithms.recipes.MULTI_STEP_GRPO",
+    "gigpo": "trireme.algorithms.recipes.GIGPO",
 }
-ADVANTAGE_PATHS = {"grpo": "trireme.algorithms.advantage.grpo"}
+ADVANTAGE_PATHS = {
+    "grpo": "trireme.algorithms.advantage.grpo",
+    "step_wise_grpo": "trireme.algorithms.advantage.step_wise_grpo",
+    "gigpo": "trireme.algorithms.advantage.gigpo",
+}
 POLICY_LOSS_PATHS = {
     "ppo": "trireme.algorithms.policy_loss.ppo",
     "sft": "trireme.algorithms.policy_loss.sft",

@@ -113,6 +113,14 @@ SFT = Recipe("sft", policy_loss_fn="sft", schema="sft")
 GRPO = Recipe(
     "grpo", policy_loss_fn="ppo", advantage_fn="grpo", kl_loss_fn="k2", entropy_loss_fn="default"
 )
+MULTI_STEP_GRPO = replace(GRPO, name="multi_step_grpo", advantage_fn="step_wise_grpo")
+GIGPO = replace(
+    GRPO,
+    name="gigpo",
+    advantage_fn="gigpo",
+    group_size=8,
+    options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
+)
 
 
 def algorithm(

@@ -89,6 +89,11 @@ class BlockingModel:
         return self.model.engine.health().version
 
     @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its reply."""
+        return self.model.max_model_len
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.model.chat_tokens.tokenizer

@@ -13,6 +13,8 @@ __getattr__ = lazy_names(
         "SimpleWorkflow": "trireme.workflows.single_turn",
         "MathWorkflow": "trireme.workflows.single_turn",
         "MathBoxedWorkflow": "trireme.workflows.single_turn",
+        "MultiTurnWorkflow": "trireme.workflows.multi_turn",
+        "AsyncMultiTurnWorkflow": "trireme.workflows.multi_turn:MultiTurnWorkflow",
         "AsyncSimpleWorkflow": "trireme.workflows.single_turn:SimpleWorkflow",
         "AsyncMathWorkflow": "trireme.workflows.single_turn:MathWorkflow",
         "AsyncMathBoxedWorkflow": "trireme.workflows.single_turn:MathBoxedWorkflow",

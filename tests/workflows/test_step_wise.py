@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.workflows.test_workflow import call
+from trireme import Experience, RewardPropagationWorkflow, StepWiseRewardWorkflow
+from trireme.workflows.workflow import resolve
+
+
+class Guess(RewardPropagationWorkflow):
+    """The environment tells after each guess whether to go on."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.memory: list[dict[str, Any]] = []
+        self.right = False
+        self.closed = 0
+
+    def step(self, step_num: int) -> bool:
+        self.memory.append({"role": "user", "content": f"Guess {step_num}"})
+        text = self.model.chat(self.memory)[0].response_text
+        self.memory.append({"role": "assistant", "content": text})
+        self.right = text == "7"
+        return not self.right
+
+    def reward(self, exps: list[Experience]) -> float:
+        return 1.0 if self.right else -0.1
+
+    @property
+    def max_step_num(self) -> int:
+        return 3
+
+
+class GuessAsync(Guess):
+    async def step(self, step_num: int) -> bool:
+        self.memory.append({"role": "user", "content": f"Guess {step_num}"})
+        text = (await self.model.chat_async(self.memory))[0].response_text
+        self.memory.append({"role": "assistant", "content": text})
+        self.right = text == "7"
+        return not self.right
+
+
+class GuessTwin(Guess):
+    async def step_async(self, step_num: int) -> bool:
+        return await GuessAsync.step(self, step_num)  # type: ignore[arg-type]
+
+    async def reward_async(self, exps: list[Experience]) -> float:
+        return super().reward(exps)
+
+
+@pytest.mark.parametrize(
+    ("cls", "blocks"), [(Guess, True), (GuessAsync, False), (GuessTwin, False)]
+)
+def test_every_step_is_an_experience_with_the_reward_of_the_end(cls: type, blocks: bool) -> None:
+    assert resolve(cls).blocking == blocks
+    found = call(cls, ["1", "7", "9"])
+    assert [e.reward for e in found] == [1.0, 1.0]
+    assert [e.eid.step for e in found] == [0, 1]
+    assert [e.response_text for e in found] == ["1", "7"]
+    assert all(e.metrics["actual_env_steps"] == 2.0 for e in found)
+    first, second = found
+    assert second.tokens[: len(first.tokens)].tolist() == first.tokens.tolist()
+    assert int(second.mask.sum()) == int(first.mask.sum())  # only what its own step sampled
+
+
+def test_an_episode_ends_at_the_last_step() -> None:
+    found = call(Guess, ["1", "2", "3", "4"])
+    assert len(found) == 3 and found[0].reward == -0.1
+
+
+class Steps(StepWiseRewardWorkflow):
+    def step(self, step_num: int) -> bool:
+        self.model.chat([{"role": "user", "content": f"{step_num}"}])
+        return step_num < 2
+
+    def reward(self, exps: list[Experience], step_num: int) -> float:
+        assert [e.response_text for e in exps] == [str(step_num)]
+        return float(step_num)
+
+
+class StepsAsync(Steps):
+    async def reward(self, exps: list[Experience], step_num: int) -> float:
+        return step_num + 0.5
+
+    async def step(self, step_num: int) -> bool:
+        await self.model.chat_async([{"role": "user", "content": f"{step_num}"}])
+        return step_num < 2
+
+
+def test_every_step_has_its_own_reward() -> None:
+    found = call(Steps, ["0", "1", "2"])
+    assert [e.reward for e in found] == [0.0, 1.0, 2.0]
+    assert [e.info["step_reward"] for e in found] == [0.0, 1.0, 2.0]
+    assert [e.reward for e in call(StepsAsync, ["0", "1", "2"])] == [0.5, 1.5, 2.5]
+
+
+class Silent(Steps):
+    def step(self, step_num: int) -> bool:
+        raise RuntimeError("the environment broke")
+
+
+class Closes(Silent):
+    closed = 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_an_episode_that_breaks_is_closed() -> None:
+    with pytest.raises(RuntimeError, match="environment broke"):
+        call(Closes, [])
+    assert Closes.closed == 1
+
+
+def test_the_client_of_the_model_is_recorded() -> None:
+    class ByClient(Steps):
+        def step(self, step_num: int) -> bool:
+            self.client.chat.completions.create(
+                model=self.client.model_path, messages=[{"role": "user", "content": "a"}]
+            )
+            return step_num < 1
+
+    assert [e.response_text for e in call(ByClient, ["0", "1"])] == ["0", "1"]
+
+
+def test_the_length_of_an_episode_comes_from_the_yaml() -> None:
+    class Endless(Steps):
+        def step(self, step_num: int) -> bool:
+            self.model.chat([{"role": "user", "content": f"{step_num}"}])
+            return True
+
+    assert Endless.max_step_num.fget(_with_args({"max_env_steps": 4})) == 4  # type: ignore[attr-defined]
+    assert Endless.max_step_num.fget(_with_args({})) == 30  # type: ignore[attr-defined]
+
+
+def _with_args(args: dict[str, Any]) -> Any:
+    class Holder:
+        workflow_args = args
+
+    return Holder()

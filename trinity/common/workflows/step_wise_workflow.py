@@ -1,0 +1,15 @@
+"""Import path of the step-wise workflows."""
+
+from __future__ import annotations
+
+from trireme import lazy_names
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "StepWiseRewardWorkflow": "trireme.workflows.step_wise",
+        "RewardPropagationWorkflow": "trireme.workflows.step_wise",
+        "AsyncStepWiseRewardWorkflow": "trireme.workflows.step_wise:StepWiseRewardWorkflow",
+        "AsyncRewardPropagationWorkflow": "trireme.workflows.step_wise:RewardPropagationWorkflow",
+    },
+)

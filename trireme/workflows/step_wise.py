@@ -1,0 +1,168 @@
+"""Step-wise: every step of an episode is an experience of its own, so that contexts may be long.
+
+A step that extends the one before shares its prefix in training, so that nothing is computed twice.
+`step` and `reward` (or `step_async`, `reward_async`) are plain methods or `async def`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from trireme.experience import EID, Experience
+from trireme.model.blocking import BlockingModel
+from trireme.task import Task
+from trireme.workflows.classes import Workflow
+
+
+class _Episode(Workflow):
+    """What both forms share: the loop over the steps."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        model: BlockingModel,
+        auxiliary_models: Sequence[Any] | None = None,
+        use_openai_client: bool = True,
+    ) -> None:
+        """`use_openai_client` has no effect: `client` is made where it is used."""
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class with any coroutine among its methods runs on the event loop."""
+        super().__init_subclass__(**options)
+        methods = [cls.method(name) for name in ("step", "reward")]
+        if any(inspect.iscoroutinefunction(method) for method in methods):
+            cls.is_async = True
+
+    @classmethod
+    def method(cls, name: str) -> Callable[..., Any]:
+        """`name` or `<name>_async`, whichever the most derived class defines."""
+        for owner in cls.__mro__:
+            for spelled in (f"{name}_async", name):
+                if spelled in vars(owner):
+                    return getattr(cls, spelled)
+        raise TypeError(f"{cls.__name__} has no method `{name}`")
+
+    @cached_property
+    def client(self) -> Any:
+        """An OpenAI client of the rollout model; what it is answered is recorded."""
+        return self._client(self.model)
+
+    @property
+    def max_step_num(self) -> int:
+        """Most steps of an episode: `workflow_args.max_env_steps`, else 30."""
+        return int(self.workflow_args.get("max_env_steps", 30))
+
+    def step(self, step_num: int) -> bool:
+        """One interaction with the environment, counted from 0. False ends the episode."""
+        raise NotImplementedError(f"{type(self).__name__} must define `step(self, step_num)`")
+
+    def close(self) -> None:
+        """Give back what the episode holds (an environment, say). Called once, however it ends."""
+
+    def run(self) -> list[Experience]:
+        """All steps, one after the other; each experience has its step's number."""
+        step = self.method("step")
+        episode: list[Experience] = []
+        try:
+            for number in range(self.max_step_num):
+                goes_on = step(self, step_num=number)
+                episode += self._recorded(number)
+                self._judge_step(episode, number)
+                if not goes_on:
+                    break
+            self._judge_end(episode)
+        finally:
+            self.close()
+        return episode
+
+    async def run_async(self) -> list[Experience]:
+        """`run`, where a method is a coroutine."""
+        step = self.method("step")
+        episode: list[Experience] = []
+        try:
+            for number in range(self.max_step_num):
+                goes_on = await _settled(step(self, step_num=number))
+                episode += self._recorded(number)
+                await _settled(self._judge_step(episode, number))
+                if not goes_on:
+                    break
+            await _settled(self._judge_end(episode))
+        finally:
+            await _settled(self.close())
+        return episode
+
+    def _recorded(self, number: int) -> list[Experience]:
+        """What the model said in this step."""
+        found = self.model.extract_experience_from_history()
+        for experience in found:
+            experience.eid = EID(step=number)
+            experience.info["env_step"] = number
+        return found
+
+    def _judge_step(self, episode: list[Experience], number: int) -> Any:
+        """Rewards of the step that has just ended; awaitable where `reward` is."""
+
+    def _judge_end(self, episode: list[Experience]) -> Any:
+        """Rewards after the last step; awaitable where `reward` is."""
+
+
+class StepWiseRewardWorkflow(_Episode):
+    """A reward for every step, by itself. Give `step` and `reward`."""
+
+    def reward(self, exps: list[Experience], step_num: int) -> float:
+        """The reward of one step, given to all of its experiences."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `reward(self, exps, step_num)`"
+        )
+
+    def _judge_step(self, episode: list[Experience], number: int) -> Any:
+        mine = [e for e in episode if e.info["env_step"] == number]
+        given = self.method("reward")(self, mine, step_num=number)
+        return _with_value(given, lambda value: _give(mine, value, step_reward=value))
+
+
+class RewardPropagationWorkflow(_Episode):
+    """One reward when the episode has ended, given to all of its steps. Give `step`, `reward`."""
+
+    def reward(self, exps: list[Experience]) -> float:
+        """The reward of the episode, from the experiences of all its steps."""
+        raise NotImplementedError(f"{type(self).__name__} must define `reward(self, exps)`")
+
+    def _judge_end(self, episode: list[Experience]) -> Any:
+        steps = len({e.info["env_step"] for e in episode})
+
+        def give(value: float) -> None:
+            _give(episode, value)
+            for experience in episode:
+                experience.metrics["actual_env_steps"] = float(steps)
+
+        return _with_value(self.method("reward")(self, episode), give)
+
+
+def _give(experiences: Sequence[Experience], reward: float, **info: float) -> None:
+    """Set a reward; a prompt that was too long keeps its 0."""
+    for experience in experiences:
+        if experience.truncate_status != "prompt_truncated" or experience.reward is None:
+            experience.reward = float(reward)
+        experience.info.update(info)
+
+
+def _with_value(given: Any, use: Callable[[float], None]) -> Any:
+    """`use(given)`, now or when it has been awaited."""
+    if not inspect.isawaitable(given):
+        return use(given)
+
+    async def later() -> None:
+        use(await given)
+
+    return later()
+
+
+async def _settled(given: Any) -> Any:
+    """The value of something that may have to be awaited."""
+    return await given if inspect.isawaitable(given) else given
