@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.made import SEEDS, config_of, values
-from trireme.config import draft_plans, load_config, make_plans
+from trireme.config import ConfigError, draft_plans, load_config, make_plans
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,31 @@ def test_the_alfworld_seeds_numbers():
     assert not plan.deterministic
 
 
-def test_the_alfworld_seed_is_refused_for_what_is_not_there_yet():
+def test_the_alfworld_seed_lacks_nothing_but_its_data():
     _, problems = draft_plans(load_config(SEEDS / "alfworld.yaml"))
     keys = {problem.key for problem in problems}
-    assert "algorithm.algorithm_type" in keys
-    assert "buffer.trainer_input.experience_buffer.replay_buffer.enable" in keys
-    assert not any("fixed" in str(problem) for problem in problems)
+    taskset = "buffer.explorer_input.taskset"
+    assert keys <= {f"{taskset}.path", f"{taskset}.default_workflow_type"}
+
+
+@pytest.mark.parametrize(
+    ("replay", "message"),
+    [
+        ("priority_fn_args.decay=fast", "decay is 'fast': expected a number"),
+        ("priority_fn_args.speed=2", "has 'speed': linear_decay knows decay"),
+        ("priority_fn=newest", "priority_fn"),
+    ],
+)
+def test_options_of_the_replay_are_checked(tmp_path, replay, message):
+    key = "buffer.trainer_input.experience_buffer.replay_buffer"
+    with pytest.raises(ConfigError, match=message):
+        plan_of(tmp_path, f"{key}.enable=true", f"{key}.{replay}")
+
+
+def test_replay_is_of_the_queue(tmp_path):
+    key = "buffer.trainer_input.experience_buffer"
+    with pytest.raises(ConfigError, match="the store is sql, and only a queue has one"):
+        plan_of(tmp_path, f"{key}.replay_buffer.enable=true", f"{key}.storage_type=sql")
 
 
 def test_the_gsm8k_seed_runs_as_it_stands(tmp_path, monkeypatch):

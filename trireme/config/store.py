@@ -36,11 +36,37 @@ def store_of(draft: Draft, job_dir: Path) -> tuple[BufferType, str]:
             "queue in memory, and a copy of each goes to the file"
         )
         kind = "queue"
+    _examine_replay(draft, kind)
     if not path:
         path = f"sqlite:///{buffer.name}.db" if kind == "sql" else f"{buffer.name}.jsonl"
     elif kind == "sql" and not is_url:
         path = f"sqlite:///{path}"
     return kind, _placed(path, job_dir)
+
+
+REPLAY_OPTIONS = {
+    "linear_decay": ("decay",),
+    "decay_limit_randomization": ("decay", "use_count_limit", "sigma"),
+}
+
+
+def _examine_replay(draft: Draft, kind: BufferType) -> None:
+    """Priority replay is of the queue in memory, and its options are those of its priority."""
+    replay = draft.config.buffer.trainer_input.experience_buffer.replay_buffer
+    key = "buffer.trainer_input.experience_buffer.replay_buffer"
+    if not replay.enable:
+        return
+    if kind != "queue":
+        draft.problem(f"{key}.enable", f"is true: the store is {kind}, and only a queue has one")
+    known = REPLAY_OPTIONS[replay.priority_fn]
+    for name, value in replay.priority_fn_args.items():
+        if name not in known:
+            draft.problem(
+                f"{key}.priority_fn_args",
+                f"has '{name}': {replay.priority_fn} knows {', '.join(known)}",
+            )
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            draft.problem(f"{key}.priority_fn_args.{name}", f"is {value!r}: expected a number")
 
 
 def _placed(path: str, job_dir: Path) -> str:

@@ -15,6 +15,7 @@ from trireme.buffer.buffer import Buffer
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
+from trireme.buffer.replay import PRIORITIES, ReplayBuffer
 from trireme.buffer.sql import SqlBuffer
 from trireme.buffer.table import resolve_url
 from trireme.checkpoint.layout import JobFolder
@@ -227,6 +228,18 @@ def make_buffer(
         )
         return store, None
     record = record_for(config.path, folder.buffer)
+    replay = config.replay_buffer
+    if replay.enable:
+        priority = PRIORITIES[replay.priority_fn](**replay.priority_fn_args)
+        buffer = ReplayBuffer(
+            config.name,
+            priority=priority,
+            reuse_cooldown_time=replay.reuse_cooldown_time,
+            capacity=config.capacity,
+            max_read_timeout=config.max_read_timeout,
+            record=record,
+        )
+        return buffer, record
     queue = QueueBuffer(
         config.name,
         capacity=config.capacity,

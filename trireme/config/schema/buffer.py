@@ -33,12 +33,12 @@ class ReplayBufferConfig:
 
     enable: bool = False
     """Turns it on."""
-    priority_fn: str = "linear_decay"
+    priority_fn: Literal["linear_decay", "decay_limit_randomization"] = "linear_decay"
     """How version and use count become a priority."""
     reuse_cooldown_time: float | None = number(None, above=0)
     """Seconds after which a used experience may come back; not given: never."""
     priority_fn_args: dict[str, Any] = field(default_factory=lambda: {"decay": 2.0})
-    """Options of the priority."""
+    """Its options: decay; for decay_limit_randomization also use_count_limit and sigma."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,231 @@
+"""Replay: hands out the experiences with the highest priority first, and some of them again.
+
+Invariants:
+- Groups (one task in one explore step) come and go whole. Their version is that of their oldest
+  sampled token; what a batch leaves of a group is the next batch's beginning.
+- `put` waits for nobody: beyond `capacity` groups the lowest priority is dropped, and counted.
+- A group is used again only where `reuse_cooldown_time` is given, and that long after its last use.
+- After `close` nothing comes back: what lies here is handed out once more at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trireme.buffer.buffer import Closed
+from trireme.buffer.record import Record
+from trireme.buffer.waiting import Bell, Clock, WallClock
+from trireme.experience import Experience, group_by
+from trireme.serialize import decode, encode
+
+Priority = Callable[[int, int], tuple[float, bool]]
+"""`(version, use_count)` -> the priority, and whether the group may come back after this use."""
+
+
+def linear_decay(*, decay: float = 2.0) -> Priority:
+    """version - decay * use_count: the newest first, each use costs as much as `decay` versions."""
+    return lambda version, used: (version - decay * used, True)
+
+
+def decay_limit_randomization(
+    *, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0, seed: int = 0
+) -> Priority:
+    """`linear_decay` plus N(0, sigma); no more than `use_count_limit` uses (0: any number)."""
+    source = random.Random(seed)
+
+    def priority(version: int, used: int) -> tuple[float, bool]:
+        noise = source.gauss(0.0, sigma) if sigma else 0.0
+        return version - decay * used + noise, use_count_limit <= 0 or used < use_count_limit
+
+    return priority
+
+
+PRIORITIES: Mapping[str, Callable[..., Priority]] = {
+    "linear_decay": linear_decay,
+    "decay_limit_randomization": decay_limit_randomization,
+}
+
+
+@dataclass
+class _Group:
+    experiences: list[Experience]
+    version: int
+    used: int = 0
+    ready_at: float = 0.0
+    number: int = field(default=0)
+    priority: float = 0.0
+
+    def __lt__(self, other: _Group) -> bool:
+        """Higher priority first, then first come first."""
+        return (-self.priority, self.number) < (-other.priority, other.number)
+
+
+class ReplayBuffer:
+    """A priority queue of groups, within one process."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        priority: Priority | None = None,
+        reuse_cooldown_time: float | None = None,
+        capacity: int = 10000,
+        max_read_timeout: float = 1800.0,
+        record: Record | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`record` gets a copy of each experience that is put."""
+        self.name = name
+        self.dropped = 0
+        self._priority = priority or linear_decay()
+        self._cooldown = reuse_cooldown_time
+        self._capacity = capacity
+        self._timeout = max_read_timeout
+        self._record = record
+        self._clock = clock or WallClock()
+        self._bell = Bell(self._clock)
+        self._heap: list[_Group] = []
+        self._resting: list[_Group] = []
+        self._begun: list[Experience] = []
+        """What the last batch left of a group."""
+        self._count = itertools.count()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._last_put = self._clock.now()
+
+    async def put(self, experiences: Sequence[Experience]) -> None:
+        """See Buffer."""
+        self._stop_if_failed()
+        if self._closed:
+            raise Closed(f"buffer '{self.name}' is closed")
+        if self._record is not None and experiences:
+            await self._record.write(experiences)
+        for members in group_by(list(experiences), "task").values():
+            version = min((e.version for e in members if e.version >= 0), default=0)
+            self._add(_Group(members, version))
+        self._last_put = self._clock.now()
+        self._bell.ring()
+
+    async def take(self, n: int) -> list[Experience]:
+        """See Buffer. Uses go up by one for each group that a batch begins with."""
+        begun = self._clock.now()
+        while not self._closed and self._count_ready() < n:
+            now = self._clock.now()
+            left = max(begun, self._last_put) + self._timeout - now
+            if left <= 0:
+                raise TimeoutError(
+                    f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
+                    f"{len(self)}, and no new one came for {self._timeout:g} s (max_read_timeout)"
+                )
+            rested = min((g.ready_at - now for g in self._resting), default=left)
+            await self._bell.wait(min(left, max(rested, 0.0)))
+        self._stop_if_failed()
+        taken: list[Experience] = []
+        while len(taken) < n and (self._begun or self._heap):
+            if not self._begun:
+                self._begun = self._use(heapq.heappop(self._heap))
+            room = n - len(taken)
+            taken += self._begun[:room]
+            self._begun = self._begun[room:]
+        if not taken:
+            raise Closed(f"buffer '{self.name}' is closed and empty")
+        return taken
+
+    async def close(self) -> None:
+        """See Buffer."""
+        self._closed = True
+        self._resting = []
+        self._bell.ring()
+
+    async def fail(self, error: BaseException) -> None:
+        """See Buffer."""
+        self._failure = self._failure or error
+        await self.close()
+
+    def __len__(self) -> int:
+        return len(self._begun) + sum(len(group.experiences) for group in self._heap)
+
+    def commit(self) -> None:
+        """What was taken is not kept here: nothing to forget."""
+
+    def metrics(self) -> dict[str, float]:
+        """Groups waiting, resting and dropped so far."""
+        return {
+            "buffer/groups": len(self._heap),
+            "buffer/resting": len(self._resting),
+            "buffer/dropped": self.dropped,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The groups with their uses and rests, and their experiences as bytes."""
+        if self._record is not None:
+            self._record.flush()
+        now, groups = self._clock.now(), [*sorted(self._heap), *self._resting]
+        facts = [
+            {
+                "size": len(group.experiences),
+                "version": group.version,
+                "used": group.used,
+                "rest": max(group.ready_at - now, 0.0) if i >= len(self._heap) else None,
+            }
+            for i, group in enumerate(groups)
+        ]
+        held = [*self._begun, *(e for group in groups for e in group.experiences)]
+        return {"begun": len(self._begun), "groups": facts, "experiences": encode(held)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See Buffer."""
+        held = iter(decode(state["experiences"]))
+        self._begun = [next(held) for _ in range(state["begun"])]
+        self._heap, self._resting = [], []
+        for facts in state["groups"]:
+            members = [next(held) for _ in range(facts["size"])]
+            group = _Group(members, facts["version"], facts["used"])
+            if facts["rest"] is None:
+                self._add(group)
+            else:
+                group.ready_at = self._clock.now() + facts["rest"]
+                self._resting.append(group)
+
+    def _add(self, group: _Group) -> None:
+        """Into the heap; the lowest priority goes where there is no room for all."""
+        group.priority, _ = self._priority(group.version, group.used)
+        group.number = next(self._count)
+        heapq.heappush(self._heap, group)
+        if len(self._heap) > self._capacity:
+            # of equals the one that came first goes: it is the older one
+            lowest = min(self._heap, key=lambda g: (g.priority, g.number))
+            self._heap.remove(lowest)
+            heapq.heapify(self._heap)
+            self.dropped += 1
+
+    def _use(self, group: _Group) -> list[Experience]:
+        """Count a use, and let the group rest where it may come back."""
+        group.used += 1
+        _, again = self._priority(group.version, group.used)
+        if self._cooldown is not None and again and not self._closed:
+            group.ready_at = self._clock.now() + self._cooldown
+            self._resting.append(group)
+        for experience in group.experiences:
+            experience.info["use_count"] = group.used
+        return list(group.experiences)
+
+    def _count_ready(self) -> int:
+        """How many experiences can be taken, after those that have rested long enough came back."""
+        now = self._clock.now()
+        rested = [group for group in self._resting if group.ready_at <= now]
+        self._resting = [group for group in self._resting if group.ready_at > now]
+        for group in rested:
+            self._add(group)
+        return len(self)
+
+    def _stop_if_failed(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"buffer '{self.name}': the other side has failed: {self._failure}"
+            ) from self._failure
