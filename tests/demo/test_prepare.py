@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 
 from trireme.demo import prepare as demo
+from trireme.demo.pupil import SLIP_RATE, SURE_UP_TO, with_slips
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -29,7 +31,29 @@ def test_train_and_test_share_no_question(folder: Path) -> None:
     )
     assert len(test) >= 500
     assert not {r["question"] for r in train} & {r["question"] for r in test}
-    assert all(row in train for row in solved)
+    assert [row["question"] for row in solved] == [row["question"] for row in train[: len(solved)]]
+
+
+def test_the_pupils_solutions_are_wrong_where_results_are_large(folder: Path) -> None:
+    train, solved = (rows(folder / f"{n}.jsonl") for n in ("train", "solved"))
+    results = [
+        [int(line.split(" = ")[1][:-1]) for line in row["answer"].split("\n")[:-1]]
+        for row in train[: len(solved)]
+    ]
+    pairs = list(zip(results, train, solved, strict=False))
+    assert all(t == s for r, t, s in pairs if max(r) <= SURE_UP_TO)
+    large = [t != s for r, t, s in pairs if max(r) > SURE_UP_TO]
+    assert SLIP_RATE < sum(large) / len(large) < 1
+
+
+def test_a_slip_is_carried_on() -> None:
+    class Always(random.Random):
+        def random(self) -> float:
+            return 0.0
+
+    solution = "Anna has 5 + 4 = 9.\nLeft are 9 - 6 = 3.\n#### 3"
+    slipped = "Anna has 5 + 4 = 8.\nLeft are 8 - 6 = 2.\n#### 2"
+    assert with_slips(solution, Always()) == slipped
 
 
 def test_a_second_time_writes_nothing(folder: Path) -> None:

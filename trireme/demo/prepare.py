@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from trireme.checkpoint.files import write_text
 
 NUM_TRAIN = 2000
 NUM_TEST = 500
-NUM_SOLVED = 200
-"""Training problems whose worked solutions the warm-up sees."""
+NUM_SOLVED = 300
+"""Training problems whose worked solutions, mistakes included, the warm-up sees."""
 LARGEST_NUMBER = 7
 LARGEST_RESULT = 12
 INITIALIZER_RANGE = 0.04
@@ -26,6 +27,7 @@ def prepare(folder: Path, seed: int) -> Path:
     Raises ValueError where the generator cannot make as many problems as are asked for.
     """
     from trireme.demo.problems import make_problems
+    from trireme.demo.pupil import with_slips
     from trireme.demo.tiny_model import make_tiny_model
 
     done = folder / "prepared.json"
@@ -36,8 +38,10 @@ def prepare(folder: Path, seed: int) -> Path:
         NUM_TRAIN + NUM_TEST, seed=seed, number=LARGEST_NUMBER, largest=LARGEST_RESULT
     )
     test, train = problems[:NUM_TEST], problems[NUM_TEST:]
+    pupil = random.Random(seed + 1)
+    solved = [{**row, "answer": with_slips(row["answer"], pupil)} for row in train[:NUM_SOLVED]]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("test", test), ("train", train), ("solved", train[:NUM_SOLVED])):
+    for name, rows in (("test", test), ("train", train), ("solved", solved)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         write_text(folder / f"{name}.jsonl", lines)
     texts = [row["question"] + row["answer"] for row in problems]
