@@ -18,10 +18,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("workflows", "sync", "pipeline"),
     ("model",),
     ("engines", "buffer", "checkpoint", "monitor"),
-    ("data", "rewards"),
+    ("data", "rewards", "envs"),
     ("algorithms",),
     ("batch",),
-    ("experience", "serialize", "task", "registry", "log", "config"),
+    ("experience", "serialize", "task", "registry", "log", "threads", "config"),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -146,6 +146,9 @@ def test_no_experiences_have_no_advantages():
 @pytest.mark.parametrize("strategy", ["default", "warmup"])
 def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
     class Five:
+        async def take_step(self) -> list[Experience]:
+            raise AssertionError("not asked for")
+
         async def take(self, n: int) -> list[Experience]:
             return _rollouts({(0, run): 0.0 for run in range(n)})
 

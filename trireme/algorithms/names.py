@@ -49,6 +49,7 @@ ENTROPY_PATHS = {
 SAMPLE_PATHS = {
     "default": "trireme.algorithms.sample.default",
     "warmup": "trireme.algorithms.sample.default",
+    "explore_step": "trireme.algorithms.sample.explore_step",
 }
 LOSS_AGG_MODES = (
     "token-mean",

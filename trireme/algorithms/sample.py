@@ -17,7 +17,16 @@ class Takes(Protocol):
         """n experiences."""
         ...
 
+    async def take_step(self) -> list[Experience]:
+        """All experiences of the next explore step."""
+        ...
+
 
 async def default(buffer: Takes, num: int) -> list[Experience]:
     """The next `num` in the buffer's own order."""
     return await buffer.take(num)
+
+
+async def explore_step(buffer: Takes, num: int) -> list[Experience]:
+    """All experiences of one explore step, however many: on-policy where episodes differ."""
+    return await buffer.take_step()

@@ -35,6 +35,10 @@ class Buffer(Protocol):
         """
         ...
 
+    async def take_step(self) -> list[Experience]:
+        """All experiences of one `put`, in a store that keeps them apart; waits like `take`."""
+        ...
+
     async def fail(self, error: BaseException) -> None:
         """The run has failed: everyone who waits, here or in another process, gets the cause."""
         ...

@@ -72,6 +72,10 @@ class FileBuffer:
             raise Closed(f"buffer '{self.name}' has been read to its end")
         return taken
 
+    async def take_step(self) -> list[Experience]:
+        """Not here: the Plan refuses it."""
+        raise NotImplementedError("a file buffer does not keep explore steps apart")
+
     async def close(self) -> None:
         """See Buffer."""
         self._closed = True

@@ -74,6 +74,20 @@ class QueueBuffer:
 
     async def take(self, n: int) -> list[Experience]:
         """See Buffer."""
+        await self._wait_for(n)
+        taken = [self._pop() for _ in range(min(n, len(self)))]
+        self._taken()
+        return taken
+
+    async def take_step(self) -> list[Experience]:
+        """See Buffer."""
+        await self._wait_for(1)
+        taken = list(self._puts.popleft())
+        self._taken()
+        return taken
+
+    async def _wait_for(self, n: int) -> None:
+        """Until there are n experiences, or the last ones. Raises Closed where there are none."""
         begun = self._clock.now()
         self._wanted = n
         if len(self) < n:
@@ -93,10 +107,10 @@ class QueueBuffer:
         self._stop_if_failed()
         if not self._puts:
             raise Closed(f"buffer '{self.name}' is closed and empty")
-        taken = [self._pop() for _ in range(min(n, len(self)))]
+
+    def _taken(self) -> None:
         self._last_take = self._clock.now()
         self._bell.ring()
-        return taken
 
     async def close(self) -> None:
         """See Buffer."""

@@ -136,6 +136,10 @@ class ReplayBuffer:
             raise Closed(f"buffer '{self.name}' is closed and empty")
         return taken
 
+    async def take_step(self) -> list[Experience]:
+        """Not here: the Plan refuses it."""
+        raise NotImplementedError("a replay buffer does not keep explore steps apart")
+
     async def close(self) -> None:
         """See Buffer."""
         self._closed = True

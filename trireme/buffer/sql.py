@@ -105,6 +105,10 @@ class SqlBuffer:
         self._taken += [row_id for row_id, _ in found]
         return await asyncio.to_thread(lambda: [decode(data)[0] for _, data in found])
 
+    async def take_step(self) -> list[Experience]:
+        """Not here: the Plan refuses it."""
+        raise NotImplementedError("an SQL buffer does not keep explore steps apart")
+
     async def close(self) -> None:
         """See Buffer."""
         await asyncio.to_thread(self._leave, None)

@@ -92,7 +92,10 @@ def _explore_step(plan: Plan) -> str:
 
 def _train_step(plan: Plan) -> str:
     micro = f"micro-batches of up to {plan.max_token_len} tokens"
-    return f"{plan.train_batch_size} experiences, {micro}"
+    size = "what an explore step left"
+    if plan.least_batch == plan.train_batch_size:
+        size = f"{plan.train_batch_size} experiences"
+    return f"{size}, {micro}"
 
 
 def _steps(plan: Plan, explores: bool, trains: bool) -> str:

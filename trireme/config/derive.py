@@ -13,7 +13,7 @@ from trireme.config.problem import Problem
 from trireme.config.schema import Config
 from trireme.config.schema.synchronizer import METHODS, STYLES
 from trireme.config.stages import Stage, reads_file
-from trireme.config.steps import steps_of
+from trireme.config.steps import steps_of, whole_steps
 from trireme.config.store import store_of
 from trireme.config.support import supported
 from trireme.config.used import StageFacts
@@ -30,6 +30,7 @@ def derive(stage: Stage, facts: StageFacts, root: Path, problems: list[Problem])
     style = _style(draft, steps.train_batch_size)
     method = _method(draft)
     lock_step = _lock_step(config, steps.train_batch_size, method)
+    _whole_steps(draft)
     if config.deterministic and not lock_step and not reads_file(config):
         draft.problem(
             "deterministic",
@@ -60,6 +61,7 @@ def derive(stage: Stage, facts: StageFacts, root: Path, problems: list[Problem])
         batch_size=config.buffer.batch_size,
         repeat_times=config.algorithm.repeat_times,
         train_batch_size=steps.train_batch_size,
+        least_batch=1 if whole_steps(config) else steps.train_batch_size,
         explore_steps=steps.explore,
         train_steps=steps.train,
         schedule_steps=steps.schedule,
@@ -143,6 +145,28 @@ def _style(draft: Draft, train_batch_size: int) -> SyncStyle:
     return "fixed" if style == "fully_async" else style  # type: ignore[return-value]
 
 
+def _whole_steps(draft: Draft) -> None:
+    """A batch that is an explore step has no other size, and needs the queue of one process."""
+    config = draft.config
+    if not whole_steps(config):
+        return
+    if config.buffer.train_batch_size:
+        draft.problem(
+            "buffer.train_batch_size",
+            f"is {config.buffer.train_batch_size}: with algorithm.sample_strategy explore_step a "
+            "batch is what an explore step left; leave it out",
+        )
+    buffer = config.buffer.trainer_input.experience_buffer
+    if config.mode != "both" or reads_file(config) or buffer.storage_type == "sql":
+        draft.problem(
+            "algorithm.sample_strategy", "is explore_step: expected mode both and a queue as store"
+        )
+    elif buffer.replay_buffer.enable:
+        draft.problem(
+            "algorithm.sample_strategy", "is explore_step: a replay buffer mixes explore steps"
+        )
+
+
 def _method(draft: Draft) -> SyncMethod:
     """How weights travel here: inside the process where both sides live in it, else by files."""
     config = draft.config
@@ -172,7 +196,10 @@ def _lock_step(config: Config, train_batch_size: int, method: SyncMethod) -> boo
         and sync.sync_interval == 1
         and sync.sync_offset == 0
         and method == "memory"
-        and train_batch_size == config.buffer.batch_size * config.algorithm.repeat_times
+        and (
+            whole_steps(config)
+            or train_batch_size == config.buffer.batch_size * config.algorithm.repeat_times
+        )
     )
 
 

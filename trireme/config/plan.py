@@ -38,6 +38,8 @@ class Plan:
     batch_size: int
     repeat_times: int
     train_batch_size: int
+    least_batch: int
+    """Experiences without which a train step has to wait."""
     explore_steps: int | None
     """None: there is no exploring, or only the loaded data tells."""
     train_steps: int | None

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trireme.config.draft import Draft
+from trireme.config.schema import Config
 from trireme.config.stages import reads_file
 from trireme.config.used import StageFacts
 
@@ -54,10 +55,16 @@ def steps_of(draft: Draft, facts: StageFacts) -> Steps:
     expected = None if explore is None else math.ceil(explore * made / wanted)
     schedule = config.trainer.total_steps or expected
     train = None if config.mode == "explore" else config.trainer.total_steps
-    if train is None and config.mode == "both" and facts.workflows <= _one_experience_names():
+    known = whole_steps(config) or facts.workflows <= _one_experience_names()
+    if train is None and config.mode == "both" and known:
         train = expected
     per_epoch = None if rows is None else rows // buffer.batch_size
     return Steps(wanted, explore, train, schedule, per_epoch)
+
+
+def whole_steps(config: Config) -> bool:
+    """Whether a train step learns from one whole explore step, however many experiences it left."""
+    return config.algorithm.sample_strategy == "explore_step"
 
 
 def _one_experience_names() -> set[str]:

@@ -58,9 +58,13 @@ def make_tiny_model(
     layers: int = 2,
     max_len: int = 256,
     initializer_range: float = 0.02,
+    largest: int = 99,
 ) -> Path:
-    """Write a random Qwen3 of about half a million weights and its tokenizer to `folder`."""
-    tokenizer = make_tokenizer(texts)
+    """Write a random Qwen3 of about half a million weights and its tokenizer to `folder`.
+
+    The tokenizer knows the pieces of `texts` and the numbers up to `largest` (-1: none).
+    """
+    tokenizer = make_tokenizer(texts, largest)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert isinstance(end, int) and isinstance(pad, int)
     config = Qwen3Config(

@@ -12,11 +12,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from trireme.experience import EID, Experience
 from trireme.log import get_logger
 from trireme.model.model import Model
 from trireme.task import Task
+from trireme.threads import in_thread
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
 
 Key = tuple[Any, ...]
@@ -200,31 +200,3 @@ def drop(call: asyncio.Future[Any]) -> None:
     if not call.done():
         call.add_done_callback(lambda late: late.cancelled() or late.exception())
         call.cancel()
-
-
-async def in_thread(function: Callable[[], Any], *, name: str) -> Any:
-    """Run blocking code in a daemon thread of its own: a hung one must not use up a shared pool."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # timed out: dropped
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except StopIteration as raised:  # no Future takes one
-            error = RuntimeError(f"raised {raised!r}").with_traceback(raised.__traceback__)
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the run, and its loop, may have ended
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return await future

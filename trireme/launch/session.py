@@ -207,7 +207,7 @@ class Session(AbstractContextManager["Session"]):
             offset=plan.sync_offset,
             timeout=plan.config.synchronizer.sync_timeout,
             lock_step=plan.share_tensors,
-            short=lambda: len(self.buffer) < plan.train_batch_size,
+            short=lambda: len(self.buffer) < plan.least_batch,
             version=state["version"],
             step=step,
         )
@@ -266,7 +266,7 @@ class Session(AbstractContextManager["Session"]):
             buffer=self.buffer,
             device=self.device,
             sync=sync,
-            batch_size=plan.train_batch_size,
+            batch_size=plan.least_batch,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps

@@ -18,6 +18,7 @@ WORKFLOW_PATHS = {
     "async_simple_workflow": _SIMPLE,
     "async_math_workflow": _MATH,
     "async_math_boxed_workflow": _MATH_BOXED,
+    "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
 }
 
 WORKFLOWS = Registry("workflow", WORKFLOW_PATHS)

@@ -1,0 +1,81 @@
+"""Writes what household.yaml reads: layouts to train and to test on, demonstrations, a tiny model.
+
+    python examples/grpo_household/make_household.py [--seed 0] [--out FOLDER]
+
+The demonstrations are of someone clumsy, who does anything at all in one action of four and
+forgets where he has been; only those that came to the goal are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from trireme.demo.tiny_model import make_tiny_model
+from trireme.envs.household import Household, Layout, clumsy_action
+
+NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 2000, 500, 400
+CLUMSINESS = 0.25
+MAX_STEPS = 8
+
+
+def demonstration(number: int, source: random.Random) -> list[dict[str, str]] | None:
+    """One episode as messages; None where it did not come to the goal."""
+    env = Household(Layout.numbered(number))
+    seen, _ = env.reset()
+    messages = []
+    for _ in range(MAX_STEPS):
+        action = clumsy_action(env, source, clumsiness=CLUMSINESS)
+        messages += [
+            {"role": "user", "content": seen},
+            {"role": "assistant", "content": action},
+        ]
+        seen, _, done, _ = env.step(action)
+        if done:
+            return messages
+    return None
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    """Layouts of different numbers differ: test and training share none."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    out = options.out or Path(f"checkpoints/household_assets/seed_{options.seed}")
+    source = random.Random(options.seed)
+    numbers, layouts = [], set()
+    while len(numbers) < NUM_TRAIN + NUM_TEST:
+        number = source.randrange(10**9)
+        if (layout := Layout.numbered(number)) not in layouts:
+            layouts.add(layout)
+            numbers.append(number)
+    test, train = numbers[:NUM_TEST], numbers[NUM_TEST:]
+    demonstrations = []
+    for number in train:
+        found = demonstration(number, source)
+        if found and len(demonstrations) < NUM_DEMONSTRATIONS:
+            demonstrations.append({"messages": found})
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / "train.jsonl", [{"layout": number} for number in train])
+    write(out / "test.jsonl", [{"layout": number} for number in test])
+    write(out / "demonstrations.jsonl", demonstrations)
+    texts = [m["content"] for row in demonstrations for m in row["messages"]]
+    make_tiny_model(
+        out / "model", texts, seed=options.seed, max_len=384, initializer_range=0.04, largest=-1
+    )
+    print(
+        f"{len(train)} layouts to train on, {len(test)} to test on, "
+        f"{len(demonstrations)} demonstrations in {out}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Environments that misbehave, made in worker processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+
+class Fake:
+    """Counts; `action` says what to do."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        print("an environment that talks")
+        return f"{os.getpid()}", {"start": self.count}
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        if action == "raise":
+            raise ValueError("no such door")
+        if action == "hang":
+            time.sleep(60)
+        if action == "die":
+            os._exit(7)
+        self.count += 1
+        return f"{action} {self.count}", 0.5, self.count >= 3, {"n": self.count}
+
+    def close(self) -> None:
+        pass
+
+
+def make(start: int = 0, broken: bool = False) -> Fake:
+    if broken:
+        raise FileNotFoundError("no game file")
+    return Fake(start)

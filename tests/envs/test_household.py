@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from trireme.envs.household import CLOSED_PLACES, NOTHING, Household, Layout, clumsy_action
+
+LAYOUT = Layout(
+    places=("desk", "box", "sofa"),
+    things=(("key", "box"), ("cup", "desk"), ("pen", "desk")),
+    target="key",
+    goal="sofa",
+)
+END = "key to sofa"
+
+
+def test_a_whole_episode() -> None:
+    env = Household(LAYOUT)
+    assert env.reset()[0] == f"go desk box sofa . {END}"
+    for action, seen in [
+        ("go desk", f"desk : cup pen . go box sofa . {END}"),
+        ("go box", f"box closed . go desk sofa . {END}"),
+        ("open box", f"box : key . go desk sofa . {END}"),
+        ("take key", f"hold key . go desk sofa . {END}"),
+        ("go desk", f"desk : cup pen . go box sofa . {END}"),
+        ("take cup", f"{NOTHING} . go box sofa . {END}"),  # it holds something
+        ("go sofa", f"sofa : nothing . go desk box . {END}"),
+    ]:
+        observation, reward, done, _ = env.step(action)
+        assert (observation, reward, done) == (seen, 0.0, False)
+    observation, reward, done, info = env.step("put key")
+    assert observation.startswith("key in sofa") and reward == 1.0 and done and info["valid"]
+
+
+@pytest.mark.parametrize(
+    "action", ["", "fly", "go", "go moon", "open desk", "take key", "put key", "take", "go desk x"]
+)
+def test_what_is_not_possible_does_nothing(action: str) -> None:
+    env = Household(LAYOUT)
+    env.step("go desk")
+    before = env.state
+    seen, reward, done, info = env.step(action)
+    assert seen.startswith(NOTHING) and not reward and not done and not info["valid"]
+    assert env.state == before == info["env_state_hash"]
+
+
+def test_layouts_are_those_of_their_numbers_and_solvable() -> None:
+    for number in range(200):
+        layout = Layout.numbered(number)
+        assert layout == Layout.numbered(number)
+        assert len(set(layout.places)) == 4 and set(layout.places) & set(CLOSED_PLACES)
+        where = dict(layout.things)
+        assert where[layout.target] != layout.goal and set(where.values()) <= set(layout.places)
+        env, source = Household(layout), random.Random(number)
+        done = any(env.step(clumsy_action(env, source, clumsiness=0.0))[2] for _ in range(200))
+        assert done
+    assert len({Layout.numbered(n) for n in range(200)}) == 200

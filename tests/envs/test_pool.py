@@ -1,0 +1,135 @@
+"""Environments in worker processes: what they answer, and what becomes of those that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from trireme.envs.pool import EnvError, EnvLost, EnvPool
+
+FACTORY = "tests.envs.fakes:make"
+
+
+@pytest.fixture
+def pool() -> Iterator[EnvPool]:
+    made = EnvPool(FACTORY, workers=2, timeout_s=5, recycle_after=500)
+    yield made
+    made.close()
+
+
+def test_an_episode(pool: EnvPool) -> None:
+    async def main() -> None:
+        async with pool.lend(start=1) as env:
+            _, info = await env.reset()
+            assert info == {"start": 1}
+            assert await env.step("a") == ("a 2", 0.5, False, {"n": 2})
+            assert await env.step("b") == ("b 3", 0.5, True, {"n": 3})
+
+    asyncio.run(main())
+    assert pool.counts == {"lent": 1, "ended": 1, "raised": 0, "hung": 0, "died": 0}
+
+
+def test_one_key_lives_on_one_worker_and_others_beside_it(pool: EnvPool) -> None:
+    lend = pool.lend_blocking
+    with lend(key="a") as one, lend(key="a") as two, lend(key="b") as other:
+        first = one.reset()[0]
+        assert two.reset()[0] == first
+        assert other.reset()[0] != first
+
+
+def test_what_an_environment_raises_comes_out_with_its_traceback(pool: EnvPool) -> None:
+    with pool.lend_blocking() as env:
+        env.reset()
+        with pytest.raises(EnvError, match="ValueError: no such door") as caught:
+            env.step("raise")
+        assert "fakes.py" in str(caught.value)
+        assert env.step("a")[0] == "a 1"  # the worker is well
+    with pool.lend_blocking(broken=True) as env, pytest.raises(EnvError, match="no game file"):
+        env.reset()
+    assert pool.counts["raised"] == 2 and pool.counts["ended"] == 0
+
+
+def test_a_hung_worker_is_replaced_and_its_other_environments_are_lost() -> None:
+    pool = EnvPool(FACTORY, workers=1, timeout_s=2)
+    try:
+        with pool.lend_blocking() as env, pool.lend_blocking() as beside:
+            assert env.reset() and beside.reset()
+            with pytest.raises(EnvLost, match=r"'step' of .* worker 0 gave no answer for 2 s"):
+                env.step("hang")
+            with pytest.raises(EnvLost, match="worker 0 is gone: 'step' of"):
+                beside.step("a")
+        with pool.lend_blocking() as env:
+            env.reset()
+            assert env.step("a")[0] == "a 1"
+        assert pool.counts == {"lent": 3, "ended": 1, "raised": 0, "hung": 1, "died": 1}
+    finally:
+        pool.close()
+
+
+def test_a_dead_worker_is_replaced(pool: EnvPool) -> None:
+    with pool.lend_blocking(key="k") as env:
+        pid = env.reset()[0]
+        with pytest.raises(EnvLost, match=r"ended it \(exit code 7\)"):
+            env.step("die")
+        with pool.lend_blocking(key="k") as again:
+            assert again.reset()[0] != pid
+    assert pool.counts["died"] == 1 and pool.counts["ended"] == 1
+
+
+def test_a_worn_worker_is_replaced_when_it_is_empty() -> None:
+    pool = EnvPool(FACTORY, workers=1, timeout_s=5, recycle_after=2)
+    try:
+        pids = []
+        for _ in range(5):
+            with pool.lend_blocking() as env:
+                pids.append(env.reset()[0])
+        assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+    finally:
+        pool.close()
+
+
+def test_many_episodes_from_loops_and_threads_are_all_accounted_for(pool: EnvPool) -> None:
+    async def episode(number: int) -> None:
+        async with pool.lend(key=str(number % 3)) as env:
+            await env.reset()
+            if number % 5 == 0:
+                with pytest.raises(EnvError):
+                    await env.step("raise")
+            else:
+                assert (await env.step("a"))[0] == "a 1"
+
+    async def several() -> None:
+        await asyncio.gather(*(episode(n) for n in range(20)))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(several())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.counts == {"lent": 40, "ended": 32, "raised": 8, "hung": 0, "died": 0}
+
+
+def test_a_cancelled_episode_gives_its_environment_back(pool: EnvPool) -> None:
+    async def main() -> None:
+        async def plays() -> None:
+            async with pool.lend() as env:
+                await env.reset()
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(plays())
+        await asyncio.sleep(1.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert pool.counts["lent"] == pool.counts["ended"] == 1
+
+
+def test_a_closed_pool_says_so() -> None:
+    pool = EnvPool(FACTORY, workers=1)
+    pool.close()
+    with pool.lend_blocking() as env, pytest.raises(EnvLost, match="closed"):
+        env.reset()

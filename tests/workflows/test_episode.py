@@ -1,0 +1,127 @@
+"""Episodes over environments: one conversation or one experience a step, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.workflows.test_workflow import call
+from trireme.envs.env import Seen, after_reset, after_step
+from trireme.workflows.episode import EpisodeWorkflow
+
+
+class Door:
+    """Opens at the third knock."""
+
+    made: ClassVar[list[Door]] = []
+
+    def __init__(self) -> None:
+        self.knocks, self.closed, self.threads = 0, 0, {threading.get_ident()}
+        type(self).made.append(self)
+
+    def reset(self) -> str:
+        self.threads.add(threading.get_ident())
+        return "a door"
+
+    def step(self, action: str) -> Any:
+        self.threads.add(threading.get_ident())
+        if action == "break":
+            raise RuntimeError("the door broke")
+        self.knocks += action == "knock"
+        open_ = self.knocks == 3
+        return "open" if open_ else "closed", float(open_), open_, {"env_state_hash": self.knocks}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Knock(EpisodeWorkflow):
+    max_env_steps = 4
+
+    def make_env(self) -> Any:
+        return Door()
+
+
+class Inline(Knock):
+    blocking_env = False
+    per_step = True
+
+
+class Coroutines(Knock):
+    blocking_env = False
+
+    async def make_env(self) -> Any:
+        class AsyncDoor(Door):
+            async def step(self, action: str) -> Any:
+                return super().step(action)
+
+        return AsyncDoor()
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    Door.made.clear()
+
+
+@pytest.mark.parametrize("cls", [Knock, Coroutines])
+def test_an_episode_is_one_conversation(cls: type) -> None:
+    (e,) = call(cls, ["knock", " knock", "knock"])
+    assert e.reward == 1.0
+    assert e.metrics["actual_env_steps"] == 3 and e.metrics["env_rounds"] == 2
+    assert e.metrics["env_done"] == 1.0
+    assert [m["content"] for m in e.messages or []][-2:] == ["closed", "knock"]
+
+
+def test_a_blocking_environment_has_one_thread_of_its_own() -> None:
+    call(Knock, ["knock", "knock", "knock"])
+    (door,) = Door.made
+    assert len(door.threads) == 1 and threading.get_ident() not in door.threads
+
+
+def test_per_step_gives_an_experience_for_each_with_what_it_earned() -> None:
+    found = call(Inline, ["knock", "wait", "knock", "knock"])
+    assert [e.reward for e in found] == [1.0] * 4
+    assert [e.info["step_reward"] for e in found] == [0.0, 0.0, 0.0, 1.0]
+    assert [e.info.get("env_state_hash") for e in found] == [None, 1, 1, 2]  # before each action
+    assert Door.made[0].closed == 1
+
+
+def test_an_episode_that_does_not_end_has_its_own_reward() -> None:
+    (e,) = call(Knock, ["wait"] * 4)
+    assert e.reward == -0.1 and e.metrics["env_done"] == 0.0
+
+
+def test_an_environment_that_raises_fails_the_rollout_and_is_closed() -> None:
+    with pytest.raises(RuntimeError, match="the door broke"):
+        call(Inline, ["break"])
+    assert Door.made[0].closed == 1
+
+
+def test_what_does_not_fit_ends_the_episode_and_is_counted() -> None:
+    class Long(Inline):
+        def format_observation(self, seen: Seen) -> str:
+            return "x" * 30
+
+    found = call(Long, ["wait"] * 4, max_model_len=100)
+    assert found[0].metrics["env_no_room"] == 1.0 and len(found) < 4
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("s", 1, True, {"a": 1}), Seen("s", 1.0, True, {"a": 1})),
+        (("s", 0.5, False, True, {}), Seen("s", 0.5, True, {})),
+        (("s", None, False, None), Seen("s", 0.0, False, {})),
+    ],
+)
+def test_steps_of_four_and_five_values(given: Any, expected: Seen) -> None:
+    assert after_step(given) == expected
+
+
+def test_other_forms_are_named() -> None:
+    with pytest.raises(TypeError, match=r"expected \(observation, reward, done, info\)"):
+        after_step("open")
+    assert after_reset(("s", {"a": 1})) == Seen("s", info={"a": 1})
+    assert after_reset("s") == Seen("s") and after_reset(("s", None)).info == {}

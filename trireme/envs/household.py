@@ -1,0 +1,147 @@
+"""Household: a small text world of places and things, in which something has to be put somewhere.
+
+An agent goes to places, opens what is closed, takes the thing and puts it where it belongs. It sees
+only what is where it stands, so it has to search, and to remember where it has been. The same
+layout number is always the same household.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+OPEN_PLACES = ("bed", "desk", "shelf", "sofa", "table")
+CLOSED_PLACES = ("box", "chest", "drawer", "fridge")
+THINGS = ("apple", "ball", "book", "coat", "cup", "key", "lamp", "pen")
+NOTHING = "nothing happens"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is at the beginning, and what has to be done."""
+
+    places: tuple[str, ...]
+    things: tuple[tuple[str, str], ...]
+    """Each thing with its place."""
+    target: str
+    goal: str
+
+    @classmethod
+    def numbered(cls, number: int, *, places: int = 4, things: int = 3) -> Layout:
+        """The layout of a number; the target never lies at its goal."""
+        source = random.Random(f"household {number}")
+        closed = source.randint(1, 2)
+        chosen = [
+            *source.sample(CLOSED_PLACES, closed),
+            *source.sample(OPEN_PLACES, places - closed),
+        ]
+        source.shuffle(chosen)
+        names = source.sample(THINGS, things)
+        goal = source.choice(chosen)
+        where = [source.choice(chosen) for _ in names]
+        where[0] = source.choice([place for place in chosen if place != goal])
+        pairs = list(zip(names, where, strict=True))
+        source.shuffle(pairs)
+        return cls(tuple(chosen), tuple(pairs), names[0], goal)
+
+
+class Household:
+    """One episode in one layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.reset()
+
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        """Back to the beginning: the agent stands at no place and holds nothing."""
+        self.where = dict(self.layout.things)
+        self.opened: set[str] = set()
+        self.at: str | None = None
+        self.held: str | None = None
+        return self._reminder, {"env_state_hash": self.state}
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """`go PLACE`, `open PLACE`, `take THING` or `put THING`. The reward is 1 when it is done.
+
+        Anything else, or what is not possible here, does nothing; `info["valid"]` is False then.
+        """
+        verb, _, name = action.strip().partition(" ")
+        acts = {"go": self._go, "open": self._open, "take": self._take, "put": self._put}
+        seen = acts[verb](name) if verb in acts else None
+        done = self.where.get(self.layout.target) == self.layout.goal
+        info = {"valid": seen is not None, "env_state_hash": self.state}
+        return f"{seen or NOTHING} . {self._reminder}", float(done), done, info
+
+    @property
+    def state(self) -> str:
+        """All that the world knows, as text: two equal ones cannot be told apart by acting."""
+        where = sorted(self.where.items())
+        return f"{self.layout.places} {self.at} {self.held} {sorted(self.opened)} {where}"
+
+    @property
+    def _reminder(self) -> str:
+        """Where one can go and what is to be done, with everything that the agent sees."""
+        others = " ".join(place for place in self.layout.places if place != self.at)
+        return f"go {others} . {self.layout.target} to {self.layout.goal}"
+
+    @property
+    def shut(self) -> bool:
+        """Whether the agent stands before something closed."""
+        return self.at in CLOSED_PLACES and self.at not in self.opened
+
+    @property
+    def here(self) -> list[str]:
+        """What the agent sees where it stands."""
+        return [] if self.shut else [t for t, place in self.where.items() if place == self.at]
+
+    def _go(self, place: str) -> str | None:
+        if place not in self.layout.places or place == self.at:
+            return None
+        self.at = place
+        return self._look()
+
+    def _open(self, place: str) -> str | None:
+        if place != self.at or not self.shut:
+            return None
+        self.opened.add(place)
+        return self._look()
+
+    def _take(self, thing: str) -> str | None:
+        if self.held is not None or thing not in self.here:
+            return None
+        del self.where[thing]
+        self.held = thing
+        return f"hold {thing}"
+
+    def _put(self, thing: str) -> str | None:
+        if self.at is None or self.shut or thing != self.held:
+            return None
+        self.where[thing], self.held = self.at, None
+        return f"{thing} in {self.at}"
+
+    def _look(self) -> str:
+        if self.shut:
+            return f"{self.at} closed"
+        return f"{self.at} : {' '.join(self.here) or 'nothing'}"
+
+
+def clumsy_action(env: Household, source: random.Random, *, clumsiness: float) -> str:
+    """What someone does who knows the rules but forgets where he has been, and at times what for.
+
+    With probability `clumsiness` it is anything that is possible here.
+    """
+    layout, target = env.layout, env.layout.target
+    elsewhere = [place for place in layout.places if place != env.at]
+    if source.random() < clumsiness:
+        possible = [f"go {place}" for place in elsewhere]
+        possible += [f"open {env.at}"] if env.shut else [f"take {t}" for t in env.here]
+        possible += [f"put {env.held}"] if env.held and env.at and not env.shut else []
+        return source.choice(possible)
+    if env.held is not None and (env.held != target or env.at == layout.goal) and env.at:
+        return f"open {env.at}" if env.shut else f"put {env.held}"
+    if env.held == target:
+        return f"go {layout.goal}"
+    if env.shut:
+        return f"open {env.at}"
+    return f"take {target}" if target in env.here else f"go {source.choice(elsewhere)}"
