@@ -18,7 +18,7 @@ from trireme.envs.household import Household, Layout, clumsy_action
 
 NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 2000, 500, 400
 CLUMSINESS = 0.25
-MAX_STEPS = 8
+MAX_STEPS = 10
 
 
 def demonstration(number: int, source: random.Random) -> list[dict[str, str]] | None:

@@ -153,7 +153,37 @@ def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
             return _rollouts({(0, run): 0.0 for run in range(n)})
 
     recipe = get_recipe(_config(algorithm_type="grpo", sample_strategy=strategy))
-    assert len(asyncio.run(recipe.take(Five(), 5))) == 5
+    taken, sampled = asyncio.run(recipe.take(Five(), 5))
+    assert len(taken) == 5 and not sampled
+
+
+def test_stale_experiences_are_dropped_and_counted():
+    class Ages:
+        """Five of each version from 0 on; the last take is short."""
+
+        def __init__(self) -> None:
+            self.left = [_rollouts({(0, run): 0.0 for run in range(5)}) for _ in range(4)]
+
+        async def take_step(self) -> list[Experience]:
+            raise AssertionError("not asked for")
+
+        async def take(self, n: int) -> list[Experience]:
+            version = 4 - len(self.left)
+            found, rest = self.left[0][:n], self.left[0][n:]
+            for experience in found:
+                experience.versions = torch.full((len(experience.tokens),), version)
+            self.left[0] = rest
+            if not rest:
+                del self.left[0]
+            return found
+
+    options = {"sample_strategy_args": {"max_staleness": 1}}
+    recipe = get_recipe(
+        _config(algorithm_type="grpo", sample_strategy="staleness_control", **options)
+    )
+    taken, sampled = asyncio.run(recipe.take(Ages(), 5, version=3))
+    assert [e.version for e in taken] == [2] * 5
+    assert sampled == {"sample/dropped_stale": 10.0}
 
 
 @advantage("rank")

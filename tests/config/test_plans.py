@@ -155,6 +155,7 @@ def test_tensors_are_shared_only_in_lock_step(tmp_path, override, shared, determ
         ("EXPLORER_DRIVEN", "explorer_driven"),
         ("dynamic_by_trainer", "trainer_driven"),
         ("trainer_driven", "trainer_driven"),
+        ("fully_async", "fully_async"),
     ],
 )
 def test_styles_have_two_names(tmp_path, given, style):

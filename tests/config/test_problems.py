@@ -240,8 +240,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
     [
         ("mode=serve", "mode"),
         ("mode=colocate", "mode"),
-        ("explorer.over_rollout.ratio=0.1", "explorer.over_rollout.ratio"),
-        ("explorer.dynamic_timeout.enable=true", "explorer.dynamic_timeout.enable"),
         ("explorer.auxiliary_models=[{model_path: x}]", "explorer.auxiliary_models"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
         ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
@@ -249,7 +247,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
         ("monitor.monitor_type=wandb", "monitor.monitor_type"),
         ("model.critic_model_path=x", "model.critic_model_path"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
-        ("synchronizer.sync_style=fully_async", "synchronizer.sync_style"),
         (
             "data_processor.experience_pipeline.operators=[{name: reward_filter}]",
             "data_processor.experience_pipeline.operators",

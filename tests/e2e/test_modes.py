@@ -21,6 +21,12 @@ VARIANTS = {
     "offset": ["synchronizer.sync_offset=1"],
     "explorer_driven": ["synchronizer.sync_style=dynamic_by_explorer"],
     "trainer_driven": ["synchronizer.sync_style=dynamic_by_trainer"],
+    "fully_async": [
+        "synchronizer.sync_style=fully_async",
+        "algorithm.sample_strategy=staleness_control",
+        "algorithm.sample_strategy_args={max_staleness: 8}",
+    ],
+    "replay": ["buffer.trainer_input.experience_buffer.replay_buffer.enable=true"],
     "sql": ["buffer.trainer_input.experience_buffer.storage_type=sql"],
     "reference": [
         "algorithm.kl_loss_fn=k3",

@@ -16,7 +16,7 @@ from trireme.engines.engine import Sampling
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import Experience
 from trireme.explorer.explorer import Explorer
-from trireme.explorer.runner import Key, Runner
+from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import Scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
@@ -84,8 +84,9 @@ class Models:
 
 def make_runner(engine: Any = None, models: Any = None, **options: Any) -> Runner:
     engine = engine or scripted()
-    options = {"max_timeout": 5.0, "max_retries": 0} | options
-    return Runner(models or Models(engine), engine, **options)
+    options = {"max_retries": 0} | options
+    limit = options.pop("limit", None) or TimeLimit(options.pop("max_timeout", 5.0))
+    return Runner(models or Models(engine), engine, limit=limit, **options)
 
 
 def make_taskset(

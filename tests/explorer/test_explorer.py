@@ -246,3 +246,26 @@ def test_exploring_shows_one_rollout_of_each_step() -> None:
     shown: list[Any] = []
     run(explored(show=shown.append))
     assert [(e.eid.batch, e.response_text) for e in shown] == [(i, "42") for i in range(1, 5)]
+
+
+def test_a_step_is_in_the_buffer_while_a_later_one_is_under_way() -> None:
+    release = asyncio.Event()
+
+    async def second_waits(task: Any, model: Any) -> Any:
+        if task.batch_id == 2:
+            await release.wait()
+        return await ask(task, model)
+
+    async def main() -> None:
+        made = make_explorer(workflow=second_waits, sync=Sync(interval=4), runners=8, max_pending=3)
+        exploring = asyncio.ensure_future(made.explorer.explore())
+        assert len(await made.buffer.take(4)) == 4  # step 1, though the border is at step 4
+        await asyncio.sleep(0.05)
+        assert made.explorer.step == 4 and len(made.buffer) == 0  # and 3 waits for 2: order
+        assert made.explorer.state()["step"] == 1
+        release.set()
+        await exploring
+        assert len(made.buffer) == 12
+        await made.explorer.close()
+
+    run(main())

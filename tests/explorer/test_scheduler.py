@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.explorer.made import BrokenEngine, ask, make_runner, run, scripted, task
-from trireme.explorer.scheduler import Scheduler, split
+from trireme.explorer.runner import TimeLimit
+from trireme.explorer.scheduler import OverRollout, Scheduler, split
+from trireme.workflows.workflow import resolve
 
 
 def make(runners: int = 1, most: int | None = None, engine: Any = None) -> Scheduler:
@@ -118,3 +120,91 @@ def test_closing_ends_what_waits_and_a_new_start_begins_empty() -> None:
 def test_an_unknown_workflow_is_refused_before_it_is_queued() -> None:
     with pytest.raises(ValueError, match="no_such_workflow"):
         run(make().submit(1, [task("no_such_workflow")]))
+
+
+def late(*task_ids: int) -> Any:
+    """A workflow whose tasks of these ids take for ever."""
+
+    async def workflow(task: Any, model: Any) -> Any:
+        if task.task_id in task_ids and not task.is_eval:
+            await asyncio.sleep(60)
+        return await ask(task, model)
+
+    return workflow
+
+
+def test_over_rollout_goes_on_without_the_slowest_tasks_and_frees_their_runners() -> None:
+    async def main() -> None:
+        runners = [make_runner(scripted(), max_timeout=60) for _ in range(3)]
+        over = OverRollout(ratio=0.25, wait_after_min=0.05)
+        scheduler = Scheduler(runners, max_repeats_per_runner=1, over_rollout=over)
+        scheduler.start()
+        for batch in (1, 2):
+            await scheduler.submit(
+                batch, [task(late(2), task_id=i, repeat_times=2) for i in range(4)]
+            )
+        for batch in (1, 2):
+            outcomes = await scheduler.results(batch)
+            assert [outcome.task.task_id for outcome in outcomes] == [0, 1, 3]
+            assert all(len(outcome.experiences) == 2 for outcome in outcomes)
+        assert scheduler.dropped_tasks == 2
+        await scheduler.close()
+
+    run(main())
+
+
+def test_over_rollout_waits_for_every_task_of_an_evaluation_and_for_enough_of_a_batch() -> None:
+    async def main() -> None:
+        over = OverRollout(ratio=0.5, wait_after_min=10)
+        scheduler = Scheduler(
+            [make_runner(scripted())], max_repeats_per_runner=None, over_rollout=over
+        )
+        scheduler.start()
+        await scheduler.submit(1, [task(task_id=i) for i in range(3)])
+        await scheduler.submit("1/held_out", [task(task_id=i) for i in range(3)])
+        assert len(await scheduler.results(1)) == 3  # the rest came in its time
+        assert len(await scheduler.results("1/held_out")) == 3
+        await scheduler.close()
+
+    run(main())
+
+
+def test_partial_tasks_are_kept_where_they_are_asked_for() -> None:
+    async def half(task: Any, model: Any) -> Any:
+        if task.task_id == 1 and model.key[2] == 1:
+            await asyncio.sleep(60)
+        return await ask(task, model)
+
+    async def main() -> Any:
+        runners = [make_runner(scripted(), max_timeout=60) for _ in range(4)]
+        over = OverRollout(ratio=0.5, wait_after_min=0.05, keep_partial=True)
+        scheduler = Scheduler(runners, max_repeats_per_runner=1, over_rollout=over)
+        scheduler.start()
+        await scheduler.submit(1, [task(half, task_id=i, repeat_times=2) for i in range(2)])
+        outcomes = await scheduler.results(1)
+        await scheduler.close()
+        return [[e.eid.run for e in outcome.experiences] for outcome in outcomes]
+
+    assert run(main()) == [[0, 1], [0]]
+
+
+def test_a_dynamic_time_out_follows_the_mean_of_the_tasks() -> None:
+    limit = TimeLimit(100.0, ratio=3.0, warmup=2)
+    limit.add(1.0)
+    assert limit.seconds == 100.0
+    limit.add(3.0)
+    assert limit.seconds == 6.0
+    limit.add(500.0)
+    assert limit.seconds == 100.0
+    assert TimeLimit(7.0).seconds == 7.0
+
+
+def test_a_rollout_past_the_dynamic_time_out_fails_by_its_name() -> None:
+    async def main() -> Any:
+        limit = TimeLimit(60.0, ratio=2.0)
+        limit.add(0.02)
+        slow = task(late(0))
+        return await make_runner(scripted(), limit=limit).run(slow, resolve(late(0)), [0])
+
+    (failed,) = run(main()).failures
+    assert failed.kind == "timeout" and "explorer.dynamic_timeout (0.04 s)" in failed.message

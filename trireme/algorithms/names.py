@@ -50,6 +50,7 @@ SAMPLE_PATHS = {
     "default": "trireme.algorithms.sample.default",
     "warmup": "trireme.algorithms.sample.default",
     "explore_step": "trireme.algorithms.sample.explore_step",
+    "staleness_control": "trireme.algorithms.sample.staleness_control",
 }
 LOSS_AGG_MODES = (
     "token-mean",

@@ -18,7 +18,7 @@ from trireme.algorithms import names
 from trireme.algorithms.assign import assign_advantages
 from trireme.algorithms.part import Part, make_part
 from trireme.algorithms.reduce import weights
-from trireme.algorithms.sample import Takes
+from trireme.algorithms.sample import Sample, Takes
 from trireme.batch import Batch
 from trireme.experience import Experience
 
@@ -103,10 +103,10 @@ class Recipe:
         loss_weight = batch.fields.get("loss_weight")
         return out if loss_weight is None else out * loss_weight
 
-    async def take(self, buffer: Takes, num: int) -> list[Experience]:
-        """`num` experiences for a train step, by the sample strategy."""
+    async def take(self, buffer: Takes, num: int, version: int = 0) -> Sample:
+        """Experiences for a train step by the sample strategy, and its metrics."""
         part = self.parts["sample_strategy"]
-        return await part.function(buffer, num, **part.options)
+        return await part.function(buffer, num, version, **part.options)
 
 
 SFT = Recipe("sft", policy_loss_fn="sft", schema="sft")

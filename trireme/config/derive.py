@@ -31,6 +31,12 @@ def derive(stage: Stage, facts: StageFacts, root: Path, problems: list[Problem])
     method = _method(draft)
     lock_step = _lock_step(config, steps.train_batch_size, method)
     _whole_steps(draft)
+    if _over_rollout(config) and style == "fixed":
+        draft.problem(
+            "explorer.over_rollout.ratio",
+            f"is {config.explorer.over_rollout.ratio:g}: with synchronizer.sync_style fixed a "
+            "step without its slowest tasks leaves the trainer waiting; expected another style",
+        )
     if config.deterministic and not lock_step and not reads_file(config):
         draft.problem(
             "deterministic",
@@ -142,7 +148,18 @@ def _style(draft: Draft, train_batch_size: int) -> SyncStyle:
             f"synchronizer.sync_style fixed both sides would wait for ever; expected at most "
             f"{made}, or sync_style dynamic_by_explorer",
         )
-    return "fixed" if style == "fully_async" else style  # type: ignore[return-value]
+    if style == "fully_async" and config.mode in ("explore", "train"):
+        draft.notes.append(
+            f"synchronizer.sync_style (fully_async): in mode {config.mode} the explorer looks for "
+            "new weights every sync_interval steps and waits for none"
+        )
+        return "explorer_driven"
+    return style  # type: ignore[return-value]
+
+
+def _over_rollout(config: Config) -> bool:
+    """Whether steps go on without their slowest tasks."""
+    return config.mode in ("both", "explore") and config.explorer.over_rollout.ratio > 0
 
 
 def _whole_steps(draft: Draft) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from trireme.config.schema import Config
 
 SyncMethod = Literal["memory", "checkpoint"]
-SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven"]
+SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
 BufferType = Literal["queue", "sql", "file"]
 
 

@@ -21,7 +21,6 @@ REFUSED: dict[str, str] = {
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
     "AlgorithmConfig.rollout_correction": "is not supported yet",
     "DataSelectorConfig.kwargs": "is not supported yet",
-    "DynamicTimeoutConfig.enable": "is not supported yet: set explorer.max_timeout",
     "ExperiencePipelineConfig.operators": "is not supported yet",
     "ExplorerConfig.auxiliary_models": "is not supported yet",
     "ExplorerInputConfig.tasksets": "is not supported yet: give one set of tasks as taskset",
@@ -37,7 +36,6 @@ REFUSED: dict[str, str] = {
     "ModelConfig.trust_remote_code": "is refused: code that comes with a model runs unchecked",
     "OptimizerConfig.clip_grad": "is the older place of trainer.grad_clip: set that one",
     "OptimizerConfig.warmup_style": "is the older name of lr_scheduler_type: set that one",
-    "OverRolloutConfig.ratio": "is not supported yet: every task of a step is waited for",
     "RolloutModelConfig.enable_auto_tool_choice": "is not supported yet",
     "RolloutModelConfig.chat_template": "is not read here: set model.custom_chat_template",
     "RolloutModelConfig.enable_thinking": "is not read here: set model.enable_thinking",
@@ -75,10 +73,6 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
         name: "is not supported yet: expected torch (or vllm, which maps to it here)"
         for name in ("external", "remote", "tinker")
     },
-    "SynchronizerConfig.sync_style": {
-        "fully_async": "is not supported yet: expected fixed, dynamic_by_explorer or "
-        "dynamic_by_trainer"
-    },
     "TasksetConfig.storage_type": {"sql": "is not supported yet: expected file"},
     "TrainerConfig.trainer_type": {"tinker": "is not supported yet: expected torch or verl"},
 }
@@ -101,8 +95,6 @@ PLACED: dict[str, str] = {
 HINTS: frozenset[str] = frozenset(
     {
         "Config.ignore_validator_suggestions",
-        "DynamicTimeoutConfig.ratio",
-        "DynamicTimeoutConfig.warmup_min_steps",
         "ExperienceBufferConfig.enable_progress_bar",
         "ExperienceBufferConfig.max_retry_interval",
         "ExperienceBufferConfig.max_retry_times",
@@ -110,7 +102,6 @@ HINTS: frozenset[str] = frozenset(
         "ExplorerConfig.listen_address",
         "ExplorerConfig.min_running_model_num",
         "ExplorerConfig.proxy_port",
-        "ExplorerConfig.runner_state_report_interval",
         "ExplorerConfig.service_status_check_interval",
         "LogConfig.group_by_node",
         "LoraConfig.base_model_name",
@@ -119,8 +110,6 @@ HINTS: frozenset[str] = frozenset(
         "MonitorConfig.detailed_stats",
         "MonitorConfig.enable_ray_timeline",
         "MonitorConfig.monitor_args",
-        "OverRolloutConfig.return_partial_tasks",
-        "OverRolloutConfig.wait_after_min",
         "RolloutModelConfig.api_key",
         "RolloutModelConfig.base_port",
         "RolloutModelConfig.enable_chunked_prefill",

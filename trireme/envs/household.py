@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-OPEN_PLACES = ("bed", "desk", "shelf", "sofa", "table")
-CLOSED_PLACES = ("box", "chest", "drawer", "fridge")
+PLACES = ("bed", "box", "chest", "desk", "shelf")
+CLOSED_PLACES = ("box", "chest")
 THINGS = ("apple", "ball", "book", "coat", "cup", "key", "lamp", "pen")
 NOTHING = "nothing happens"
 
@@ -21,29 +21,22 @@ NOTHING = "nothing happens"
 class Layout:
     """Where everything is at the beginning, and what has to be done."""
 
-    places: tuple[str, ...]
     things: tuple[tuple[str, str], ...]
     """Each thing with its place."""
     target: str
     goal: str
 
     @classmethod
-    def numbered(cls, number: int, *, places: int = 4, things: int = 3) -> Layout:
+    def numbered(cls, number: int, *, things: int = 3) -> Layout:
         """The layout of a number; the target never lies at its goal."""
         source = random.Random(f"household {number}")
-        closed = source.randint(1, 2)
-        chosen = [
-            *source.sample(CLOSED_PLACES, closed),
-            *source.sample(OPEN_PLACES, places - closed),
-        ]
-        source.shuffle(chosen)
         names = source.sample(THINGS, things)
-        goal = source.choice(chosen)
-        where = [source.choice(chosen) for _ in names]
-        where[0] = source.choice([place for place in chosen if place != goal])
+        goal = source.choice(PLACES)
+        where = [source.choice(PLACES) for _ in names]
+        where[0] = source.choice([place for place in PLACES if place != goal])
         pairs = list(zip(names, where, strict=True))
         source.shuffle(pairs)
-        return cls(tuple(chosen), tuple(pairs), names[0], goal)
+        return cls(tuple(pairs), names[0], goal)
 
 
 class Household:
@@ -59,7 +52,7 @@ class Household:
         self.opened: set[str] = set()
         self.at: str | None = None
         self.held: str | None = None
-        return self._reminder, {"env_state_hash": self.state}
+        return self._task, {"env_state_hash": self.state}
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         """`go PLACE`, `open PLACE`, `take THING` or `put THING`. The reward is 1 when it is done.
@@ -71,19 +64,18 @@ class Household:
         seen = acts[verb](name) if verb in acts else None
         done = self.where.get(self.layout.target) == self.layout.goal
         info = {"valid": seen is not None, "env_state_hash": self.state}
-        return f"{seen or NOTHING} . {self._reminder}", float(done), done, info
+        return f"{seen or NOTHING} . {self._task}", float(done), done, info
 
     @property
     def state(self) -> str:
         """All that the world knows, as text: two equal ones cannot be told apart by acting."""
         where = sorted(self.where.items())
-        return f"{self.layout.places} {self.at} {self.held} {sorted(self.opened)} {where}"
+        return f"{self.at} {self.held} {sorted(self.opened)} {where}"
 
     @property
-    def _reminder(self) -> str:
-        """Where one can go and what is to be done, with everything that the agent sees."""
-        others = " ".join(place for place in self.layout.places if place != self.at)
-        return f"go {others} . {self.layout.target} to {self.layout.goal}"
+    def _task(self) -> str:
+        """What is to be done; the agent is reminded of it with everything that it sees."""
+        return f"{self.layout.target} to {self.layout.goal}"
 
     @property
     def shut(self) -> bool:
@@ -96,7 +88,7 @@ class Household:
         return [] if self.shut else [t for t, place in self.where.items() if place == self.at]
 
     def _go(self, place: str) -> str | None:
-        if place not in self.layout.places or place == self.at:
+        if place not in PLACES or place == self.at:
             return None
         self.at = place
         return self._look()
@@ -132,7 +124,7 @@ def clumsy_action(env: Household, source: random.Random, *, clumsiness: float) -
     With probability `clumsiness` it is anything that is possible here.
     """
     layout, target = env.layout, env.layout.target
-    elsewhere = [place for place in layout.places if place != env.at]
+    elsewhere = [place for place in PLACES if place != env.at]
     if source.random() < clumsiness:
         possible = [f"go {place}" for place in elsewhere]
         possible += [f"open {env.at}"] if env.shut else [f"take {t}" for t in env.here]

@@ -5,10 +5,12 @@ Invariants:
   after a resume under the same ids; `state` names the first step that is not in the buffer yet.
 - Evaluation uses the weights of its step's window and puts nothing into the buffer.
 - A step in which every rollout failed stops the run with the first cause.
+- Steps are put in their order, each as soon as it has ended, while later ones are under way.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -55,13 +57,15 @@ class Explorer:
         max_failures: float = 1.0,
         show: Callable[[Experience], None] | None = None,
         folder: JobFolder | None = None,
+        max_pending: int = 1 << 30,
     ) -> None:
         """`report(part, step, metrics)` is told of each step; `show` gets a rollout to look at.
 
         Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
         it keeps its state in `folder` itself, after every step.
 
-        `max_failures` is the share of a step's rollouts that may fail before the run stops.
+        `max_failures` is the share of a step's rollouts that may fail before the run stops, and
+        `max_pending` how many steps may be under way at once.
         """
         self.taskset = taskset
         self.eval_tasksets = list(eval_tasksets)
@@ -76,6 +80,7 @@ class Explorer:
         self.eval_prefix = eval_prefix
         self.max_failures = max_failures
         self.folder = folder
+        self.max_pending = max_pending
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
@@ -84,22 +89,24 @@ class Explorer:
         self._before: dict[int, dict[str, Any]] = {}
         self._started: dict[int, float] = {}
         self._last_end = 0.0
+        self._submitted = asyncio.Event()
+        self._collected = asyncio.Event()
 
     async def explore(self) -> None:
         """Until the taskset is exhausted or the trainer has had enough."""
         assert self.taskset is not None and self.buffer is not None
         self.scheduler.start()
         self._load_own_state()
+        collector = asyncio.create_task(self._collect())
         try:
             if self.eval_on_startup and self.step == 0:
                 await self.evaluate(0)
             while not self.sync.finished and await self._begin_step():
-                if self._evaluates(self.step):
-                    await self._submit_evaluation(self.step)
+                await self._ended(collector, most=self.max_pending - 1)
                 if self.sync.due(self.step):
-                    await self._finish_pending()
+                    await self._ended(collector)
                     await self.sync.pull(self.step)
-            await self._finish_pending()
+            await self._ended(collector)
         except Closed:
             logger.info("the trainer has had enough: exploring ends at step %d", self.step)
             # What is still under way is nobody's, and must not hold up the evaluation at the end.
@@ -107,6 +114,9 @@ class Explorer:
         except Exception as error:
             await self.buffer.fail(error)
             raise
+        finally:
+            collector.cancel()
+            await asyncio.gather(collector, return_exceptions=True)
         await self.buffer.close()
 
     async def evaluate(self, step: int) -> Evaluation:
@@ -151,22 +161,39 @@ class Explorer:
             return False
         self.step += 1
         self._before[self.step] = before
-        self._pending.append(self.step)
         self._started[self.step] = time.monotonic()
         await self.scheduler.submit(self.step, tasks)
+        if self._evaluates(self.step):
+            await self._submit_evaluation(self.step)
+        self._pending.append(self.step)
+        self._submitted.set()
         return True
 
     def _evaluates(self, step: int) -> bool:
         return self.eval_interval > 0 and step % self.eval_interval == 0
 
-    async def _finish_pending(self) -> None:
-        """Collect every step under way, in order, and its evaluation where there is one."""
-        while self._pending:
-            step = self._pending[0]
-            await self._finish_step(step)
-            self._pending.remove(step)
-            del self._before[step]
-            self._keep_own_state()
+    async def _collect(self) -> None:
+        """Finish every step, in order, and its evaluation where there is one; for ever."""
+        while True:
+            while self._pending:
+                step = self._pending[0]
+                await self._finish_step(step)
+                self._pending.remove(step)
+                del self._before[step]
+                self._keep_own_state()
+                self._collected.set()
+            self._submitted.clear()
+            await self._submitted.wait()
+
+    async def _ended(self, collector: asyncio.Task[None], most: int = 0) -> None:
+        """Until at most `most` steps are under way. Raises what the collector has raised."""
+        while len(self._pending) > most and not collector.done():
+            self._collected.clear()
+            one_more = asyncio.ensure_future(self._collected.wait())
+            await asyncio.wait({one_more, collector}, return_when=asyncio.FIRST_COMPLETED)
+            one_more.cancel()
+        if collector.done():
+            await collector
 
     async def _finish_step(self, step: int) -> None:
         """Results ▸ pipeline ▸ buffer, and the step's metrics."""
@@ -180,6 +207,7 @@ class Explorer:
             await self._finish_evaluation(step)
         experiences = [e for outcome in outcomes for e in outcome.experiences]
         metrics = rollout_metrics(outcomes)
+        metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
         sampled = sum(int(e.mask.sum()) for e in experiences)
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
         if self.show and experiences:

@@ -65,6 +65,29 @@ class Outcome:
         self.seconds = max(self.seconds, other.seconds)
 
 
+class TimeLimit:
+    """How long an attempt may take: `most` seconds, or less once it is known how long tasks take.
+
+    With `ratio` it is that many times the mean of the training tasks that ended, from the time on
+    when `warmup` of them have.
+    """
+
+    def __init__(self, most: float, *, ratio: float | None = None, warmup: int = 1) -> None:
+        self.most, self._ratio, self._warmup = most, ratio, warmup
+        self._total, self._count = 0.0, 0
+
+    def add(self, seconds: float) -> None:
+        """A training task ended after `seconds`."""
+        self._total, self._count = self._total + seconds, self._count + 1
+
+    @property
+    def seconds(self) -> float:
+        """The limit for an attempt that begins now."""
+        if self._ratio is None or self._count < max(self._warmup, 1):
+            return self.most
+        return min(self.most, self._ratio * self._total / self._count)
+
+
 class Runner:
     """Runs one task at a time; a Scheduler owns several."""
 
@@ -73,7 +96,7 @@ class Runner:
         make_model: ModelFactory,
         engine: Engine,
         *,
-        max_timeout: float,
+        limit: TimeLimit,
         max_retries: int,
         concurrent_mode: str = "sequential",
         gate: Gate | None = None,
@@ -82,7 +105,7 @@ class Runner:
         """`concurrent_mode` is how blocking workflows run their repeats; others always overlap."""
         self.make_model = make_model
         self.engine = engine
-        self.max_timeout = max_timeout
+        self.limit = limit
         self.max_retries = max_retries
         self.overlap = concurrent_mode != "sequential"
         self.gate = gate
@@ -101,6 +124,8 @@ class Runner:
         for part in parts:
             outcome.join(part)
         outcome.seconds = time.monotonic() - started
+        if not task.is_eval and not outcome.failures:
+            self.limit.add(outcome.seconds)
         return outcome
 
     async def _rollout(self, task: Task, spec: WorkflowSpec, runs: list[int]) -> Outcome:
@@ -126,12 +151,13 @@ class Runner:
         model = self.make_model(task, key)
         name = rollout_name(task, runs[0])
         call = asyncio.ensure_future(self._call(task, spec, model, runs))
+        seconds = self.limit.seconds
         try:
-            await asyncio.wait({call}, timeout=self.max_timeout)
+            await asyncio.wait({call}, timeout=seconds)
             if not call.done():
+                whose = "max_timeout" if seconds == self.limit.most else "dynamic_timeout"
                 message = (
-                    f"workflow '{spec.name}' took longer than "
-                    f"explorer.max_timeout ({self.max_timeout:g} s)"
+                    f"workflow '{spec.name}' took longer than explorer.{whose} ({seconds:g} s)"
                 )
                 return Failed(name, "timeout", message)
             if call.cancelled():  # by its own code: nobody else has cancelled it yet

@@ -3,7 +3,8 @@
 Invariants:
 - Order is (explore step, training before evaluation, place in the batch): nothing overtakes.
 - A task's repeats may be split over runners; it is complete when all its parts are.
-- Every submitted task ends in exactly one Outcome.
+- Every submitted task ends in exactly one Outcome, or is counted as dropped: with over-rollout a
+  batch does not wait for its slowest tasks, whose rollouts are cancelled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,19 +31,48 @@ class _Part:
     spec: WorkflowSpec = field(compare=False)
     runs: list[int] = field(compare=False)
     done: asyncio.Future[Outcome] = field(compare=False)
+    running: asyncio.Task[Outcome] | None = field(default=None, compare=False)
+    dropped: bool = field(default=False, compare=False)
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        self.dropped = True
+        if self.running is not None:
+            self.running.cancel()
+
+
+@dataclass(frozen=True)
+class OverRollout:
+    """How a batch goes on without its slowest tasks."""
+
+    ratio: float
+    """Share of the tasks that need not be waited for."""
+    wait_after_min: float
+    """Seconds that they still get when all others have ended."""
+    keep_partial: bool = False
+    """Keep the rollouts that an unfinished task has."""
 
 
 class Scheduler:
     """Runs parts of tasks on a fixed number of runners, one coroutine each."""
 
-    def __init__(self, runners: Sequence[Runner], *, max_repeats_per_runner: int | None) -> None:
+    def __init__(
+        self,
+        runners: Sequence[Runner],
+        *,
+        max_repeats_per_runner: int | None,
+        over_rollout: OverRollout | None = None,
+    ) -> None:
         self._runners = list(runners)
         self._max_repeats = max_repeats_per_runner
+        self._over = over_rollout
+        self.dropped_tasks = 0
+        self._closing = False
         self._heap: list[_Part] = []
         self._count = itertools.count()
         self._wake = asyncio.Condition()
         self._workers: list[asyncio.Task[None]] = []
-        self._batches: dict[int | str, list[tuple[Task, list[asyncio.Future[Outcome]]]]] = {}
+        self._batches: dict[int | str, list[tuple[Task, list[_Part]]]] = {}
 
     def start(self) -> None:
         """Begin to take work; once is enough."""
@@ -61,28 +92,56 @@ class Scheduler:
                 done: asyncio.Future[Outcome] = loop.create_future()
                 part = _Part(batch_order(task), next(self._count), task, spec, runs, done)
                 heapq.heappush(self._heap, part)
-                parts.append(done)
+                parts.append(part)
             batch.append((task, parts))
         async with self._wake:
             self._wake.notify_all()
 
     async def results(self, batch_id: int | str) -> list[Outcome]:
         """All outcomes of a batch, in the order of its tasks. Each attempt's time-out bounds the
-        wait.
+        wait. With over-rollout the slowest tasks of a training batch may be missing.
         """
+        batch = self._batches.pop(batch_id)
+        if self._over is not None and not isinstance(batch_id, str):
+            await self._enough(batch, self._over)
         outcomes = []
-        for task, parts in self._batches.pop(batch_id):
+        for task, parts in batch:
+            ended = [part for part in parts if not part.dropped]
+            unfinished = len(ended) < len(parts)
+            self.dropped_tasks += unfinished
+            if unfinished and not (ended and self._over and self._over.keep_partial):
+                continue
             outcome = Outcome(task)
-            for part in parts:
-                outcome.join(await part)
+            for part in ended:
+                outcome.join(await part.done)
             outcomes.append(outcome)
         return outcomes
 
+    async def _enough(self, batch: list[tuple[Task, list[_Part]]], over: OverRollout) -> None:
+        """Until all have ended, or enough of them and the rest has had its time; drop the rest."""
+        wanted = math.ceil(len(batch) * (1 - over.ratio))
+        tasks = [asyncio.gather(*(p.done for p in parts)) for _, parts in batch if parts]
+        for task in tasks:  # what is dropped ends cancelled, and nobody asks it why
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+        waiting = set(tasks)
+        while waiting and len(tasks) - len(waiting) < wanted:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # an engine that has failed is nobody's slowness
+        if waiting:
+            await asyncio.wait(waiting, timeout=over.wait_after_min)
+        for _, parts in batch:
+            for part in parts:
+                if not part.done.done():
+                    part.drop()
+
     async def close(self) -> None:
         """Cancel what still runs and forget what waits; `start` may follow."""
+        self._closing = True
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        self._closing = False
         for part in self._heap:
             part.done.cancel()
         self._workers, self._heap, self._batches = [], [], {}
@@ -94,10 +153,17 @@ class Scheduler:
                 while not self._heap:
                     await self._wake.wait()
                 part = heapq.heappop(self._heap)
+            if part.dropped:
+                part.done.cancel()
+                continue
+            part.running = asyncio.ensure_future(runner.run(part.task, part.spec, part.runs))
             try:
-                outcome = await runner.run(part.task, part.spec, part.runs)
+                outcome = await part.running
             except asyncio.CancelledError:
                 part.done.cancel()
+                if part.dropped and not self._closing:
+                    continue
+                part.running.cancel()
                 raise
             except BaseException as error:  # the engine failed: whoever waits for the batch gets it
                 if not part.done.done():

@@ -28,8 +28,8 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.gate import Gate
 from trireme.engines.torch.engine import TorchEngine
-from trireme.explorer.runner import Key, Runner
-from trireme.explorer.scheduler import Scheduler
+from trireme.explorer.runner import Key, Runner, TimeLimit
+from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.reward import resolve as resolve_reward
@@ -127,11 +127,17 @@ def make_scheduler(
         )
 
     explorer = plan.config.explorer
+    dynamic = explorer.dynamic_timeout
+    limit = TimeLimit(
+        explorer.max_timeout,
+        ratio=dynamic.ratio if dynamic.enable else None,
+        warmup=plan.batch_size * max(dynamic.warmup_min_steps, 1),
+    )
     runners = [
         Runner(
             make_model,
             engine,
-            max_timeout=explorer.max_timeout,
+            limit=limit,
             max_retries=explorer.max_retry_times,
             concurrent_mode=explorer.concurrent_mode,
             gate=gate,
@@ -139,7 +145,14 @@ def make_scheduler(
         )
         for index in range(plan.runners)
     ]
-    return Scheduler(runners, max_repeats_per_runner=explorer.max_repeat_times_per_runner)
+    over = explorer.over_rollout
+    return Scheduler(
+        runners,
+        max_repeats_per_runner=explorer.max_repeat_times_per_runner,
+        over_rollout=OverRollout(over.ratio, over.wait_after_min, over.return_partial_tasks)
+        if over.ratio
+        else None,
+    )
 
 
 def sampling_of(plan: Plan, task: Task) -> Sampling:

@@ -252,6 +252,7 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.console.rollout,
             folder=self.folder if plan.mode == "explore" else None,
+            max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
         if self.resumed is not None and plan.mode == "both":
             self._explorer.load_state(self.resumed.run_state["explorer"])

@@ -5,8 +5,8 @@ Styles:
 - fixed: after explore step s, with s > offset and (s - offset) divisible by the interval, the
   explorer waits for the weights of train step s - offset.
 - explorer_driven: the explorer asks every `interval` steps and gets the newest there are.
-- trainer_driven: the trainer pushes every `interval` train steps, also while rollouts are under way
-  (each token keeps its version); the explorer waits for none.
+- trainer_driven, fully_async: the trainer pushes every `interval` train steps, also while rollouts
+  are under way (each token keeps its version); the explorer meets nobody and goes on.
 
 Invariants:
 - The version counts pushes. The explorer never waits for a trainer that has stopped, or that waits
@@ -111,17 +111,19 @@ class Synchronizer:
         self._pushing = asyncio.Lock()
 
     def due(self, step: int) -> bool:
-        """See ExplorerSync. A trainer-driven explorer looks after every step."""
-        return self.style == "trainer_driven" or is_due(step, self.interval, self.offset)
+        """See ExplorerSync."""
+        return not self.pushes_by_itself and is_due(step, self.interval, self.offset)
+
+    @property
+    def pushes_by_itself(self) -> bool:
+        """Whether the trainer pushes without meeting the explorer."""
+        return self.style in ("trainer_driven", "fully_async")
 
     async def pull(self, step: int) -> None:
         """See ExplorerSync. Raises TimeoutError naming what did not come."""
         started = time.monotonic()
-        if self.style != "trainer_driven":
-            await self._wait_for_trainer(step)
+        await self._wait_for_trainer(step)
         self._waited = time.monotonic() - started
-        if self.style == "trainer_driven":
-            return  # the trainer pushes by itself
         if self.trained_step > self.pushed_step:
             await self._publish()
         elif not self.finished:
@@ -135,7 +137,7 @@ class Synchronizer:
         self.trained_step = step
         self._bell.set()
         metrics: dict[str, float] = {}
-        publishes = self.style == "trainer_driven" or (self.style == "fixed" and not self.lock_step)
+        publishes = self.pushes_by_itself or (self.style == "fixed" and not self.lock_step)
         if publishes and step % self.interval == 0:
             metrics = await self._publish()
         return metrics | {"sync/version": self.version}

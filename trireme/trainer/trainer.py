@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from trireme.algorithms.recipes import Recipe
+from trireme.algorithms.sample import Sample
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.engines.device import Device
 from trireme.experience import Experience
@@ -76,10 +77,10 @@ class Trainer:
         """The loop. Always ends with a checkpoint of the last step."""
         while not self._enough():
             try:
-                experiences = await self._take()
+                experiences, sampled = await self._take()
             except Closed:
                 break
-            await self._train_on(experiences)
+            await self._train_on(experiences, sampled)
             if self.save_interval and self.step % self.save_interval == 0 and not self._enough():
                 await self._save(last=False)
         await self._save(last=True)
@@ -90,25 +91,28 @@ class Trainer:
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
 
-    async def _take(self) -> list[Experience]:
+    async def _take(self) -> Sample:
         """A batch; the synchronizer knows while we wait for one, and lets others go on."""
         short = len(self.buffer) < self.batch_size
         if short and self.sync is not None:
             self.sync.waiting(True)
         try:
-            return await self.recipe.take(self.buffer, self.batch_size)
+            return await self.recipe.take(self.buffer, self.batch_size, self.version())
         finally:
             if short and self.sync is not None:
                 self.sync.waiting(False)
 
-    async def _train_on(self, experiences: list[Experience]) -> None:
+    async def _train_on(self, experiences: list[Experience], sampled: dict[str, float]) -> None:
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
         self.step += 1
         elapsed = time.monotonic() - started
         self.seconds += elapsed
         tokens = sum(len(e.tokens) for e in experiences)
-        metrics |= {"time/train": elapsed, "perf/train_tokens_per_s": tokens / max(elapsed, 1e-9)}
+        metrics |= sampled | {
+            "time/train": elapsed,
+            "perf/train_tokens_per_s": tokens / max(elapsed, 1e-9),
+        }
         if self.sync is not None:
             metrics |= await self.sync.trained(self.step)
         self.report("trainer", self.step, metrics)

@@ -11,7 +11,7 @@ class HouseholdWorkflow(EpisodeWorkflow):
 
     per_step = True
     blocking_env = False
-    max_env_steps = 8
+    max_env_steps = 10
     unfinished_reward = 0.0
 
     def make_env(self) -> Household:
