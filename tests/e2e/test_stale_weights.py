@@ -73,49 +73,67 @@ def run(folder: Path, *overrides: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def check(code: int, output: str, job: Path) -> None:
-    """The run has stopped, before a step with the wrong weights, with the difference's size."""
+def check(code: int, output: str, job: Path, tensor: str) -> None:
+    """The run has stopped, before a step with the wrong weights, and names the tensors."""
     assert code == 1, output
     [error] = [line for line in output.splitlines() if line.startswith("error: ")]
     found = re.fullmatch(
-        r"error: after the push of version (\d) the engine's log-probabilities differ from the "
-        r"trainer's by (\S+) \(at most 0.001 allowed for float32\): it does not serve the "
-        r"trainer's weights",
+        r"error: after the push of version (\d) the engine does not serve the trainer's weights: "
+        r"(\d+) of \d+ tensors differ \((.+)\)",
         error,
     )
     assert found, error
     assert found[1] == "1"
-    assert not float(found[2]) <= 1e-3
+    assert tensor in found[3]
     assert "WrongWeights" in (job / "log/error.log").read_text()
     assert not list(job.glob("global_step_*/.full_checkpoint"))
 
 
-@pytest.mark.parametrize("fault", [skipped, partly, corrupted, not_a_number, stale_head, swapped])
+@pytest.mark.parametrize("rate", ["1e-3", "1e-6"])
+@pytest.mark.parametrize(
+    ("fault", "tensor"),
+    [
+        (skipped, "model.embed_tokens.weight"),
+        (partly, "model.layers.1."),
+        (corrupted, "model.layers.0.mlp.down_proj.weight"),
+        (not_a_number, "model.norm.weight"),
+        (stale_head, "lm_head.weight"),
+        (swapped, "model.layers.0."),
+    ],
+)
 def test_a_copy_in_memory_that_went_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Load
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Load, tensor: str, rate: str
 ) -> None:
     monkeypatch.setattr(engine_module, "load_weights", fault)
-    code, output = run(tmp_path, "synchronizer.sync_offset=1")
-    check(code, output, tmp_path / "checkpoints/tests/job")
+    job = tmp_path / "checkpoints/tests/job"
+    words = ["synchronizer.sync_offset=1", f"algorithm.optimizer.lr={rate}"]
+    check(*run(tmp_path, *words), job, tensor)
 
 
-@pytest.mark.parametrize("fault", [skipped, corrupted])
-def test_weights_by_files_that_went_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Load
-) -> None:
-    monkeypatch.setattr(engine_module, "load_weights", fault)
-    code, output = run(tmp_path, "synchronizer.sync_method=checkpoint")
-    check(code, output, tmp_path / "checkpoints/tests/job")
-
-
-def test_merged_lora_weights_that_went_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["synchronizer.sync_method=checkpoint", "algorithm.optimizer.lr=1e-6"],
+        ["model.lora_configs=[{name: a, lora_rank: 4}]", "algorithm.optimizer.lr=1e-5"],
+    ],
+)
+def test_files_and_merged_lora_weights_that_went_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.setattr(engine_module, "load_weights", skipped)
-    code, output = run(
-        tmp_path, "model.lora_configs=[{name: a, lora_rank: 4}]", "algorithm.optimizer.lr=1e-1"
-    )
-    check(code, output, tmp_path / "checkpoints/tests/job")
+    check(*run(tmp_path, *words), tmp_path / "checkpoints/tests/job", ".weight")
+
+
+def test_right_tensors_used_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def skewed(module: Any, source: Any) -> None:
+        load_weights(module, source)
+        module.model.rotary_emb.inv_freq.mul_(1.5)  # no weight: what the two make of them differs
+
+    monkeypatch.setattr(engine_module, "load_weights", skewed)
+    code, output = run(tmp_path, "synchronizer.sync_offset=1")
+    assert code == 1
+    assert "log-probabilities differ from the trainer's by 0." in output
+    assert "(at most 0.001 allowed for float32)" in output
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.0.self_attn.q_proj"])
@@ -129,8 +147,7 @@ def test_shared_tensors_that_are_shared_no_more(
         return shell
 
     monkeypatch.setattr(engine_module, "share_shell", torn)
-    code, output = run(tmp_path)
-    check(code, output, tmp_path / "checkpoints/tests/job")
+    check(*run(tmp_path), tmp_path / "checkpoints/tests/job", f"{name}.weight")
 
 
 def test_weights_of_another_model_are_named(
