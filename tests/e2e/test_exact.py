@@ -33,6 +33,17 @@ def test_equal_seeds_give_byte_identical_weights(tmp_path: Path, whole: tuple[Pa
     assert weights(tmp_path / "checkpoints/tests/other", 4) != whole[1]
 
 
+def test_two_threads_give_byte_identical_weights_too(tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "other"):
+        config = small_config(tmp_path)
+        words = command(tmp_path, config, f"name={name}")
+        two = environment() | {"OMP_NUM_THREADS": "2"}
+        subprocess.run(words, env=two, cwd=tmp_path, check=True, capture_output=True, timeout=240)
+        found.append(weights(tmp_path / "checkpoints/tests" / name, 4))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("moment", ["global_step_2", "monitor/metrics.jsonl"])
 def test_a_killed_run_resumes_to_the_same_weights(
     tmp_path: Path, whole: tuple[Path, bytes], moment: str

@@ -95,6 +95,16 @@ def test_long_lines_are_not_broken_where_there_is_no_terminal() -> None:
     assert "m" * 200 in text.getvalue()
 
 
+def test_a_run_that_has_ended_early_has_no_time_left() -> None:
+    console, clock, text = make_console(live=True)
+    console.stage("rft", 9)
+    for step in (1, 2):
+        clock.now += 1
+        console.step("trainer", step, {})
+    console.close()
+    assert text.getvalue().endswith("rft 2/9  1.00 s/step\n")
+
+
 def test_a_terminal_shows_progress_a_rollout_and_lasting_lines() -> None:
     console, clock, text = make_console(live=True)
     console.stage("rft", 3)

@@ -104,6 +104,12 @@ class Engine(Protocol):
         """
         ...
 
+    async def fingerprint(self) -> dict[str, float] | None:
+        """See engines/fingerprint.py: a number for each tensor, in the engine's dtype; None where
+        it has none to show.
+        """
+        ...
+
     async def pause(self) -> None:
         """Stop decoding after the step under way; requests wait."""
         ...

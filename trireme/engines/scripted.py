@@ -70,6 +70,11 @@ class ScriptedEngine:
         self._check()
         self._version = version
 
+    async def fingerprint(self) -> dict[str, float] | None:
+        """See Engine; there are no weights."""
+        self._check()
+        return None
+
     async def pause(self) -> None:
         """See Engine."""
         self._open.clear()

@@ -123,7 +123,7 @@ class Console:
             self._display.stop()
             self._display = None
             if self._step is not None:
-                self._line(self._progress_line())
+                self._line(self._progress_line(ended=True))
 
     def _begin(self, name: str, total_steps: int | None, by: str) -> None:
         self._name = name
@@ -149,22 +149,22 @@ class Console:
     def _line(self, text: str, style: str = "") -> None:
         self.output.print(Text(text, style=style), soft_wrap=True)
 
-    def _progress_line(self) -> str:
+    def _progress_line(self, *, ended: bool = False) -> str:
         shown = [f"{label} {text}" for label, text in figures(self._metrics, "training")]
-        return "  ".join([f"{self._name} {self._count()}", *shown, *self._pace()])
+        return "  ".join([f"{self._name} {self._count()}", *shown, *self._pace(ended=ended)])
 
     def _count(self) -> str:
         """`12/350`, or `12` where the end is not known."""
         return f"{self._step or 0}" + (f"/{self._total}" if self._total else "")
 
-    def _pace(self) -> list[str]:
-        """Seconds a step over the last steps, and the time left at that pace."""
+    def _pace(self, *, ended: bool = False) -> list[str]:
+        """Seconds a step over the last steps, and the time left at that pace where there is any."""
         if len(self._times) < 2:
             return []
         (then, first), (now, last) = self._times[0], self._times[-1]
         seconds = (now - then) / max(last - first, 1)
         pace = [f"{duration(seconds)}/step"]
-        if self._total and last < self._total:
+        if self._total and last < self._total and not ended:
             pace.append(f"left {clock_time(seconds * (self._total - last))}")
         return pace
 

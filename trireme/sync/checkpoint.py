@@ -1,8 +1,8 @@
 """Checkpoint sync: weights by files, between two commands on one job folder or within one process.
 
-The trainer writes the weights and its probe's scores whole, then moves
+The trainer writes the weights and its probe whole, then moves
 `latest_state_dict_iteration.txt` on. The explorer looks at that file at its step borders, loads
-what is new and compares the scores.
+what is new and compares.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 from trireme.checkpoint.files import write_json
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import save_weights
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
+from trireme.engines.fingerprint import fingerprint
 from trireme.log import get_logger
-from trireme.sync.probe import WeightSource, compare, probe_ids
+from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
 from trireme.sync.synchronizer import is_due
 
 logger = get_logger("synchronizer")
@@ -53,27 +55,40 @@ class CheckpointPush:
     async def push(self, version: int) -> dict[str, float]:
         """Write the weights; load and probe them where the engine lives here."""
         step = self._step()
-        expected = await self._device.run(self._write, step, version)
+        probe = await self._device.run(self._write, step, version)
         if self._engine is None:
             return {}
         await self._engine.update_weights(self._folder.weights_dir(step), version)
-        [scored] = await self._engine.logprobs([self._probe])
-        return compare(scored, expected, version=version, dtype=self._dtype)
+        return await check(self._engine, probe, dtype=self._dtype)
 
     def announce(self, state: str, step: int) -> None:
         """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
         write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
 
-    def _write(self, step: int, version: int) -> list[float]:
-        expected = self._backend.score([self._probe])[0]
-        probe = {"version": version, "ids": self._probe, "logprobs": expected}
+    def _write(self, step: int, version: int) -> dict[str, Any]:
+        """The weights' folder; returns what its probe.json holds."""
+        weights = self._backend.weights()
+        probe = {
+            "version": version,
+            "ids": self._probe,
+            "logprobs": self._backend.score([self._probe])[0],
+            "fingerprint": fingerprint(weights, self._dtype),
+        }
         save_weights(
             self._folder,
             step,
-            weights=self._backend.weights(),
+            weights=weights,
             extra_files={"probe.json": json.dumps(probe).encode()},
         )
-        return expected
+        return probe
+
+
+async def check(engine: Engine, probe: dict[str, Any], *, dtype: str) -> dict[str, float]:
+    """Whether an engine serves the weights that a probe.json was written of."""
+    version = probe["version"]
+    compare_weights(await engine.fingerprint(), probe["fingerprint"], version=version)
+    [scored] = await engine.logprobs([probe["ids"]])
+    return compare(scored, probe["logprobs"], version=version, dtype=dtype)
 
 
 class PolledSync:
@@ -142,8 +157,7 @@ class PolledSync:
         version = probe["version"] if probe else self.version + 1
         await self._engine.update_weights(weights, version)
         if probe:
-            [scored] = await self._engine.logprobs([probe["ids"]])
-            compare(scored, probe["logprobs"], version=version, dtype=self._dtype)
+            await check(self._engine, probe, dtype=self._dtype)
         self.version, self._loaded_step = version, step
         logger.info("version %d: the weights of train step %d", version, step)
 

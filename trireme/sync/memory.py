@@ -6,7 +6,8 @@ from torch import Tensor
 
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.sync.probe import WeightSource, compare, probe_ids
+from trireme.engines.fingerprint import fingerprint
+from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
 
 
 class MemorySync:
@@ -35,13 +36,17 @@ class MemorySync:
 
         Weights and expected scores are read in one go on the device: no train step comes between.
         """
-        source, expected = await self._device.run(self._snapshot)
+        source, marks, expected = await self._device.run(self._snapshot)
         await self._engine.update_weights(source, version)
+        compare_weights(await self._engine.fingerprint(), marks, version=version)
         [scored] = await self._engine.logprobs([self._probe])
         return compare(scored, expected, version=version, dtype=self._dtype)
 
-    def _snapshot(self) -> tuple[dict[str, Tensor] | None, list[float]]:
+    def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
+        """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
         expected = self._backend.score([self._probe])[0]
+        weights = self._backend.weights()
         if self._shared:
-            return None, expected
-        return {name: t.detach().clone() for name, t in self._backend.weights().items()}, expected
+            return None, fingerprint(weights, self._dtype), expected
+        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        return copies, fingerprint(copies, self._dtype), expected

@@ -1,12 +1,12 @@
 """Probe: does the engine really serve the trainer's weights? Asked after every push.
 
-A fixed row of token ids is scored by both; a stale, partial or swapped weight shows as a
-difference.
+Its tensors must be the trainer's by their fingerprints, exactly; and a fixed row of token ids,
+scored by both, must come out alike: right tensors may still be used wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -54,3 +54,23 @@ def compare(
             f"trainer's weights"
         )
     return {"sync/probe_diff": worst}
+
+
+def compare_weights(
+    engine: Mapping[str, float] | None, trainer: Mapping[str, float], *, version: int
+) -> None:
+    """Raise WrongWeights naming the tensors whose fingerprints differ. None: it has none to show.
+
+    A name that the trainer does not give is tied to another's tensor.
+    """
+    if engine is None:
+        return
+    tied = set(trainer.values())
+    wrong = [name for name, value in trainer.items() if engine.get(name) != value]
+    wrong += [name for name, value in engine.items() if name not in trainer and value not in tied]
+    if wrong:
+        more = ", ..." if len(wrong) > 3 else ""
+        raise WrongWeights(
+            f"after the push of version {version} the engine does not serve the trainer's weights: "
+            f"{len(wrong)} of {len(engine)} tensors differ ({', '.join(wrong[:3])}{more})"
+        )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.device import Device
 from trireme.engines.engine import Completion, Health, Sampling
+from trireme.engines.fingerprint import fingerprint
 from trireme.engines.gate import Gate
 from trireme.engines.sampling import Stream
 from trireme.engines.torch.decoder import Decoder
@@ -68,6 +69,7 @@ class TorchEngine:
         self._tokenizer = tokenizer
         self._device = device
         self._seed = seed
+        self._dtype = dtype
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self._kv_tokens = kv_tokens
@@ -125,6 +127,10 @@ class TorchEngine:
         if source is None and not self._shared:
             raise ValueError("this engine has weights of its own: update_weights needs a source")
         await self._between(self._take_weights, source, version)
+
+    async def fingerprint(self) -> dict[str, float]:
+        """See Engine."""
+        return await self._between(lambda: fingerprint(self.module.state_dict(), self._dtype))
 
     async def pause(self) -> None:
         """See Engine."""

@@ -1,0 +1,127 @@
+"""Workflows that fail: the run goes on and counts them; a step of which nothing is left ends it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.job import run, small_config
+from tests.e2e.test_modes import metrics
+
+PLUGIN = '''
+"""Every task fails in its own way, by the sum that it asks for."""
+import asyncio
+import time
+
+from trireme import Experience, Model, Task, workflow
+
+
+async def answered(task: Task, model: Model) -> list[Experience]:
+    reply = await model.chat([{"role": "user", "content": task.prompt}])
+    return model.experiences(reward=len(reply.text) / 8)
+
+
+def number(task: Task) -> int:
+    return int(task.prompt.split("(")[1].rstrip(")"))
+
+
+@workflow("moody")
+async def moody(task: Task, model: Model) -> list[Experience]:
+    """Of 16 tasks: one raises, one hangs, one returns nothing, one None."""
+    match number(task):
+        case 1:
+            raise KeyError("the tool broke")
+        case 6:
+            await asyncio.sleep(3600)
+        case 11:
+            return []
+        case 12:
+            await answered(task, model)
+            return None
+    return await answered(task, model)
+
+
+@workflow("stuck")
+def stuck(task: Task, model) -> list[Experience]:
+    """Blocks its thread, where nobody can cancel it, in one task of the second step."""
+    if number(task) == 5:
+        time.sleep(3600)
+    found = model.chat([{"role": "user", "content": task.prompt}])
+    for experience in found:
+        experience.reward = len(experience.response_text) / 8
+    return found
+
+
+@workflow("broken")
+async def broken(task: Task, model: Model) -> list[Experience]:
+    """Works in the first step and never again."""
+    if number(task) >= 100 or number(task) < 4:
+        return await answered(task, model)
+    raise ZeroDivisionError(f"no luck with {task.prompt}")
+'''
+
+
+def job(folder: Path, workflow: str) -> dict[str, Any]:
+    """A small run with one of the plug-in's workflows; evaluations keep the plain one."""
+    (folder / "moody.py").write_text(PLUGIN)
+    config = small_config(folder)
+    config["plugins"] = [str(folder / "moody.py")]
+    for taskset in config["buffer"]["explorer_input"]["eval_tasksets"]:
+        taskset["default_workflow_type"] = "simple_workflow"
+    config["buffer"]["explorer_input"]["default_workflow_type"] = workflow
+    config["synchronizer"] = {"sync_style": "dynamic_by_explorer"}
+    config["explorer"] |= {"max_timeout": 1.0, "max_retry_times": int(workflow == "moody")}
+    return config
+
+
+@pytest.mark.parametrize("workflow", ["moody", "stuck"])
+def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -> None:
+    started = time.monotonic()
+    done = run(tmp_path, job(tmp_path, workflow))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "checkpoints/tests/job"
+    explored, trained = metrics(folder, "explorer"), metrics(folder, "trainer")
+    counted = [
+        {kind: row[f"rollout/failed/{kind}"] for kind in ("error", "timeout", "empty")}
+        for row in explored
+    ]
+    fine = {"error": 0, "timeout": 0, "empty": 0}
+    if workflow == "stuck":
+        assert counted == [fine, fine | {"timeout": 4}, fine, fine]
+    else:
+        assert counted == [
+            fine | {"error": 4}, fine | {"timeout": 4}, fine | {"empty": 4}, fine | {"error": 4}
+        ]  # fmt: skip
+        assert [row["rollout/retries"] for row in explored] == [4] * 4
+        assert "the tool broke" in done.stderr
+        assert "took longer than explorer.max_timeout (1 s)" in done.stderr
+    lived = sum(row["rollout/experiences"] for row in explored)
+    assert lived == 64 - sum(sum(row.values()) for row in counted)
+    assert sum(row["perf/experiences"] for row in trained) == lived
+    assert time.monotonic() - started < 40, "a hanging rollout held up the run"
+
+
+def test_a_step_of_which_nothing_is_left_stops_the_run(tmp_path: Path) -> None:
+    done = run(tmp_path, job(tmp_path, "broken"))
+    assert done.returncode == 1, done.stdout
+    [place] = [i for i, row in enumerate(done.stderr.splitlines()) if row.startswith("error: ")]
+    told = done.stderr.splitlines()[place:]
+    assert "explore step 2: 16 rollouts failed of 16. The first: rollout 2/" in told[0]
+    assert "ZeroDivisionError: no luck with" in told[0]
+    assert any("moody.py" in line and "in broken" in line for line in told)
+    assert sum("Traceback" in line for line in told) == 1, told
+    folder = tmp_path / "checkpoints/tests/job"
+    assert len(metrics(folder, "explorer")) == 1
+    assert "ZeroDivisionError" in (folder / "log/error.log").read_text()
+
+
+def test_a_smaller_share_may_be_too_much(tmp_path: Path) -> None:
+    config = job(tmp_path, "moody")
+    config["explorer"]["max_failures"] = 0.2
+    done = run(tmp_path, config)
+    assert done.returncode == 1, done.stdout
+    assert "explore step 1: 4 rollouts failed of 16. The first: rollout 1/" in done.stderr
+    assert "KeyError: 'the tool broke'" in done.stderr

@@ -1,0 +1,116 @@
+"""Explorer and trainer as two commands on one folder: either may be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.job import command, environment, small_config
+from tests.e2e.test_modes import metrics
+
+STEPS, EXPERIENCES = 4, 64
+
+
+class Pair:
+    """`trireme run` in mode explore and in mode train, on one job folder."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.config = config
+        self.job = folder / "checkpoints/tests/job"
+        self.running: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, mode: str) -> None:
+        """Start a part, or start it again."""
+        (self.folder / mode).mkdir(exist_ok=True)
+        words = command(self.folder / mode, self.config, f"mode={mode}")
+        self.running[mode] = subprocess.Popen(
+            words, env=environment(), cwd=self.folder, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def kill_when(self, mode: str, ready: Callable[[], bool]) -> None:
+        """SIGKILL a part at a moment when it is known to be under way."""
+        process = self.running[mode]
+        deadline = time.monotonic() + 60
+        while not ready():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the moment to kill never came"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it had ended before it could be killed"
+        process.communicate()
+
+    def finish(self) -> None:
+        """Both end by themselves, and well."""
+        for process in self.running.values():
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+
+    def explored(self) -> int:
+        """Explore steps whose experiences are in the store, by the explorer's own account."""
+        path = self.job / "explorer_meta.json"
+        return json.loads(path.read_text())["latest_iteration"] if path.exists() else 0
+
+    def rows(self) -> list[tuple[str, int, int, int, str | None]]:
+        """What the store holds."""
+        columns = "msg_id, batch, model_version, consumed, claimed_by"
+        with sqlite3.connect(self.job / "buffer/shared.db") as database:
+            return database.execute(f"select {columns} from shared order by id").fetchall()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    """Both started."""
+    config = small_config(tmp_path)
+    store = {"storage_type": "sql", "name": "shared"}
+    config["buffer"]["train_batch_size"] = 16
+    config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    config["explorer"]["eval_on_startup"] = False
+    pair = Pair(tmp_path, config)
+    for mode in ("explore", "train"):
+        pair.start(mode)
+    yield pair
+    for process in pair.running.values():
+        process.kill()
+        process.wait()
+
+
+def check(pair: Pair) -> None:
+    """Every experience once, consumed once; weights that only get newer."""
+    rows = pair.rows()
+    assert len({eid for eid, *_ in rows}) == len(rows) == EXPERIENCES
+    assert {(consumed, claimed) for _, _, _, consumed, claimed in rows} == {(1, None)}
+    versions = [version for _, _, version, _, _ in rows]
+    assert versions == sorted(versions)
+    assert {(batch, version) for _, batch, version, _, _ in rows} == {
+        (step + 1, step) for step in range(STEPS)
+    }
+    steps = [row["sync/version"] for row in metrics(pair.job, "explorer")]
+    assert steps == sorted(steps)
+    manifest = json.loads((pair.job / f"global_step_{STEPS}/manifest.json").read_text())
+    assert manifest["step"] == STEPS and manifest["state"]["version"] == STEPS
+
+
+def test_the_trainer_is_killed_before_and_after_its_first_checkpoint(pair: Pair) -> None:
+    for step in (1, 3):  # checkpoints: 2, 4; the others have weights alone
+        pair.kill_when("train", (pair.job / f"global_step_{step}").exists)
+        pair.start("train")
+    pair.finish()
+    check(pair)
+
+
+def test_the_explorer_is_killed_early_and_late(pair: Pair) -> None:
+    for step in (1, 3):
+        pair.kill_when("explore", lambda step=step: pair.explored() >= step)
+        pair.start("explore")
+    pair.finish()
+    check(pair)
