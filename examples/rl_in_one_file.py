@@ -25,7 +25,7 @@ options = parser.parse_args()
 
 NUM_TEST, NUM_SOLVED = (20, 50) if options.quick else (500, 200)
 SFT_STEPS, SFT_BATCH, SFT_LR = (5, 16, 3e-3) if options.quick else (200, 16, 3e-3)
-RL_STEPS, TASKS, GROUP, RL_LR = (2, 4, 4, 5e-4) if options.quick else (150, 32, 8, 5e-4)
+RL_STEPS, TASKS, GROUP, RL_LR = (2, 4, 4, 5e-4) if options.quick else (150, 32, 8, 3e-4)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # the gain of a likelier good token ends at 1.28 times
 MAX_NEW_TOKENS = 40
 random.seed(options.seed)

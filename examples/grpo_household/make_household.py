@@ -16,7 +16,7 @@ from pathlib import Path
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.household import Household, Layout, clumsy_action
 
-NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 2000, 500, 400
+NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 2000, 500, 500
 CLUMSINESS = 0.25
 MAX_STEPS = 10
 
