@@ -1,11 +1,13 @@
-# make setup | demo | test | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
+# make setup | demo | test | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: setup demo test lint format clean
+ENVS := .venv-envs
+
+.PHONY: setup demo test test-extras lint format clean
 
 setup: $(STAMP)
 
@@ -35,5 +37,11 @@ format: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# the real ALFWorld engine, in an environment of its own: compiles for about a minute
+test-extras: setup
+	$(BIN)/python -m venv $(ENVS)
+	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs]'
+	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENVS) build dist *.egg-info .pytest_cache .ruff_cache

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "rewards", "envs"),
     ("algorithms",),
     ("batch",),
-    ("experience", "serialize", "task", "registry", "log", "threads", "config"),
+    ("experience", "serialize", "task", "registry", "log", "threads", "files", "config"),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}
 FILES = sorted(ROOT.rglob("*.py"))

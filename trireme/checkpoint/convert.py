@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trireme.checkpoint.files import naming, whole_file
 from trireme.checkpoint.layout import STEP_NAME
 from trireme.checkpoint.save import WEIGHTS, copy_model_files
+from trireme.files import naming, whole_file
 
 Status = Literal["exported", "complete", "failed"]
 

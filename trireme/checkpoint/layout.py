@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.checkpoint.files import naming
+from trireme.files import naming
 
 STEP_NAME = re.compile(r"^global_step_(\d+)$")
 

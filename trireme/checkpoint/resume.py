@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from trireme.checkpoint.files import TEMPORARY, clean
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import EXTRA, FORMAT, MANIFEST, OPTIMIZER
+from trireme.files import TEMPORARY, clean
 from trireme.log import get_logger
 
 logger = get_logger("checkpoint_monitor")

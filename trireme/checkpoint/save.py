@@ -20,7 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trireme.checkpoint.files import (
+from trireme.checkpoint.layout import JobFolder
+from trireme.config.located import located
+from trireme.files import (
     CannotWrite,
     naming,
     remove_folder,
@@ -29,8 +31,6 @@ from trireme.checkpoint.files import (
     write_json,
     write_text,
 )
-from trireme.checkpoint.layout import JobFolder
-from trireme.config.located import located
 from trireme.log import get_logger
 
 logger = get_logger("checkpoint_monitor")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.checkpoint.files import write_text
+from trireme.files import write_text
 
 NUM_TRAIN = 2000
 NUM_TEST = 500

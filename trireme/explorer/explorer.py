@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trireme.buffer.buffer import Buffer, Closed
-from trireme.checkpoint.files import write_json
 from trireme.checkpoint.layout import JobFolder
 from trireme.data.tasksets import Exhausted, Taskset
 from trireme.experience import Experience
 from trireme.explorer.metrics import evaluation_metrics, rollout_metrics
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
+from trireme.files import write_json
 from trireme.log import get_logger
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from trireme.checkpoint.files import write_json
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.files import write_json
 from trireme.launch.comparison import more_supervised
 from trireme.launch.local import run_plan
 from trireme.launch.session import Evaluation, StageResult

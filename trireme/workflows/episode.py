@@ -28,6 +28,8 @@ class EpisodeWorkflow(Workflow):
     """Most turns; `workflow_args.max_env_steps` goes over it."""
     unfinished_reward: float = -0.1
     """Reward of an episode that did not come to its end."""
+    default_system_prompt: str | None = None
+    """Where the YAML gives none."""
     blocking_env: bool = True
     """`reset` and `step` take time: they run in a thread, and hold up no other episode."""
 
@@ -50,6 +52,7 @@ class EpisodeWorkflow(Workflow):
     def bind(self, task: Task) -> None:
         """Take the names that users' methods read from the task."""
         super().bind(task)
+        self.system_prompt = self.system_prompt or self.default_system_prompt
         self.max_env_steps = int(task.workflow_args.get("max_env_steps", type(self).max_env_steps))
 
     async def run(self) -> list[Experience]:

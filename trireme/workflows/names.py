@@ -18,6 +18,8 @@ WORKFLOW_PATHS = {
     "async_simple_workflow": _SIMPLE,
     "async_math_workflow": _MATH,
     "async_math_boxed_workflow": _MATH_BOXED,
+    "alfworld_workflow": "trireme.workflows.alfworld.AlfworldWorkflow",
+    "step_wise_alfworld_workflow": "trireme.workflows.alfworld.StepWiseAlfworldWorkflow",
     "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
 }
 

@@ -20,6 +20,8 @@ __getattr__ = lazy_names(
         "AsyncMathBoxedWorkflow": "trireme.workflows.single_turn:MathBoxedWorkflow",
         "StepWiseRewardWorkflow": "trireme.workflows.step_wise",
         "RewardPropagationWorkflow": "trireme.workflows.step_wise",
+        "AlfworldWorkflow": "trireme.workflows.alfworld",
+        "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
         "AsyncStepWiseRewardWorkflow": "trireme.workflows.step_wise:StepWiseRewardWorkflow",
         "AsyncRewardPropagationWorkflow": "trireme.workflows.step_wise:RewardPropagationWorkflow",
     },

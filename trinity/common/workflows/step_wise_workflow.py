@@ -11,5 +11,6 @@ __getattr__ = lazy_names(
         "RewardPropagationWorkflow": "trireme.workflows.step_wise",
         "AsyncStepWiseRewardWorkflow": "trireme.workflows.step_wise:StepWiseRewardWorkflow",
         "AsyncRewardPropagationWorkflow": "trireme.workflows.step_wise:RewardPropagationWorkflow",
+        "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
     },
 )

@@ -1,0 +1,87 @@
+"""Data: which games lie in $ALFWORLD_DATA, and the data set of their files for the taskset."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from trireme.files import write_text
+
+HOW = (
+    "set it to the folder that holds json_2.1.1 (alfworld-download makes one, and so does "
+    "python -m trireme.envs.alfworld.make_games FOLDER)"
+)
+SPLITS = {"train": "train", "test": "valid_seen"}
+
+
+def find_games(root: Path, split: str) -> list[Path]:
+    """Every game file of a split, sorted. Raises ValueError where there is none."""
+    games = sorted(root.glob(f"json_2.1.*/{split}/*/*/game.tw-pddl"))
+    if not games:
+        raise ValueError(
+            f"ALFWORLD_DATA is {root}: it has no json_2.1.*/{split}/*/*/game.tw-pddl; {HOW}"
+        )
+    return [game.resolve() for game in games]
+
+
+def data_folder(given: str | None) -> Path:
+    """The folder that was given, else $ALFWORLD_DATA. Raises ValueError saying what to do."""
+    path = given or os.environ.get("ALFWORLD_DATA")
+    if not path:
+        raise ValueError(f"ALFWORLD_DATA is not set: {HOW}")
+    if not Path(path).is_dir():
+        raise ValueError(f"ALFWORLD_DATA is {path}: there is no such folder; {HOW}")
+    return Path(path)
+
+
+def write_dataset(
+    root: Path, out: Path, sizes: dict[str, int | None], *, seed: int = 42, test: str = "valid_seen"
+) -> dict[str, int]:
+    """Write `<split>.jsonl` with a row a game, and `dataset_dict.json`; the rows of each.
+
+    `sizes`: how many games of each split, drawn with `seed`; None for all.
+    """
+    written = {}
+    for name, folder in {**SPLITS, "test": test}.items():
+        games = find_games(root, folder)
+        wanted = sizes.get(name)
+        if wanted is not None and wanted > len(games):
+            raise ValueError(
+                f"{wanted} games asked for split {name}, and {root} has {len(games)} in {folder}"
+            )
+        chosen = games if wanted is None else random.Random(seed).sample(games, wanted)
+        rows = [{"game_file": str(game), "target": ""} for game in chosen]
+        write_text(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        written[name] = len(rows)
+    splits = {name: {"name": name, "num_examples": size} for name, size in written.items()}
+    write_text(out / "dataset_dict.json", json.dumps({"splits": splits}))
+    return written
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command of examples/grpo_alfworld/get_alfworld_data.py and of scripts/data_prepare."""
+    parser = argparse.ArgumentParser(description="Writes the data set of the ALFWorld games.")
+    parser.add_argument("--game_data_path", help="default: $ALFWORLD_DATA")
+    parser.add_argument("--local_dir", default="examples/grpo_alfworld/alfworld_data")
+    parser.add_argument("--train_size", type=int)
+    parser.add_argument("--test_size", type=int)
+    parser.add_argument("--test_split", default="valid_seen", help="or valid_unseen")
+    parser.add_argument("--seed", type=int, default=42)
+    options = parser.parse_args(arguments)
+    out = Path(options.local_dir)
+    sizes = {"train": options.train_size, "test": options.test_size}
+    try:
+        root = data_folder(options.game_data_path)
+        out.mkdir(parents=True, exist_ok=True)
+        written = write_dataset(root, out, sizes, seed=options.seed, test=options.test_split)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    print(", ".join(f"{size} {name} games" for name, size in written.items()), "in", out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Game: one ALFWorld game on the real TextWorld engine. Lives in a worker process of a pool.
+
+TextWorld bears no second thread, overwrites `sys.argv`, and keeps a copy of its planner for every
+game: none of that belongs into the trainer's process. Two caches make a repeated reset ten times
+and a step twice as fast: parsed texts, and translated problems (the rollouts of a group play the
+same game). What the game says is the same with and without them, and a test holds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+EXTRA = "ALFWorld is not installed: pip install trireme[envs] (compiles for about a minute)"
+KEYS = ("pddl_domain", "grammar", "pddl_problem")
+
+
+class Game:
+    """A game: `reset` and `step` return text, the reward is 1 when the task is done, else 0."""
+
+    def __init__(
+        self, game_file: str, *, expert: bool = False, max_steps: int = 200, caches: bool = True
+    ) -> None:
+        """`expert` adds the handcoded expert's next action to the info (`expert_plan`).
+
+        Raises ValueError naming the file where it is no game.
+        """
+        self.file = check_game(game_file)
+        textworld, gym = extra("textworld"), extra("textworld.gym")
+        alfred = extra("alfworld.agents.environment.alfred_tw_env")
+        if caches:
+            _install_caches()
+        infos = textworld.EnvInfos(
+            won=True, admissible_commands=True, extras=["expert_plan"] * expert
+        )
+        wrappers: list[Any] = [alfred.AlfredDemangler()]
+        if expert:
+            wrappers.append(_expert(alfred.AlfredExpert))
+        name = gym.register_game(
+            str(self.file), infos, max_episode_steps=max_steps, wrappers=wrappers
+        )
+        argv = list(sys.argv)
+        self._env = gym.make(name)
+        sys.argv = argv
+
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        """The beginning: where the agent is, what it sees, what its task is."""
+        argv = list(sys.argv)
+        observation, infos = self._env.reset()
+        sys.argv = argv
+        return observation, _info(infos)
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """What an action does. One that is not possible says "Nothing happens."."""
+        observation, score, done, infos = self._env.step(action)
+        return observation, float(score), bool(done), _info(infos)
+
+    def close(self) -> None:
+        """Let the engine go."""
+        self._env.close()
+
+
+def extra(module: str) -> Any:
+    """A module of the extra packages. Raises ModuleNotFoundError saying how to install them."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{EXTRA} [{error}]") from error
+
+
+def _expert(base: Any) -> Any:
+    """The handcoded expert. It counts what it holds by the older word `put`, which is `move` now:
+    unchanged, it gets lost in tasks with two things.
+    """
+
+    class Expert(base):
+        def _gather_infos(self) -> None:
+            if self.prev_command.startswith("move "):
+                self.prev_command = f"put {self.prev_command.removeprefix('move ')}"
+            super()._gather_infos()
+
+    return Expert()
+
+
+def check_game(path: str) -> Path:
+    """The file of a game, if it is one. Raises ValueError saying what it lacks."""
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"game file {file}: there is no such file (column game_file of the data)")
+    if file.suffix != ".tw-pddl":
+        raise ValueError(f"game file {file}: expected a name that ends in .tw-pddl")
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"game file {file} is not JSON: {error}") from error
+    missing = [key for key in KEYS if not isinstance(held, dict) or key not in held]
+    if missing:
+        raise ValueError(f"game file {file} lacks {', '.join(missing)}: it has to hold {KEYS}")
+    return file
+
+
+def _info(infos: dict[str, Any]) -> dict[str, Any]:
+    """The parts of TextWorld's info that agents use."""
+    found = {
+        "won": bool(infos.get("won")),
+        "admissible_commands": list(infos.get("admissible_commands") or ()),
+    }
+    plan = infos.get("extra.expert_plan")
+    return found | ({"expert_plan": list(plan)} if plan else {})
+
+
+@lru_cache(maxsize=1)
+def _install_caches() -> None:
+    """Remember parsed texts and translated problems, in this process."""
+    fast_downward, textgen = extra("fast_downward"), extra("textworld.envs.pddl.textgen")
+    parse, translate = textgen._parse_and_convert, fast_downward.pddl2sas
+
+    @lru_cache(maxsize=20_000)
+    def parsed(text: str, **options: Any) -> Any:
+        return parse(text, **options)
+
+    def parse_copied(*args: Any, **options: Any) -> Any:
+        if len(args) != 1 or not isinstance(args[0], str):
+            return parse(*args, **options)
+        found = parsed(args[0], **options)
+        # whoever derives a text changes the list of symbols, and sometimes a symbol
+        return [copy.copy(item) for item in found] if isinstance(found, list) else copy.copy(found)
+
+    textgen._parse_and_convert = parse_copied
+    fast_downward.pddl2sas = lru_cache(maxsize=64)(translate)
