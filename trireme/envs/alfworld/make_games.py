@@ -133,7 +133,9 @@ def pddl_problem(home: Household, goal: str) -> str:
     )
 
 
-def make_games(out: Path, split: str, count: int, seed: int) -> list[Path]:
+def make_games(
+    out: Path, split: str, count: int, seed: int, tasks: Sequence[str] = TASKS
+) -> list[Path]:
     """`count` games of a split, the task types in turn; their files."""
     package = Path(extra("alfworld").__file__).parent / "data"
     domain, grammar = (package / "alfred.pddl").read_text(), (package / "alfred.twl2").read_text()
@@ -142,7 +144,7 @@ def make_games(out: Path, split: str, count: int, seed: int) -> list[Path]:
     source = random.Random(f"alfworld {seed} {split}")
     files, drawn = [], set()
     while len(files) < count:
-        task = TASKS[len(files) % len(TASKS)]
+        task = tasks[len(files) % len(tasks)]
         home = draw_household(task, rooms, source)
         if home in drawn:
             continue
@@ -193,13 +195,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=int, default=300)
     parser.add_argument("--test", type=int, default=60, help="games of each of the two test splits")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     options = parser.parse_args(arguments)
     for split, count in (
         ("train", options.train),
         ("valid_seen", options.test),
         ("valid_unseen", options.test),
     ):
-        made = make_games(options.out, split, count, options.seed)
+        made = make_games(options.out, split, count, options.seed, options.tasks)
         print(f"{len(made)} games in {options.out / 'json_2.1.1' / split}")
 
 
