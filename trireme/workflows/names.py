@@ -20,6 +20,7 @@ WORKFLOW_PATHS = {
     "async_math_boxed_workflow": _MATH_BOXED,
     "alfworld_workflow": "trireme.workflows.alfworld.AlfworldWorkflow",
     "step_wise_alfworld_workflow": "trireme.workflows.alfworld.StepWiseAlfworldWorkflow",
+    "webshop_workflow": "trireme.workflows.webshop.WebShopWorkflow",
     "gym_workflow": "trireme.workflows.gym.GymWorkflow",
     "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
 }

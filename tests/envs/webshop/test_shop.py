@@ -1,0 +1,292 @@
+"""The shop's pages, buttons and edge cases, with the texts written out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("Stemmer", reason="PyStemmer is not installed: make test-extras runs these")
+pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-extras runs these")
+
+from tests.model.fake import make
+from trireme.envs.webshop.catalogue import Goal, human_goals, load_products, synthetic_goals
+from trireme.envs.webshop.env import Shop, WebShopEnv, open_shop
+from trireme.envs.webshop.make_catalogue import make_catalogue
+from trireme.envs.webshop.reward import simple_nouns
+from trireme.task import Task
+from trireme.workflows.workflow import resolve
+
+TEXT = "i need a red lamp, and price lower than 30.00 dollars"
+ITEMS = [
+    {
+        "asin": "B01",
+        "name": "Alder Table Lamp",
+        "full_description": "A lamp for the table.",
+        "small_description": ["Easy to clean.", "Long lasting."],
+        "pricing": "$10.99",
+        "customization_options": {
+            "Color": [{"value": "Red"}, {"value": " light/blue "}],
+            "Size": None,
+            "Note": [{"value": 'the "big" one'}],
+        },
+        "category": "home",
+        "query": " Table Lamps ",
+        "product_category": "Home › Light › Lamps",
+    },
+    {"asin": "B02", "name": "Brimo Desk Lamp", "small_description": "Red.", "pricing": None,
+     "customization_options": "", "category": "home", "query": "desk lamps",
+     "product_category": "Home › Light"},
+    {"asin": "B02", "name": "again"},
+    {"asin": "nan", "name": "none"},
+    {"asin": "B0123456789", "name": "too long"},
+    *({"asin": f"C{i:02}", "name": f"Castel Rug {i}", "pricing": "$9.99 - $19.99",
+       "category": "rugs", "query": "rugs", "product_category": "Home › Rugs"} for i in range(12)),
+]  # fmt: skip
+ABOUT = {"B01": {"attributes": ["easy to clean"], "instruction": "i need a lamp",
+                 "instruction_attributes": ["easy to clean"]}}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    human = {
+        "B01": [
+            {"instruction": "i need a red lamp.", "instruction_attributes": ["easy to clean"],
+             "instruction_options": ["red"]},
+            {"instruction": "nothing", "instruction_attributes": []},
+        ]
+    }  # fmt: skip
+    for name, held in (
+        ("items_shuffle_9.json", ITEMS), ("items_ins_v2_9.json", ABOUT),
+        ("items_human_ins.json", human),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(json.dumps(held))
+    return tmp_path
+
+
+@pytest.fixture
+def env(folder: Path) -> WebShopEnv:
+    products = load_products(folder / "items_shuffle_9.json", folder / "items_ins_v2_9.json")
+    goal = Goal("B01", "home", "table lamps", "Alder Table Lamp", "Home › Light › Lamps", TEXT,
+                ("easy to clean",), 30.0, ("red",))  # fmt: skip
+    made = WebShopEnv(Shop(products, [goal], simple_nouns))
+    made.reset(session=0)
+    return made
+
+
+HEAD = f"Instruction:\n{TEXT}\n[button] Back to Search [button_]\n"
+
+
+def test_products_are_read_by_the_rules_of_the_original(folder: Path) -> None:
+    products = load_products(folder / "items_shuffle_9.json", folder / "items_ins_v2_9.json")
+    first, second, *rugs = products
+    assert [p.asin for p in products[:2]] == ["B01", "B02"] and len(rugs) == 12
+    assert first.options == {"color": ("red", "light | blue"), "note": ('the "big" one',)}
+    assert first.query == "table lamps" and first.price_tag == "$10.99" and first.price == 10.99
+    assert second.bullets == ("Red.",) and second.attributes == ("DUMMY_ATTR",)
+    assert (second.price_tag, second.price) == ("$100.0", 100.0)
+    assert rugs[0].price_tag == "$9.99 to $19.99" and 9.99 <= rugs[0].price <= 19.99
+
+
+def test_goals_are_those_of_their_seed_and_the_global_state_is_left_alone(folder: Path) -> None:
+    random.seed(1)
+    before = random.getstate()
+    products = load_products(folder / "items_shuffle_9.json", folder / "items_ins_v2_9.json")
+    (goal,) = human_goals(products, folder / "items_human_ins.json", seed=1)
+    assert [goal] == human_goals(products, folder / "items_human_ins.json", seed=1)
+    assert random.getstate() == before
+    assert goal.instruction_text.startswith("i need a red lamp, and price lower than ")
+    assert goal.price_upper in (30.0, 40.0, 50.0) and goal.goal_options == ("red",)
+    goals = synthetic_goals(products)
+    assert {tuple(g.goal_options.values()) for g in goals} == {  # type: ignore[union-attr]
+        ("red", 'the "big" one'), ("light | blue", 'the "big" one'),
+    }  # fmt: skip
+    assert all(g.weight == 0.5 for g in goals)  # the attribute is in two goals
+    texts = [g.instruction_text for g in goals]
+    assert any(t.startswith("i need a lamp with color: red, and note: the") for t in texts)
+
+
+def test_the_first_page_and_the_results(env: WebShopEnv) -> None:
+    assert env.reset(session=0)[0] == (
+        f"WebShop\nInstruction: \n{TEXT}\n[button] Search [button_]\n"
+    )
+    assert env.get_available_actions() == {"has_search_bar": True, "clickables": ["search"]}
+    seen, reward, done, _ = env.step("search[Lamp]")
+    assert seen == (
+        f"{HEAD}Page 1 (Total results: 2)\n[button] Next > [button_]\n"
+        "\n[button] B02 [button_]\nBrimo Desk Lamp\n$100.0\n"
+        "\n[button] B01 [button_]\nAlder Table Lamp\n$10.99\n"
+    )
+    assert (reward, done) == (0, False)
+    assert env.get_available_actions() == {
+        "has_search_bar": False,
+        "clickables": ["back to search", "next >", "b02", "b01"],
+    }
+
+
+def test_pages_of_ten_that_go_on_past_the_end(env: WebShopEnv) -> None:
+    assert "Page 1 (Total results: 12)" in env.step("search[rug]")[0]
+    second = env.step("click[Next >]")[0]
+    assert "Page 2 (Total results: 12)\n[button] < Prev [button_]\n[button] Next >" in second
+    assert second.count("Castel Rug") == 2
+    third = env.step("click[next >]")[0]
+    assert third == (
+        f"{HEAD}Page 3 (Total results: 12)\n[button] < Prev [button_]\n[button] Next > [button_]\n"
+    )
+    assert env.step("click[< prev]")[0] == second
+
+
+def test_an_item_its_options_and_its_pages(env: WebShopEnv) -> None:
+    env.step("search[lamp]")
+    item = env.step("click[b01]")[0]
+    prev = "[button] < Prev [button_]\n"
+    tail = (
+        "Alder Table Lamp\nPrice: $10.99\nRating: N.A.\n[button] Description [button_]\n"
+        "[button] Features [button_]\n[button] Reviews [button_]\n[button] Buy Now [button_]\n"
+    )
+    assert item == (
+        f"{HEAD}{prev}color\n  [button] red [button_]\n  [button] light | blue [button_]\n"
+        f'note\n  [button] the "big" one [button_]\n{tail}'
+    )
+    assert env.get_available_actions()["clickables"] == [
+        "back to search", "< prev", "description", "features", "reviews", "buy now",
+        "red", "light | blue", 'the "big" one',
+    ]  # fmt: skip
+    chosen = env.step("click[red]")[0]
+    assert chosen.startswith("You have clicked red.\nInstruction:")
+    assert "  [clicked button] red [clicked button_]\n" in chosen
+    other = env.step("click[light | blue]")[0]
+    assert "You have clicked light | blue." in other and "[button] red [button_]" in other
+    # a value with quotes counts, and never shows
+    assert "clicked the" not in env.step('click[the "big" one]')[0]
+    assert env.session.options == {"color": "light | blue", "note": 'the "big" one'}
+    assert env.step("click[description]")[0] == f"{HEAD}{prev}A lamp for the table.\n"
+    assert env.get_available_actions()["clickables"] == ["back to search", "< prev"]
+    assert env.step("click[< prev]")[0] == f"You have clicked light | blue.\n{item}".replace(
+        "[button] light | blue [button_]", "[clicked button] light | blue [clicked button_]"
+    )
+    assert env.step("click[features]")[0] == f"{HEAD}{prev} Easy to clean.\n Long lasting.\n"
+    env.step("click[< prev]")
+    assert env.step("click[reviews]")[0] == HEAD + prev
+    env.step("click[< prev]")
+    results = env.step("click[< prev]")[0]
+    assert env.session.options == {} and "[clicked button] B01 [clicked button_]" in results
+    assert "clicked" not in (env.step("click[back to search]")[0], env.step("search[lamp]")[0])[1]
+
+
+@pytest.mark.parametrize(
+    "action",
+    ["search", "search[]", "click[]", "Search[lamp]", "click[search]", "click[nothing]",
+     "search[lamp][x]", "hello", "", "buy[now]"],
+)  # fmt: skip
+def test_what_is_no_action_changes_nothing(action: str, env: WebShopEnv) -> None:
+    before = env.reset(session=0)[0]
+    assert env.step(action) == (before, 0, False, None)
+
+
+def test_actions_are_read_as_the_original_reads_them(env: WebShopEnv) -> None:
+    assert "Total results: 2" in env.step("search[LAMP] and more")[0]
+    assert "Total results: 0" in env.step("search[ ]")[0]
+    env.step("search[lamp]")
+    env.step("click[b01]")
+    env.step("click[red]")
+    assert "Total results: 12" in env.step("search[rug]")[0]  # from any page; options are gone
+    assert env.session.options == {}
+    assert "Total results: 12" in env.step("search[<c> rugs]")[0]
+    assert "Total results: 1)" in env.step("search[<q> desk lamps]")[0]
+    assert "Total results: 1)" in env.step("search[<a> easy to clean]")[0]
+    assert "Total results: 14" in env.step("search[<r>]")[0]
+
+
+def test_a_purchase_pays_once_and_ends_the_session(env: WebShopEnv) -> None:
+    for action in ("search[lamp]", "click[b01]", "click[red]"):
+        assert env.step(action)[1:3] == (0, False)
+    seen, reward, done, _ = env.step("click[buy now]")
+    assert (reward, done) == (1.0, True)
+    assert 'Purchased\nasin\nB01\noptions\n{"color": "red"}\n' in seen and "\n1.0\n" in seen
+    assert env.get_available_actions() == {"has_search_bar": False, "clickables": []}
+    assert env.step("search[lamp]") == (seen, 0, False, None)
+    assert "Search" in env.reset(session=0)[0]
+
+
+def test_text_mode_and_earlier_pages(env: WebShopEnv) -> None:
+    plain = WebShopEnv(env.shop, observation_mode="text", num_prev_obs=1, num_prev_actions=1)
+    first = plain.reset(session=0)[0]
+    assert first == f"WebShop [SEP] Instruction: [SEP] {TEXT} [SEP] Search"
+    seen = plain.step("search[desk]")[0]
+    assert seen.startswith(f"{first} [SEP] search[desk] [SEP] Instruction: [SEP] {TEXT}")
+
+
+def test_sessions(env: WebShopEnv) -> None:
+    with pytest.raises(IndexError, match="session 1: the shop has 1 goals"):
+        env.reset(session=1)
+    assert env.reset(session="anna")[0] == env.reset()[0]  # only one goal to draw
+    assert "0" in env.shop.sessions and "anna" in env.shop.sessions
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (None, "WEBSHOP_DATA is not set: set it to the folder with items_shuffle"),
+        ("nowhere", "there is no such folder; set it to"),
+        ("empty", r"it has no items_shuffle\*.json; set it to"),
+    ],
+)
+def test_a_missing_folder_says_what_to_do(
+    make_it: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEBSHOP_DATA", raising=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=message):
+        open_shop(str(tmp_path / make_it) if make_it else None)
+
+
+def test_a_file_that_is_wrong_is_named(folder: Path) -> None:
+    (folder / "bad.json").write_text("[{}]")
+    with pytest.raises(ValueError, match=r"bad.json: product 0 has no 'asin' or no 'name'"):
+        load_products(folder / "bad.json", folder / "items_ins_v2_9.json")
+    with pytest.raises(ValueError, match=r"items_shuffle_9.json: expected a dict, found list"):
+        load_products(folder / "bad.json", folder / "items_shuffle_9.json")
+
+
+def test_a_made_catalogue_is_read_by_the_same_loader_and_can_be_bought_right(
+    tmp_path: Path,
+) -> None:
+    make_catalogue(tmp_path, 60, seed=4)
+    shop = open_shop(str(tmp_path))
+    assert len(shop.products) == len(shop.goals) == 60
+    perfect = 0
+    for number, goal in enumerate(shop.goals):
+        env = WebShopEnv(shop)
+        env.reset(session=number)
+        env.step(f"search[{goal.name}]")
+        env.step(f"click[{goal.asin}]")
+        for value in goal.goal_options:
+            env.step(f"click[{value}]")
+        reward, done = env.step("click[buy now]")[1:3]
+        assert done and reward > 0
+        perfect += reward == 1.0
+    assert perfect >= 54  # a drawn price limit may lie below the drawn price of a range
+
+
+def test_the_workflow_shops(tmp_path: Path) -> None:
+    make_catalogue(tmp_path, 40, seed=4)
+    goal = open_shop(str(tmp_path)).goals[3]
+    actions = ["click[next >]", f"search[{goal.name}]", "search[x]", f"click[{goal.asin}]"]
+    actions += [f"click[{value}]" for value in goal.goal_options] + ["click[buy now]"]
+    replies = iter([f"<think>so</think><action>{action}</action>" for action in actions])
+
+    async def main() -> Any:
+        task = Task({"prompt": 3}, workflow_args={"data": str(tmp_path)})
+        spec = resolve("webshop_workflow")
+        return await spec.call(task, make(replies, max_model_len=16000), 1, 0)
+
+    (e,) = asyncio.run(main())
+    assert e.reward == 1.0 and e.metrics["actual_env_steps"] == len(actions)
+    said = [m["content"] for m in e.messages or [] if m["role"] == "user"]
+    assert said[1].startswith("Observation: There is nothing called 'next >' here.")
+    assert said[3] == "Observation: This page has no search bar."

@@ -1,0 +1,196 @@
+"""Catalogue: the products and goals of the original's files (WebShop, arXiv:2207.01206).
+
+The same seed gives the same prices of ranges, goals and texts, in every process; nothing touches
+the global random state. (In the original the order of the goals is fixed and their texts are not.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHUFFLE_SEED = 233
+NO_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product as its pages show it."""
+
+    asin: str
+    title: str
+    description: str
+    bullets: tuple[str, ...]
+    price_tag: str
+    price: float
+    """For the reward; a range's is drawn."""
+    options: Mapping[str, tuple[str, ...]]
+    attributes: tuple[str, ...]
+    query: str
+    category: str
+    product_category: str
+    instruction: str = ""
+    instruction_attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a customer wants."""
+
+    asin: str
+    category: str
+    query: str
+    name: str
+    product_category: str
+    instruction_text: str
+    attributes: tuple[str, ...]
+    price_upper: float
+    goal_options: Mapping[str, str] | tuple[str, ...]
+    weight: float = field(default=1.0)
+
+
+def load_products(items: Path, attributes: Path, seed: int = 0) -> list[Product]:
+    """The products of `items_shuffle*.json` with the attributes of `items_ins_v2*.json`.
+
+    Raises ValueError naming the file, and the product and key where one is missing.
+    """
+    source = random.Random(seed)
+    about = read_json(attributes, dict)
+    found: dict[str, Product] = {}
+    for place, row in enumerate(read_json(items, list)):
+        if "asin" not in row or "name" not in row:
+            raise ValueError(f"{items}: product {place} has no 'asin' or no 'name'")
+        asin = row["asin"]
+        if asin == "nan" or len(asin) > 10 or asin in found:
+            continue
+        found[asin] = _product(row, about.get(asin, {}), source)
+    if not found:
+        raise ValueError(f"{items}: there is no product in it")
+    return list(found.values())
+
+
+def human_goals(products: Sequence[Product], instructions: Path, seed: int = 0) -> list[Goal]:
+    """The goals that people wrote (`items_human_ins.json`), shuffled as in the original."""
+    source = random.Random(seed)
+    written = read_json(instructions, dict)
+    goals = []
+    for product in products:
+        for row in written.get(product.asin, ()):
+            wanted = row.get("instruction_attributes") or []
+            if not wanted:
+                continue
+            text, limit = _with_price(row["instruction"].strip("."), product.price, source)
+            options = tuple(row.get("instruction_options") or ())
+            goals.append(_goal(product, text, tuple(wanted), limit, options))
+    return _shuffled(goals)
+
+
+def synthetic_goals(products: Sequence[Product], seed: int = 0) -> list[Goal]:
+    """A goal for every choice of options of each product that has an instruction.
+
+    Weighted by how rare its attributes are.
+    """
+    source = random.Random(seed)
+    goals = []
+    for product in products:
+        if not product.instruction or not product.instruction_attributes:
+            continue
+        names = list(product.options)
+        for values in itertools.product(*product.options.values()):
+            options = dict(zip(names, values, strict=True))
+            said = ", and ".join(f"{name}: {value}" for name, value in options.items())
+            text, limit = _with_price("", product.price, source)
+            text = f"{product.instruction}{f' with {said}' if said else ''}{text}"
+            goals.append(_goal(product, text, product.instruction_attributes, limit, options))
+    counts = Counter(attribute for goal in goals for attribute in goal.attributes)
+    weighted = [
+        Goal(**{**vars(goal), "weight": sum(1 / counts[a] for a in goal.attributes)
+                / len(goal.attributes)})
+        for goal in goals
+    ]  # fmt: skip
+    return _shuffled(weighted)
+
+
+def read_json(path: Path, kind: type) -> Any:
+    """The content of a file. Raises ValueError naming it where it is not there or not right."""
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(held, kind):
+        raise ValueError(f"{path}: expected a {kind.__name__}, found {type(held).__name__}")
+    return held
+
+
+def _product(row: Mapping[str, Any], about: Mapping[str, Any], source: random.Random) -> Product:
+    bullets = row.get("small_description") or []
+    prices = _prices(row.get("pricing"))
+    tag = f"${prices[0]}" if len(prices) == 1 else f"${prices[0]} to ${prices[1]}"
+    price = prices[0] if len(prices) == 1 else source.uniform(prices[0], prices[1])
+    return Product(
+        asin=row["asin"],
+        title=row["name"],
+        description=row.get("full_description") or "",
+        bullets=(bullets,) if isinstance(bullets, str) else tuple(bullets),
+        price_tag=tag,
+        price=price,
+        options=dict(_options(row.get("customization_options") or {})),
+        attributes=tuple(about.get("attributes") or ["DUMMY_ATTR"]),
+        query=str(row.get("query", "")).lower().strip(),
+        category=row.get("category", ""),
+        product_category=row.get("product_category", ""),
+        instruction=about.get("instruction") or "",
+        instruction_attributes=tuple(about.get("instruction_attributes") or ()),
+    )
+
+
+def _prices(pricing: str | None) -> list[float]:
+    if not pricing:
+        return [100.0]
+    return [float(re.sub(r"[^\d.]", "", piece)) for piece in pricing.split("$")[1:]][:2]
+
+
+def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, values in given.items():
+        if values:
+            texts = (v["value"].strip().replace("/", " | ").lower() for v in values)
+            yield name.lower(), tuple(texts)
+
+
+def _with_price(text: str, price: float, source: random.Random) -> tuple[str, float]:
+    """An instruction with its price limit; none where no two round numbers lie above the price."""
+    above = [p for p in range(10, 1000, 10) if p > price][:4]
+    if len(above) < 2:
+        return text, NO_LIMIT
+    limit = max(source.sample(above, 2))
+    return f"{text}, and price lower than {limit:.2f} dollars", float(limit)
+
+
+def _goal(
+    product: Product, text: str, attributes: tuple[str, ...], limit: float, options: Any
+) -> Goal:
+    return Goal(
+        product.asin,
+        product.category,
+        product.query,
+        product.title,
+        product.product_category,
+        text,
+        attributes,
+        limit,
+        options,
+    )
+
+
+def _shuffled(goals: list[Goal]) -> list[Goal]:
+    random.Random(SHUFFLE_SEED).shuffle(goals)
+    return goals

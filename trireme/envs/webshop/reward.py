@@ -1,0 +1,123 @@
+"""Reward: how well a purchase meets a goal, from 0 to 1, by the rules of the original.
+
+total = type * (attributes met + options met + price met) / (attributes + options + 1)
+
+`type` compares title nouns, queries and categories. The nouns come from a tagger that may be
+replaced: scores then differ a little.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from trireme.envs.webshop.catalogue import Goal, Product
+from trireme.envs.webshop.search import STOP_WORDS, extra
+
+Nouns = Callable[[str], Sequence[str]]
+MATCH = 85
+COLORS = re.findall(
+    r"\w+",
+    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze "
+    "brown burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate "
+    "christmas coffee cognac copper coral cranberry cream crystal dark denim eggplant "
+    "elephant espresso fuchsia gold granite grape graphite grass gray green grey heather "
+    "indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve "
+    "merlot midnight mint mocha multicolor mushroom mustard natural navy nude olive orange "
+    "peach pewter pink plum purple rainbow red rose royal rust sand sapphire seashell silver "
+    "skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut "
+    "wheat white wine yellow",
+)
+
+
+def reward(
+    bought: Product, goal: Goal, options: Mapping[str, str], nouns: Nouns
+) -> tuple[float, dict[str, Any]]:
+    """The reward of buying a product with these options, and its parts."""
+    kind = type_score(bought, goal, nouns)
+    attributes = sum(attribute_met(wanted, bought) for wanted in goal.attributes)
+    wanted = goal_options(goal)
+    chosen = [normalize_color(value) for value in options.values()]
+    met = sum(any(close(value, have) for have in chosen) for value in wanted)
+    affordable = bought.price <= goal.price_upper
+    total = (attributes + met + affordable) / (len(goal.attributes) + len(wanted) + 1)
+    parts: dict[str, Any] = {
+        **kind,
+        "r_att": attributes / len(goal.attributes) if goal.attributes else 0.0,
+        "r_price": affordable,
+    }
+    if wanted:
+        parts["r_option"] = met / len(wanted)
+    return kind["r_type"] * total, parts
+
+
+def goal_options(goal: Goal) -> list[str]:
+    """What the options of a goal are compared as: values, or names with values."""
+    if isinstance(goal.goal_options, Mapping):
+        return [normalize_color(f"{name} {value}") for name, value in goal.goal_options.items()]
+    return [normalize_color(value) for value in goal.goal_options]
+
+
+def type_score(bought: Product, goal: Goal, nouns: Nouns) -> dict[str, Any]:
+    """Whether it is the right kind of product: `r_type` 1, 0.5, 0.1 or 0, and why."""
+    shared = {c.strip() for c in bought.product_category.split("›")}
+    shared &= {c.strip() for c in goal.product_category.split("›")}
+    category = len(shared) >= 2
+    query = bought.query == goal.query
+    wanted = list(nouns(goal.name))
+    title = len(set(nouns(bought.title)) & set(wanted)) / len(wanted) if wanted else 0.2
+    value = 1.0 if query or category or title > 0.2 else 0.5
+    if title < 0.1:
+        value = 0.1
+    if title == 0.0:
+        value = 0.0
+    return {
+        "r_type": value,
+        "query_match": query,
+        "category_match": category,
+        "title_score": title,
+    }
+
+
+def attribute_met(wanted: str, bought: Product) -> bool:
+    """Whether an attribute is among the product's, or stands in its texts."""
+    if any(close(wanted, have) for have in bought.attributes):
+        return True
+    texts = (bought.title, " ".join(bought.bullets), bought.description)
+    return any(wanted in text.lower() for text in texts)
+
+
+def normalize_color(text: str) -> str:
+    """The first colour, in the list's order, that the text has in it; else the text."""
+    return next((color for color in COLORS if color in text), text)
+
+
+@lru_cache(maxsize=100_000)
+def close(one: str, other: str) -> bool:
+    """Whether the words of two texts are nearly the same, or those of one lie in the other."""
+    ratio = extra("rapidfuzz.fuzz").token_set_ratio(_plain(one), _plain(other))
+    return round(ratio) > MATCH
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\W", " ", text).lower().strip()
+
+
+def simple_nouns(text: str) -> list[str]:
+    """Words of a title that may be nouns: all but numbers and stop words, in lower case."""
+    return [w for w in re.findall(r"[a-z]+", text.lower()) if len(w) > 2 and w not in STOP_WORDS]
+
+
+def spacy_nouns(model: str = "en_core_web_sm") -> Nouns:
+    """The tagger of the original, where spaCy and its model are installed; else the simple one."""
+    try:
+        import_spacy = extra("spacy")
+        tagger = import_spacy.load(model)
+    except (ModuleNotFoundError, OSError):
+        return simple_nouns
+    kinds = ("PNOUN", "NOUN", "PROPN")
+    return lru_cache(maxsize=50_000)(
+        lambda text: [token.text.lower() for token in tagger(text) if token.pos_ in kinds]
+    )

@@ -1,0 +1,111 @@
+"""WebShop workflow: a customer with an instruction, as one conversation or step by step.
+
+`format.prompt_key` names the column with the session's number. `workflow_args`: data (the folder,
+default $WEBSHOP_DATA), original (true: the package web_agent_site, where it is installed), sparse
+(a reward of 1 or 0 in place of the shop's share), per_step.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from trireme.envs.env import Seen
+from trireme.envs.webshop.env import WebShopEnv, open_shop
+from trireme.task import Task
+from trireme.workflows.alfworld import parse_action
+from trireme.workflows.episode import EpisodeWorkflow
+
+SYSTEM_PROMPT = """You shop online for a customer, through text pages. Find and buy what the \
+instruction asks for, within 15 actions.
+
+Before each action think briefly. Answer with your thoughts between <think> and </think> and one \
+action between <action> and </action>.
+
+The actions:
+search[words]   where the page has a search bar
+click[name]     any button or option of the page, by its name
+
+Choose the options that the instruction asks for before you click[buy now]. An example:
+<think>I begin with what it is and its colour.</think>
+<action>search[navy blue table lamp]</action>"""
+
+
+class _Checked:
+    """A shop that says why an action is not possible, in place of showing the page again."""
+
+    def __init__(self, env: Any, session: int) -> None:
+        self._env, self._session = env, session
+
+    def reset(self) -> Any:
+        return self._env.reset(session=self._session)
+
+    def step(self, action: str) -> Any:
+        if problem := self._problem(action):
+            return problem, 0.0, False, {"valid": False}
+        observation, reward, done, _ = self._env.step(action)
+        return observation, reward, done, {"valid": True}
+
+    def _problem(self, action: str) -> str | None:
+        can = self._env.get_available_actions()
+        name, _, rest = action.partition("[")
+        argument = rest.removesuffix("]").strip().lower()
+        if name not in ("search", "click") or not rest.endswith("]") or not argument:
+            return "Write search[words] or click[name]."
+        if name == "search":
+            return None if can["has_search_bar"] else "This page has no search bar."
+        if argument in can["clickables"]:
+            return None
+        return f"There is nothing called '{argument}' here. You can click: " + ", ".join(
+            can["clickables"]
+        )
+
+
+class WebShopWorkflow(EpisodeWorkflow):
+    """The reward is the shop's, 0 to 1, at the purchase; -0.1 where nothing was bought."""
+
+    blocking_env = False
+    max_env_steps = 15
+    default_system_prompt = SYSTEM_PROMPT
+
+    def bind(self, task: Task) -> None:
+        """Take the names that users' methods read from the task."""
+        super().bind(task)
+        self.per_step = bool(task.workflow_args.get("per_step", False))
+
+    def make_env(self) -> Any:
+        """A session of the shop."""
+        args, session = self.workflow_args, int(self.task_desc)
+        if args.get("original"):
+            return _Checked(_original(), session)
+        shop = open_shop(args.get("data"), human=bool(args.get("human_goals", True)))
+        return _Checked(WebShopEnv(shop), session)
+
+    def format_observation(self, seen: Seen) -> str:
+        """The page."""
+        return f"Observation: {str(seen.observation).strip()}"
+
+    def parse_action(self, reply: str) -> str:
+        """What stands in <action>."""
+        return parse_action(reply)
+
+    def final_reward(self, seen: Seen, total: float) -> float:
+        """See the class; `sparse` makes 1 of 0.99 and more, and 0 of what is less."""
+        found = super().final_reward(seen, total)
+        if self.workflow_args.get("sparse") and found >= 0:
+            return float(found >= 0.99)
+        return found
+
+
+def _original() -> Any:
+    """The original's environment, with all of its products."""
+    try:
+        gym = import_module("gym")
+        import_module("web_agent_site.envs")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "workflow_args.original is true, and the package web_agent_site is not installed: "
+            f"leave it out to use the built-in shop [{error}]"
+        ) from error
+    options = {"observation_mode": "text_rich", "num_products": None, "human_goals": True}
+    return gym.make("WebAgentTextEnv-v0", **options)
