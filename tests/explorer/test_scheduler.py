@@ -208,3 +208,21 @@ def test_a_rollout_past_the_dynamic_time_out_fails_by_its_name() -> None:
 
     (failed,) = run(main()).failures
     assert failed.kind == "timeout" and "explorer.dynamic_timeout (0.04 s)" in failed.message
+
+
+def test_what_the_runners_do_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        scheduler = Scheduler(
+            [make_runner(scripted(), max_timeout=60) for _ in range(2)],
+            max_repeats_per_runner=None,
+            report_interval=0.05,
+        )
+        scheduler.start()
+        await scheduler.submit(1, [task(late(0), task_id=0)])
+        await asyncio.sleep(0.2)
+        assert scheduler.states() == ["runner 0: task 1/0, runs [0] for 0 s", "runner 1: idle"]
+        await scheduler.close()
+
+    with caplog.at_level("INFO"):
+        run(main())
+    assert "0 tasks wait\nrunner 0: task 1/0, runs [0] for 0 s\nrunner 1: idle" in caplog.text

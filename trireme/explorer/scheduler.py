@@ -13,12 +13,16 @@ import asyncio
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trireme.explorer.runner import Outcome, Runner, batch_order
+from trireme.log import get_logger
 from trireme.task import Task
 from trireme.workflows.workflow import WorkflowSpec, resolve
+
+logger = get_logger("explorer")
 
 
 @dataclass(order=True)
@@ -62,10 +66,14 @@ class Scheduler:
         *,
         max_repeats_per_runner: int | None,
         over_rollout: OverRollout | None = None,
+        report_interval: float = 0.0,
     ) -> None:
+        """With `report_interval` what each runner does is logged every so many seconds."""
         self._runners = list(runners)
         self._max_repeats = max_repeats_per_runner
         self._over = over_rollout
+        self._report_interval = report_interval
+        self._busy: dict[int, tuple[str, float]] = {}
         self.dropped_tasks = 0
         self._closing = False
         self._heap: list[_Part] = []
@@ -78,7 +86,10 @@ class Scheduler:
         """Begin to take work; once is enough."""
         if self._workers:
             return
-        self._workers = [asyncio.create_task(self._work(runner)) for runner in self._runners]
+        numbered = enumerate(self._runners)
+        self._workers = [asyncio.create_task(self._work(i, runner)) for i, runner in numbered]
+        if self._report_interval:
+            self._workers.append(asyncio.create_task(self._report()))
 
     async def submit(self, batch_id: int | str, tasks: Sequence[Task]) -> None:
         """Queue a batch; does not wait for it."""
@@ -146,7 +157,23 @@ class Scheduler:
             part.done.cancel()
         self._workers, self._heap, self._batches = [], [], {}
 
-    async def _work(self, runner: Runner) -> None:
+    def states(self) -> list[str]:
+        """What each runner does: its task and for how long, or idle."""
+        now = time.monotonic()
+        return [
+            f"runner {i}: {self._busy[i][0]} for {now - self._busy[i][1]:.0f} s"
+            if i in self._busy
+            else f"runner {i}: idle"
+            for i in range(len(self._runners))
+        ]
+
+    async def _report(self) -> None:
+        """Log the runners' states, for ever."""
+        while True:
+            await asyncio.sleep(self._report_interval)
+            logger.info("%d tasks wait\n%s", len(self._heap), "\n".join(self.states()))
+
+    async def _work(self, index: int, runner: Runner) -> None:
         """One runner's life: next part, run it, hand over the outcome."""
         while True:
             async with self._wake:
@@ -157,6 +184,8 @@ class Scheduler:
                 part.done.cancel()
                 continue
             part.running = asyncio.ensure_future(runner.run(part.task, part.spec, part.runs))
+            name = f"task {part.task.batch_id}/{part.task.task_id}, runs {part.runs}"
+            self._busy[index] = name, time.monotonic()
             try:
                 outcome = await part.running
             except asyncio.CancelledError:
@@ -172,6 +201,8 @@ class Scheduler:
             else:
                 if not part.done.done():  # whoever waited may have been cancelled
                     part.done.set_result(outcome)
+            finally:
+                self._busy.pop(index, None)
 
 
 def split(repeat_times: int, most: int | None) -> list[list[int]]:

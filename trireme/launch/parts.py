@@ -152,6 +152,7 @@ def make_scheduler(
         over_rollout=OverRollout(over.ratio, over.wait_after_min, over.return_partial_tasks)
         if over.ratio
         else None,
+        report_interval=explorer.runner_state_report_interval,
     )
 
 
