@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trireme.algorithms.advantage import by_group
     from trireme.algorithms.names import advantage, kl_loss, policy_loss
     from trireme.algorithms.recipes import algorithm
     from trireme.config import Config, ConfigError, Plan, load_config, make_plans
@@ -48,6 +49,7 @@ __all__ = [
     "Workflow",
     "advantage",
     "algorithm",
+    "by_group",
     "group_by",
     "kl_loss",
     "load_config",
@@ -81,6 +83,7 @@ _NAMES = {
     "Workflow": "trireme.workflows.workflow",
     "advantage": "trireme.algorithms.names",
     "algorithm": "trireme.algorithms.recipes",
+    "by_group": "trireme.algorithms.advantage",
     "group_by": "trireme.experience",
     "kl_loss": "trireme.algorithms.names",
     "load_config": "trireme.config",

@@ -17,6 +17,10 @@ class Closed(Exception):
     """The buffer is closed and empty: the end of the run, not a failure."""
 
 
+class OtherSideFailed(RuntimeError):
+    """Who puts or takes cannot go on, because of what is its `__cause__`."""
+
+
 class Buffer(Protocol):
     """Three verbs, and what a resume needs."""
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.buffer.buffer import Closed
+from trireme.buffer.buffer import Closed, OtherSideFailed
 from trireme.buffer.record import Record
 from trireme.buffer.waiting import Bell, Clock, WallClock
 from trireme.experience import Experience
@@ -149,6 +149,6 @@ class QueueBuffer:
 
     def _stop_if_failed(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(
+            raise OtherSideFailed(
                 f"buffer '{self.name}': the other side has failed: {self._failure}"
             ) from self._failure

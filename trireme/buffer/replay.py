@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trireme.buffer.buffer import Closed
+from trireme.buffer.buffer import Closed, OtherSideFailed
 from trireme.buffer.record import Record
 from trireme.buffer.waiting import Bell, Clock, WallClock
 from trireme.experience import Experience, group_by
@@ -230,6 +230,6 @@ class ReplayBuffer:
 
     def _stop_if_failed(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(
+            raise OtherSideFailed(
                 f"buffer '{self.name}': the other side has failed: {self._failure}"
             ) from self._failure

@@ -112,11 +112,12 @@ class Explorer:
             # What is still under way is nobody's, and must not hold up the evaluation at the end.
             await self.scheduler.close()
         except Exception as error:
+            # Nothing is awaited from here on: the trainer hears of it by the buffer, and must not
+            # be the first to end.
             await self.buffer.fail(error)
             raise
         finally:
             collector.cancel()
-            await asyncio.gather(collector, return_exceptions=True)
         await self.buffer.close()
 
     async def evaluate(self, step: int) -> Evaluation:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
+from trireme.buffer.buffer import OtherSideFailed
 from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.launch.session import Session, StageResult
@@ -126,12 +127,19 @@ async def run_bench(session: Session) -> StageResult:
 
 
 async def first_failure_ends_all(*work: Awaitable[Any]) -> None:
-    """Wait for all; the first that raises cancels the others and is raised."""
+    """Wait for all; the first that raises cancels the others and is raised.
+
+    What one says only because the other has failed gives way to the other's own error: which of
+    the two ends first is chance.
+    """
     tasks = [asyncio.ensure_future(w) for w in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
-            task.result()
+            try:
+                task.result()
+            except OtherSideFailed as error:
+                raise error.__cause__ or error from None
     finally:
         for task in tasks:
             task.cancel()
