@@ -15,7 +15,7 @@ FACTORY = "tests.envs.fakes:make"
 
 @pytest.fixture
 def pool() -> Iterator[EnvPool]:
-    made = EnvPool(FACTORY, workers=2, timeout_s=5, recycle_after=500)
+    made = EnvPool(FACTORY, workers=2, timeout_s=20, recycle_after=500)
     yield made
     made.close()
 
@@ -53,11 +53,11 @@ def test_what_an_environment_raises_comes_out_with_its_traceback(pool: EnvPool) 
 
 
 def test_a_hung_worker_is_replaced_and_its_other_environments_are_lost() -> None:
-    pool = EnvPool(FACTORY, workers=1, timeout_s=2)
+    pool = EnvPool(FACTORY, workers=1, timeout_s=4)
     try:
         with pool.lend_blocking() as env, pool.lend_blocking() as beside:
             assert env.reset() and beside.reset()
-            with pytest.raises(EnvLost, match=r"'step' of .* worker 0 gave no answer for 2 s"):
+            with pytest.raises(EnvLost, match=r"'step' of .* worker 0 gave no answer for 4 s"):
                 env.step("hang")
             with pytest.raises(EnvLost, match="worker 0 is gone: 'step' of"):
                 beside.step("a")
@@ -80,7 +80,7 @@ def test_a_dead_worker_is_replaced(pool: EnvPool) -> None:
 
 
 def test_a_worn_worker_is_replaced_when_it_is_empty() -> None:
-    pool = EnvPool(FACTORY, workers=1, timeout_s=5, recycle_after=2)
+    pool = EnvPool(FACTORY, workers=1, timeout_s=20, recycle_after=2)
     try:
         pids = []
         for _ in range(5):
