@@ -27,7 +27,7 @@ from trireme.envs.alfworld.make_games import make_games
 from trireme.workflows.alfworld import format_observation
 
 MIN_RISE = 0.05
-NUM_TRAIN, NUM_TEST, DEMONSTRATIONS, MAX_STEPS = 200, 60, 400, 15
+NUM_TRAIN, NUM_TEST, DEMONSTRATIONS, MAX_STEPS = 200, 60, 300, 15
 CLUMSINESS = 0.2
 IDLE = ("look", "inventory", "help", "examine")
 
@@ -98,7 +98,7 @@ def config(folder: Path, seed: int, steps: int) -> dict:
         },
         "buffer": {
             "train_batch_size": 16,
-            "total_steps": 600,
+            "total_steps": 400,
             "trainer_input": {
                 "experience_buffer": {
                     "name": "demonstrations",
