@@ -101,7 +101,7 @@ def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -
     lived = sum(row["rollout/experiences"] for row in explored)
     assert lived == 64 - sum(sum(row.values()) for row in counted)
     assert sum(row["perf/experiences"] for row in trained) == lived
-    assert time.monotonic() - started < 40, "a hanging rollout held up the run"
+    assert time.monotonic() - started < 120, "a hanging rollout held up the run"
 
 
 def test_a_step_of_which_nothing_is_left_stops_the_run(tmp_path: Path) -> None:
