@@ -161,7 +161,8 @@ def main() -> int:
             return 2
         (summary,) = folder.rglob("summary.json")
         facts = json.loads(summary.read_text())
-    before, after = facts["accuracy_sft"], facts["accuracy_rl"]
+    # the mean reward is 1 for a success and -0.1 else
+    before, after = ((facts[name] + 0.1) / 1.1 for name in ("accuracy_sft", "accuracy_rl"))
     print(
         f"success on {NUM_TEST} unseen games: {before:.1%} after the warm-up, {after:.1%} after "
         f"{options.steps} steps, {time.monotonic() - started:.0f} s in all"
