@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,21 +113,32 @@ def missed(results: list[Result]) -> list[str]:
     return problems
 
 
+def run_seeds(
+    seeds: list[int], run: Callable[[int, Path, float], Result], timeout: float
+) -> list[Result] | None:
+    """Run each seed in a folder of its own and print its line; None where one fails."""
+    results: list[Result] = []
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                results.append(run(seed, Path(folder), timeout))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(error, file=sys.stderr)
+                return None
+        lines = table(results[-1:]).splitlines()
+        print("\n".join(lines if len(results) == 1 else lines[1:]), flush=True)
+    return results
+
+
 def main() -> int:
     """Run the seeds, print the table, say what was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one run")
     options = parser.parse_args()
-    results = []
-    for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                results.append(run_seed(seed, Path(folder), options.timeout))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(error, file=sys.stderr)
-                return 2
-        print(table(results[-1:]) if len(results) == 1 else table(results[-1:]).splitlines()[1])
+    results = run_seeds(options.seeds, run_seed, options.timeout)
+    if results is None:
+        return 2
     mean = sum(r.rl for r in results) / len(results)
     print(f"mean accuracy after RL {mean:.1%}")
     problems = missed(results)

@@ -13,11 +13,10 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from demo_seeds import Result, read_summary, table
+from demo_seeds import Result, read_summary, run_seeds
 
 MIN_RISE, MAX_SECONDS = 0.25, 360.0
 EXAMPLE = Path(__file__).parent.parent / "examples" / "grpo_household"
@@ -61,16 +60,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one run")
     options = parser.parse_args()
-    results = []
-    for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                results.append(run_seed(seed, Path(folder), options.timeout))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(error, file=sys.stderr)
-                return 2
-        lines = table(results[-1:]).splitlines()
-        print("\n".join(lines if len(results) == 1 else lines[1:]), flush=True)
+    results = run_seeds(options.seeds, run_seed, options.timeout)
+    if results is None:
+        return 2
     problems = [r for r in results if r.rise < MIN_RISE or r.wall_s > MAX_SECONDS]
     for r in problems:
         print(f"MISSED: seed {r.seed} rose by {100 * r.rise:.1f} points in {r.wall_s:.0f} s, "

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
-EXTRA = "gymnasium is not installed: pip install trireme[envs]"
+from trireme.envs.extras import extra
 
 
 class TextGym:
@@ -26,10 +25,7 @@ class TextGym:
         env_args: Mapping[str, Any] | None = None,
     ) -> None:
         """`seed` is the episode's. Raises ModuleNotFoundError, and ValueError for other spaces."""
-        try:
-            gymnasium = import_module("gymnasium")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(EXTRA) from error
+        gymnasium = extra("gymnasium", "gymnasium")
         self._env = gymnasium.make(env_id, **(env_args or {}))
         self._seed = seed
         size = int(getattr(self._env.action_space, "n", 0))

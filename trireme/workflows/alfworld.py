@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from trireme.envs.env import Seen
 from trireme.envs.pool import shared_pool
-from trireme.workflows.episode import EpisodeWorkflow
+from trireme.workflows.episode import EpisodeWorkflow, parse_action
 
 SYSTEM_PROMPT = """You act in a house that you know only through text. Solve the task that you are \
 given, one action at a time.
@@ -39,19 +38,12 @@ An example:
 <think>The mug may be in the cabinet, which is closed.</think>
 <action>open cabinet 1</action>"""
 HINT = "That is not possible here. Use one of the actions, with names as they were shown."
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 def format_observation(observation: str) -> str:
     """The user's message of an observation, with a hint where the action did nothing."""
     text = f"Observation: {observation}"
     return f"{text}\n{HINT}" if "Nothing happens" in observation else text
-
-
-def parse_action(reply: str) -> str:
-    """The text of the first <action>; empty where there is none."""
-    found = _ACTION.search(reply)
-    return found[1].strip() if found else ""
 
 
 class AlfworldWorkflow(EpisodeWorkflow):

@@ -80,3 +80,8 @@ def run_method(cls: type) -> tuple[str | None, bool]:
             if name in vars(owner):
                 return name, inspect.iscoroutinefunction(getattr(cls, name))
     return None, False
+
+
+async def settled(given: Any) -> Any:
+    """The value of what a user's method returned, which may be plain or a coroutine."""
+    return await given if inspect.isawaitable(given) else given

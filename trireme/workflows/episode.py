@@ -8,6 +8,7 @@ does not fit into the model any more ends the episode, and is counted (`env_no_r
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from trireme.envs.env import Seen, after_reset, after_step
 from trireme.experience import Experience
 from trireme.task import Task
 from trireme.threads import OwnThread
-from trireme.workflows.classes import Workflow
+from trireme.workflows.classes import Workflow, settled
+
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
 class EpisodeWorkflow(Workflow):
@@ -63,7 +66,7 @@ class EpisodeWorkflow(Workflow):
         async def call(function: Callable[..., Any], *args: Any) -> Any:
             if thread is not None and not inspect.iscoroutinefunction(function):
                 return await thread.run(lambda: function(*args))
-            return await _settled(function(*args))
+            return await settled(function(*args))
 
         try:
             env = await call(self.make_env)
@@ -74,7 +77,7 @@ class EpisodeWorkflow(Workflow):
                 # not waited for: what hangs in the thread is left there
                 thread.close(None if inspect.iscoroutinefunction(close) else close)
             if close is not None and (thread is None or inspect.iscoroutinefunction(close)):
-                await _settled(close())
+                await settled(close())
 
     async def _play(self, env: Any, call: Callable[..., Any]) -> list[Experience]:
         seen = after_reset(await call(env.reset))
@@ -110,11 +113,12 @@ class EpisodeWorkflow(Workflow):
         return experiences
 
 
+def parse_action(reply: str) -> str:
+    """The text of the first <action>; empty where there is none."""
+    found = _ACTION.search(reply)
+    return found[1].strip() if found else ""
+
+
 def _known(**facts: Any) -> dict[str, Any]:
     """Those that are not None."""
     return {name: value for name, value in facts.items() if value is not None}
-
-
-async def _settled(given: Any) -> Any:
-    """The value of something that may have to be awaited."""
-    return await given if inspect.isawaitable(given) else given

@@ -11,8 +11,7 @@ from typing import Any
 from trireme.envs.env import Seen
 from trireme.envs.gym import TextGym
 from trireme.task import Task
-from trireme.workflows.alfworld import parse_action
-from trireme.workflows.episode import EpisodeWorkflow
+from trireme.workflows.episode import EpisodeWorkflow, parse_action
 
 
 class GymWorkflow(EpisodeWorkflow):

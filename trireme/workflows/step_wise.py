@@ -14,7 +14,7 @@ from typing import Any
 from trireme.experience import EID, Experience
 from trireme.model.blocking import BlockingModel
 from trireme.task import Task
-from trireme.workflows.classes import Workflow
+from trireme.workflows.classes import Workflow, settled
 
 
 class _Episode(Workflow):
@@ -71,8 +71,9 @@ class _Episode(Workflow):
         try:
             for number in range(self.max_step_num):
                 goes_on = step(self, step_num=number)
-                episode += self._recorded(number)
-                self._judge_step(episode, number)
+                mine = self._recorded(number)
+                self._judge_step(mine, number)
+                episode += mine
                 if not goes_on:
                     break
             self._judge_end(episode)
@@ -86,14 +87,15 @@ class _Episode(Workflow):
         episode: list[Experience] = []
         try:
             for number in range(self.max_step_num):
-                goes_on = await _settled(step(self, step_num=number))
-                episode += self._recorded(number)
-                await _settled(self._judge_step(episode, number))
+                goes_on = await settled(step(self, step_num=number))
+                mine = self._recorded(number)
+                await settled(self._judge_step(mine, number))
+                episode += mine
                 if not goes_on:
                     break
-            await _settled(self._judge_end(episode))
+            await settled(self._judge_end(episode))
         finally:
-            await _settled(self.close())
+            await settled(self.close())
         return episode
 
     def _recorded(self, number: int) -> list[Experience]:
@@ -104,7 +106,7 @@ class _Episode(Workflow):
             experience.info["env_step"] = number
         return found
 
-    def _judge_step(self, episode: list[Experience], number: int) -> Any:
+    def _judge_step(self, mine: list[Experience], number: int) -> Any:
         """Rewards of the step that has just ended; awaitable where `reward` is."""
 
     def _judge_end(self, episode: list[Experience]) -> Any:
@@ -120,8 +122,7 @@ class StepWiseRewardWorkflow(_Episode):
             f"{type(self).__name__} must define `reward(self, exps, step_num)`"
         )
 
-    def _judge_step(self, episode: list[Experience], number: int) -> Any:
-        mine = [e for e in episode if e.info["env_step"] == number]
+    def _judge_step(self, mine: list[Experience], number: int) -> Any:
         given = self.method("reward")(self, mine, step_num=number)
         return _with_value(given, lambda value: _give(mine, value, step_reward=value))
 
@@ -161,8 +162,3 @@ def _with_value(given: Any, use: Callable[[float], None]) -> Any:
         use(await given)
 
     return later()
-
-
-async def _settled(given: Any) -> Any:
-    """The value of something that may have to be awaited."""
-    return await given if inspect.isawaitable(given) else given

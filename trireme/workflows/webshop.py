@@ -13,8 +13,7 @@ from typing import Any
 from trireme.envs.env import Seen
 from trireme.envs.webshop.env import WebShopEnv, open_shop
 from trireme.task import Task
-from trireme.workflows.alfworld import parse_action
-from trireme.workflows.episode import EpisodeWorkflow
+from trireme.workflows.episode import EpisodeWorkflow, parse_action
 
 SYSTEM_PROMPT = """You shop online for a customer, through text pages. Find and buy what the \
 instruction asks for, within 15 actions.

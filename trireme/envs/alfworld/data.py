@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.files import write_text
+from trireme.envs.dataset import write_splits
 
 HOW = (
     "set it to the folder that holds json_2.1.1 (alfworld-download makes one, and so does "
@@ -45,7 +44,7 @@ def write_dataset(
 
     `sizes`: how many games of each split, drawn with `seed`; None for all.
     """
-    written = {}
+    splits = {}
     for name, folder in {**SPLITS, "test": test}.items():
         games = find_games(root, folder)
         wanted = sizes.get(name)
@@ -54,12 +53,9 @@ def write_dataset(
                 f"{wanted} games asked for split {name}, and {root} has {len(games)} in {folder}"
             )
         chosen = games if wanted is None else random.Random(seed).sample(games, wanted)
-        rows = [{"game_file": str(game), "target": ""} for game in chosen]
-        write_text(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        written[name] = len(rows)
-    splits = {name: {"name": name, "num_examples": size} for name, size in written.items()}
-    write_text(out / "dataset_dict.json", json.dumps({"splits": splits}))
-    return written
+        splits[name] = [{"game_file": str(game), "target": ""} for game in chosen]
+    write_splits(out, splits)
+    return {name: len(rows) for name, rows in splits.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"train": options.train_size, "test": options.test_size}
     try:
         root = data_folder(options.game_data_path)
-        out.mkdir(parents=True, exist_ok=True)
         written = write_dataset(root, out, sizes, seed=options.seed, test=options.test_split)
     except ValueError as error:
         raise SystemExit(str(error)) from None

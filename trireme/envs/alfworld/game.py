@@ -12,11 +12,11 @@ import copy
 import json
 import sys
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-EXTRA = "ALFWorld is not installed: pip install trireme[envs] (compiles for about a minute)"
+from trireme.envs.extras import extra
+
 KEYS = ("pddl_domain", "grammar", "pddl_problem")
 
 
@@ -31,8 +31,8 @@ class Game:
         Raises ValueError naming the file where it is no game.
         """
         self.file = check_game(game_file)
-        textworld, gym = extra("textworld"), extra("textworld.gym")
-        alfred = extra("alfworld.agents.environment.alfred_tw_env")
+        textworld, gym = engine("textworld"), engine("textworld.gym")
+        alfred = engine("alfworld.agents.environment.alfred_tw_env")
         if caches:
             _install_caches()
         infos = textworld.EnvInfos(
@@ -65,12 +65,9 @@ class Game:
         self._env.close()
 
 
-def extra(module: str) -> Any:
-    """A module of the extra packages. Raises ModuleNotFoundError saying how to install them."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{EXTRA} [{error}]") from error
+def engine(module: str) -> Any:
+    """A module of ALFWorld or of what it brings."""
+    return extra(module, "ALFWorld")
 
 
 def _expert(base: Any) -> Any:
@@ -117,7 +114,7 @@ def _info(infos: dict[str, Any]) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _install_caches() -> None:
     """Remember parsed texts and translated problems, in this process."""
-    fast_downward, textgen = extra("fast_downward"), extra("textworld.envs.pddl.textgen")
+    fast_downward, textgen = engine("fast_downward"), engine("textworld.envs.pddl.textgen")
     parse, translate = textgen._parse_and_convert, fast_downward.pddl2sas
 
     @lru_cache(maxsize=20_000)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trireme.envs.alfworld.game import extra
+from trireme.envs.alfworld.game import engine
 from trireme.files import write_text
 
 TASKS = (
@@ -137,9 +137,9 @@ def make_games(
     out: Path, split: str, count: int, seed: int, tasks: Sequence[str] = TASKS
 ) -> list[Path]:
     """`count` games of a split, the task types in turn; their files."""
-    package = Path(extra("alfworld").__file__).parent / "data"
+    package = Path(engine("alfworld").__file__).parent / "data"
     domain, grammar = (package / "alfred.pddl").read_text(), (package / "alfred.twl2").read_text()
-    gdict = extra("alfworld.gen.goal_library").gdict
+    gdict = engine("alfworld.gen.goal_library").gdict
     rooms = "unseen" if split == "valid_unseen" else "seen"
     source = random.Random(f"alfworld {seed} {split}")
     files, drawn = [], set()

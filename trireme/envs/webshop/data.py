@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.files import write_text
+from trireme.envs.dataset import write_splits
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -18,15 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--test_size", type=int, default=100)
     options = parser.parse_args(arguments)
     out = Path(options.local_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    first = {"train": 0, "test": options.train_size}
-    sizes = {"train": options.train_size, "test": options.test_size}
-    for name, size in sizes.items():
-        rows = [{"task_id": first[name] + i, "target": ""} for i in range(size)]
-        write_text(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    splits = {name: {"name": name, "num_examples": size} for name, size in sizes.items()}
-    write_text(out / "dataset_dict.json", json.dumps({"splits": splits}))
-    print(f"{sizes['train']} train sessions, {sizes['test']} test sessions in {out}")
+    rows = [{"task_id": i, "target": ""} for i in range(options.train_size + options.test_size)]
+    train, test = rows[: options.train_size], rows[options.train_size :]
+    write_splits(out, {"train": train, "test": test})
+    print(f"{len(train)} train sessions, {len(test)} test sessions in {out}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from trireme.envs.extras import extra
 from trireme.envs.webshop.catalogue import Goal, Product
-from trireme.envs.webshop.search import STOP_WORDS, extra
+from trireme.envs.webshop.search import STOP_WORDS
 
 Nouns = Callable[[str], Sequence[str]]
 MATCH = 85
@@ -97,7 +98,9 @@ def normalize_color(text: str) -> str:
 @lru_cache(maxsize=100_000)
 def close(one: str, other: str) -> bool:
     """Whether the words of two texts are nearly the same, or those of one lie in the other."""
-    ratio = extra("rapidfuzz.fuzz").token_set_ratio(_plain(one), _plain(other))
+    ratio = extra("rapidfuzz.fuzz", "the WebShop environment").token_set_ratio(
+        _plain(one), _plain(other)
+    )
     return round(ratio) > MATCH
 
 
@@ -113,8 +116,7 @@ def simple_nouns(text: str) -> list[str]:
 def spacy_nouns(model: str = "en_core_web_sm") -> Nouns:
     """The tagger of the original, where spaCy and its model are installed; else the simple one."""
     try:
-        import_spacy = extra("spacy")
-        tagger = import_spacy.load(model)
+        tagger = extra("spacy", "spaCy").load(model)
     except (ModuleNotFoundError, OSError):
         return simple_nouns
     kinds = ("PNOUN", "NOUN", "PROPN")

@@ -12,16 +12,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 
+from trireme.envs.extras import extra
 from trireme.envs.webshop.catalogue import Product
 
 K1, B = 0.9, 0.4
 MAX_HITS = 50
-EXTRA = "the WebShop environment is not installed: pip install trireme[envs]"
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -32,14 +30,6 @@ STOP_WORDS = frozenset(
 _WORD = re.compile(r"\w+(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|(?<=\d)['’.,;](?=\d))\w+)*")
 _EXACT = 24
 """Lengths below this are stored as they are."""
-
-
-def extra(module: str) -> Any:
-    """A module of the extra packages. Raises ModuleNotFoundError saying how to install them."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{EXTRA} [{error}]") from error
 
 
 def document(product: Product) -> str:
@@ -54,7 +44,7 @@ class Search:
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._asins = np.array([product.asin for product in products])
-        self._stemmer = extra("Stemmer").Stemmer("porter")
+        self._stemmer = extra("Stemmer", "the WebShop environment").Stemmer("porter")
         postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
         lengths = []
         for number, product in enumerate(products):

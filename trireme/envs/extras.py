@@ -1,0 +1,16 @@
+"""Extras: modules that an environment needs and that a laptop install does not bring."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def extra(module: str, environment: str) -> Any:
+    """The module. Raises ModuleNotFoundError saying how to install what the environment needs."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{environment} is not installed: pip install trireme[envs] [{error}]"
+        ) from error
