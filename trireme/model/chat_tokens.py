@@ -34,8 +34,6 @@ class Recorded:
     """The ids of that reply."""
     ended: bool = False
     """Whether the model itself ended it, with an end token."""
-    cut: bool = False
-    """Whether it was cut at its greatest length, so that the model can go on with it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class ChatTokens:
         """Ids between the recorded reply and what comes next; None where history is rewritten."""
         new = messages[len(recorded.messages) :]
         if not new:
-            return [] if recorded.cut else None
+            return None
         old = tuple(_kind(message) for message in recorded.messages)
         roles = tuple(_kind(message) for message in new)
         if not self._preserves(_shortened(old), roles, bool(tools), generate):

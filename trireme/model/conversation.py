@@ -46,10 +46,13 @@ def experience_of(path: Sequence[Call], trained: Sequence[Call], decode: Decode)
     logprobs: list[float] = []
     sampler_logprobs: list[float] = []
     versions: list[int] = []
+    weights: list[float] = []
     for call in path:
         c, size = call.completion, len(call.inserted)
+        own = (call.weights or [1.0] * len(c.ids)) if call in trained else [0.0] * len(c.ids)
         tokens += [*call.inserted, *c.ids]
-        mask += [False] * size + [call in trained] * len(c.ids)
+        mask += [False] * size + [weight != 0 for weight in own]
+        weights += [0.0] * size + own
         logprobs += [0.0] * size + c.logprobs
         sampler_logprobs += [0.0] * size + c.sampler_logprobs
         versions += [-1] * size + c.versions
@@ -62,6 +65,7 @@ def experience_of(path: Sequence[Call], trained: Sequence[Call], decode: Decode)
         logprobs=logprobs,
         sampler_logprobs=sampler_logprobs if sampler_logprobs != logprobs else None,
         versions=versions,
+        loss_weight=weights if {*weights} - {0.0, 1.0} else None,
         temperature=last.temperature,
         stop_reason=last.completion.stop_reason,
         truncate_status=_truncation(last),

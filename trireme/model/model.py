@@ -22,6 +22,7 @@ from trireme.model.conversation import experiences_of, of_call, with_metrics
 from trireme.model.message import Message, plain_message
 from trireme.model.recorder import Call, Recorder
 from trireme.model.sampling import with_options
+from trireme.model.turn import cut, inserted, kept_tokens
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -106,19 +107,16 @@ class Model:
         given = [plain_message(message) for message in messages]
         if not given:
             raise ValueError("chat needs at least one message")
-        known = self.recorder.by_messages(given, tools)
-        prompt = self.chat_tokens.prompt(given, tools, known.recorded() if known else None)
-        if prompt.extends:
-            parent = known
+        goes_on = given[-1]["role"] == "assistant"
+        prefix = given.pop()["content"] if goes_on else ""
+        known = self._cut_back(given, prefix, tools) if goes_on else None
+        if known is not None:
+            parent, prompt, begun = known[0], Prompt(known[1], extends=True), True
         else:
-            parent, size = self.recorder.by_ids(prompt.ids)
-            prompt = Prompt(prompt.ids[size:], text=prompt.text)
-            self.recorder.splits += known is not None and parent is not known
-        prefix = ""
-        if given[-1]["role"] == "assistant":
-            prefix = given.pop()["content"]
+            asked = [*given, {"role": "assistant", "content": prefix}] if goes_on else given
+            parent, prompt, begun = self._prompt(asked, tools)
         # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
-        limit = self.max_prompt_tokens if known is None else self.max_model_len - 1
+        limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
         calls = await self._sample(parent, prompt, options, limit)
         for call in calls:
             call.messages = given
@@ -239,6 +237,79 @@ class Model:
         from trireme.model.openai_client import sync_client
 
         return sync_client(self)
+
+    def edit_reply(
+        self,
+        messages: Sequence[Message],
+        content: str,
+        ids: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> None:
+        """The last reply to `messages` is now `content`: cut back and added to.
+
+        `ids` are those of what the last call sampled and of what was added, `weights` theirs in the
+        loss; without ids they are found. Raises ValueError where ids that nobody sampled have a
+        weight.
+        """
+        given = [plain_message(message) for message in messages]
+        [last, *_] = self.recorder.of_turn(given, tools) or [None]
+        if last is None:
+            raise ValueError("edit_reply: no call of this rollout has replied to these messages")
+        if ids is None:
+            found = self._cut_back(given, content, tools)
+            assert found is not None
+            parent, rest = found
+        else:
+            sampled = last.completion.ids
+            pairs = enumerate(zip(sampled, ids, strict=False))
+            count = next((n for n, (a, b) in pairs if a != b), min(len(sampled), len(ids)))
+            if weights is not None and any(weights[count:]):
+                raise ValueError(
+                    f"edit_reply: token {count} of {len(ids)} was not sampled (or not with this "
+                    "id), and has a weight in the loss: expected 0"
+                )
+            parent, rest = self._cut(last, count), list(ids[count:])
+            if weights is not None:
+                parent.weights = [float(weight) for weight in weights[:count]]
+        self.recorder.add(inserted(parent, rest, content))
+
+    def _prompt(
+        self, given: list[dict[str, Any]], tools: Sequence[Any] | None
+    ) -> tuple[Call | None, Prompt, bool]:
+        """The recorded call that a conversation continues, if any, the ids behind it, and whether
+        its beginning is known, be it that the template has rewritten it since.
+        """
+        known = self.recorder.by_messages(given, tools)
+        prompt = self.chat_tokens.prompt(given, tools, known.recorded() if known else None)
+        if prompt.extends:
+            return known, prompt, True
+        parent, size = self.recorder.by_ids(prompt.ids)
+        self.recorder.splits += known is not None and parent is not known
+        return parent, Prompt(prompt.ids[size:], text=prompt.text), known is not None
+
+    def _cut_back(
+        self, messages: list[dict[str, Any]], content: str, tools: Sequence[Any] | None
+    ) -> tuple[Call, list[int]] | None:
+        """The recorded reply to `messages` that begins like `content`, cut where they part, and the
+        ids of the rest; None where there is no such reply.
+        """
+        decode = self.chat_tokens.decode
+        best: tuple[int, int, Call] | None = None
+        for call in self.recorder.of_turn(messages, tools):
+            found = kept_tokens(call, content, decode)
+            if found is not None and (best is None or found[1] > best[0]):
+                best = (found[1], found[0], call)
+        if best is None:
+            return None
+        at, count, call = best
+        return self._cut(call, count), self.chat_tokens.encode(content[at:])
+
+    def _cut(self, call: Call, count: int) -> Call:
+        """The call with its first `count` tokens only; the recorder takes it when it is continued."""
+        if count == len(call.completion.ids):
+            return call
+        return cut(call, count, self.chat_tokens.decode)
 
     async def _sample(
         self, parent: Call | None, prompt: Prompt, options: Sampling, limit: int

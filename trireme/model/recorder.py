@@ -33,6 +33,8 @@ class Call:
     prompt_text: str | None = None
     truncated: bool = False
     """Its prompt was too long, and nothing was sampled."""
+    weights: list[float] | None = None
+    """Weight of each sampled token in the loss, 0: not trained; None: all 1."""
     extended: bool = False
     """A later call continues it."""
 
@@ -67,12 +69,8 @@ class Call:
     def recorded(self) -> Recorded:
         """What a continuing prompt needs to know."""
         c = self.completion
-        return Recorded(
-            self.conversation,
-            c.ids,
-            ended=c.stop_reason == "stop" and not isinstance(c.stop, str),
-            cut=c.stop_reason == "length" and not self.truncated,
-        )
+        ended = c.stop_reason == "stop" and not isinstance(c.stop, str)
+        return Recorded(self.conversation, c.ids or self.inserted, ended=ended)
 
 
 class Recorder:
@@ -84,9 +82,12 @@ class Recorder:
         """Conversations that went on as new ones, because the template rewrote their history."""
         self._children: dict[Call | None, list[Call]] = {None: []}
         self._taken: set[Call] = set()
+        self._dropped: set[Call] = set()
 
     def add(self, call: Call) -> None:
-        """Record a reply."""
+        """Record a reply, and its parent where that is a cut one."""
+        if call.parent is not None and call.parent not in self._children:
+            self.add(call.parent)
         self.calls.append(call)
         self.calls.sort(key=lambda c: c.index)  # replies may come back in another order
         self._children[call.parent].append(call)
@@ -117,6 +118,18 @@ class Recorder:
                 best, length = call, size + 1
         return best
 
+    def of_turn(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Call]:
+        """Calls whose reply, or a part of it, came behind just these messages; latest first."""
+        return [
+            call
+            for call in reversed(self.calls)
+            if call.messages is not None
+            and not call.truncated
+            and (call.tools or None) == (tools or None)
+            and len(call.messages) == len(messages)
+            and all(map(_same, messages, call.messages))
+        ]
+
     def by_ids(self, prompt: Sequence[int]) -> tuple[Call | None, int]:
         """The call with the most ids that `prompt` begins with, and how many these are."""
         best: Call | None = None
@@ -138,12 +151,22 @@ class Recorder:
 
         Such a reply was lost or abandoned: what came later does not follow from it.
         """
-        return {
+        return self._dropped | {
             call
             for siblings in self._children.values()
             for call in siblings
             if not call.extended and any(_retries(call, other) for other in siblings)
         }
+
+    def drop_branches(self) -> None:
+        """For a conversation that goes one way: what the last call of a turn does not come from
+        was cut away, and is an orphan.
+        """
+        for call in self.calls:
+            if call.messages is not None and not call.truncated:
+                last = self.of_turn(call.messages, call.tools)[0]
+                if call not in last.path:
+                    self._dropped.add(call)
 
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)
