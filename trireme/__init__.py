@@ -17,31 +17,50 @@ if TYPE_CHECKING:
     from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Model, Reply
     from trireme.registry import Registry
+    from trireme.rewards.group import MathAccuracy
+    from trireme.rewards.names import ORMS as orms
     from trireme.rewards.names import REWARDS, reward
+    from trireme.rewards.orm import ORM, AsyncORM
     from trireme.rewards.reward import RewardFn
     from trireme.task import Task
     from trireme.workflows.multi_turn import MultiTurnWorkflow
+    from trireme.workflows.names import MULTI_TURNS as multi_turns
     from trireme.workflows.names import WORKFLOWS, workflow
+    from trireme.workflows.scheduler import (
+        ChatMessage,
+        MultiTurnScheduler,
+        RolloutInferRequest,
+        RolloutOutput,
+        RolloutResponseChoice,
+    )
     from trireme.workflows.step_wise import RewardPropagationWorkflow, StepWiseRewardWorkflow
     from trireme.workflows.workflow import Workflow
 
 __all__ = [
     "EID",
+    "ORM",
     "REWARDS",
     "WORKFLOWS",
+    "AsyncORM",
+    "ChatMessage",
     "ChatTokens",
     "Completion",
     "Config",
     "ConfigError",
     "Engine",
     "Experience",
+    "MathAccuracy",
     "Model",
+    "MultiTurnScheduler",
     "MultiTurnWorkflow",
     "Plan",
     "Registry",
     "Reply",
     "RewardFn",
     "RewardPropagationWorkflow",
+    "RolloutInferRequest",
+    "RolloutOutput",
+    "RolloutResponseChoice",
     "Sampling",
     "ScriptedEngine",
     "StepWiseRewardWorkflow",
@@ -54,6 +73,8 @@ __all__ = [
     "kl_loss",
     "load_config",
     "make_plans",
+    "multi_turns",
+    "orms",
     "policy_loss",
     "reward",
     "workflow",
@@ -61,21 +82,29 @@ __all__ = [
 
 _NAMES = {
     "EID": "trireme.experience",
+    "ORM": "trireme.rewards.orm",
     "REWARDS": "trireme.rewards.names",
     "WORKFLOWS": "trireme.workflows.names",
+    "AsyncORM": "trireme.rewards.orm",
+    "ChatMessage": "trireme.workflows.scheduler",
     "ChatTokens": "trireme.model.chat_tokens",
     "Completion": "trireme.engines.engine",
     "Config": "trireme.config",
     "ConfigError": "trireme.config",
     "Engine": "trireme.engines.engine",
     "Experience": "trireme.experience",
+    "MathAccuracy": "trireme.rewards.group",
     "Model": "trireme.model.model",
+    "MultiTurnScheduler": "trireme.workflows.scheduler",
     "MultiTurnWorkflow": "trireme.workflows.multi_turn",
     "Plan": "trireme.config",
     "Registry": "trireme.registry",
     "Reply": "trireme.model.model",
     "RewardFn": "trireme.rewards.reward",
     "RewardPropagationWorkflow": "trireme.workflows.step_wise",
+    "RolloutInferRequest": "trireme.workflows.scheduler",
+    "RolloutOutput": "trireme.workflows.scheduler",
+    "RolloutResponseChoice": "trireme.workflows.scheduler",
     "Sampling": "trireme.engines.engine",
     "ScriptedEngine": "trireme.engines.scripted",
     "StepWiseRewardWorkflow": "trireme.workflows.step_wise",
@@ -88,6 +117,8 @@ _NAMES = {
     "kl_loss": "trireme.algorithms.names",
     "load_config": "trireme.config",
     "make_plans": "trireme.config",
+    "multi_turns": "trireme.workflows.names:MULTI_TURNS",
+    "orms": "trireme.rewards.names:ORMS",
     "policy_loss": "trireme.algorithms.names",
     "reward": "trireme.rewards.names",
     "workflow": "trireme.workflows.names",

@@ -83,6 +83,16 @@ class Registry:
         """Decorator form of `register_module`, for our own short decorators."""
         return self.register_module(name)
 
+    def __setitem__(self, name: str, thing: Any) -> None:
+        """`registry["name"] = thing`, the way in which some plug-ins register."""
+        self.register_module(name, thing)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._built_in or name in self._registered
+
     def _unknown(self, key: str) -> str:
         near = get_close_matches(key, self.names(), n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""

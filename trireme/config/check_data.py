@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trireme.config.dataset import DatasetFacts, dataset_facts
-from trireme.config.names import check_name
+from trireme.config.names import check_name, known_names
 from trireme.config.problem import Problem
 from trireme.config.schema import Config, FormatConfig, TasksetConfig
 from trireme.config.used import StageFacts, UsedTaskset, used_tasksets
@@ -60,6 +60,26 @@ def _check_names(config: Config, item: UsedTaskset, problems: list[Problem]) -> 
         check_name(
             "reward", item.reward, f"{item.key}.default_reward_fn_type", config.plugins, problems
         )
+    if item.workflow == "multi_turn_scheduler":
+        _check_scheduler(config, item, problems)
+
+
+def _check_scheduler(config: Config, item: UsedTaskset, problems: list[Problem]) -> None:
+    """Whether the scheduler and the reward functions of multi-turn tasks are there."""
+    plugins, args = config.plugins, item.taskset.workflow_args
+    scheduler, turns = args.get("scheduler"), args.get("max_turns")
+    if isinstance(scheduler, str):
+        key = f"{item.key}.workflow_args.scheduler"
+        check_name("multi-turn scheduler", scheduler, key, plugins, problems)
+    if turns is not None and (not isinstance(turns, int) or turns < 0):
+        key = f"{item.key}.workflow_args.max_turns"
+        problems.append(Problem(key, f"is {turns!r}: expected a whole number, 0 for no limit"))
+    funcs = item.taskset.reward_fn_args.get("funcs") or ()
+    for func in [funcs] if isinstance(funcs, str) else funcs:
+        name = func.get("name") if isinstance(func, dict) else func
+        if isinstance(name, str) and name not in known_names("reward"):
+            key = f"{item.key}.reward_fn_args.funcs"
+            check_name("reward function", name, key, plugins, problems)
 
 
 def _check_data(

@@ -29,6 +29,8 @@ Kind = Literal[
     "KL",
     "entropy",
     "sample strategy",
+    "multi-turn scheduler",
+    "reward function",
 ]
 
 LATER_ALGORITHMS = (
@@ -47,6 +49,8 @@ _REGISTRIES = {
     "KL": ("trireme.algorithms.names", "KLS"),
     "entropy": ("trireme.algorithms.names", "ENTROPIES"),
     "sample strategy": ("trireme.algorithms.names", "SAMPLES"),
+    "multi-turn scheduler": ("trireme.workflows.names", "MULTI_TURNS"),
+    "reward function": ("trireme.rewards.names", "ORMS"),
 }
 
 

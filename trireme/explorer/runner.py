@@ -189,6 +189,28 @@ class Runner:
             raise RuntimeError(f"workflow '{spec.name}' raised {ended!r}") from ended
 
 
+async def judge(outcome: Outcome, spec: WorkflowSpec, seconds: float) -> None:
+    """Have the rollouts of a task judged together; where that fails, all of them have failed."""
+    if spec.judge is None or not outcome.experiences:
+        return
+    try:
+        await asyncio.wait_for(spec.judge(outcome.task, outcome.experiences), seconds)
+    except Exception as error:  # foreign code, as in Runner
+        late = isinstance(error, asyncio.TimeoutError)
+        message = (
+            f"the rewards of workflow '{spec.name}' took longer than explorer.max_timeout "
+            f"({seconds:g} s)"
+            if late
+            else f"{type(error).__name__}: {error}"
+        )
+        trace, kind = traceback.format_exc(), "timeout" if late else "error"
+        runs = sorted({e.eid.run for e in outcome.experiences})
+        outcome.failures += [
+            Failed(rollout_name(outcome.task, run), kind, message, trace) for run in runs
+        ]
+        outcome.experiences = []
+
+
 def batch_order(task: Task) -> tuple[int, int, str]:
     """A sortable form of the batch id: training before evaluation of the same step."""
     step, _, name = str(task.batch_id).partition("/")

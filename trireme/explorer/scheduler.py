@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trireme.explorer.runner import Outcome, Runner, batch_order
+from trireme.explorer.runner import Outcome, Runner, batch_order, judge
 from trireme.log import get_logger
 from trireme.task import Task
 from trireme.workflows.workflow import WorkflowSpec, resolve
@@ -115,7 +115,7 @@ class Scheduler:
         batch = self._batches.pop(batch_id)
         if self._over is not None and not isinstance(batch_id, str):
             await self._enough(batch, self._over)
-        outcomes = []
+        outcomes, judging = [], []
         for task, parts in batch:
             ended = [part for part in parts if not part.dropped]
             unfinished = len(ended) < len(parts)
@@ -126,6 +126,10 @@ class Scheduler:
             for part in ended:
                 outcome.join(await part.done)
             outcomes.append(outcome)
+            if parts and parts[0].spec.judge is not None:
+                limit = self._runners[0].limit.most
+                judging.append(asyncio.ensure_future(judge(outcome, parts[0].spec, limit)))
+        await asyncio.gather(*judging)
         return outcomes
 
     async def _enough(self, batch: list[tuple[Task, list[_Part]]], over: OverRollout) -> None:

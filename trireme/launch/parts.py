@@ -300,8 +300,11 @@ def examine_taskset(taskset: Taskset) -> None:
     for task in taskset.all():
         if (task.workflow, task.reward_fn) not in seen:
             seen.add((task.workflow, task.reward_fn))
-            resolve(task.workflow)
-            resolve_reward(task.reward_fn, task.reward_fn_args)
+            examine = resolve(task.workflow).examine
+            if examine is not None:
+                examine(task)
+            else:
+                resolve_reward(task.reward_fn, task.reward_fn_args)
 
 
 def make_recipe(plan: Plan) -> Recipe:

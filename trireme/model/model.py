@@ -306,7 +306,7 @@ class Model:
         return self._cut(call, count), self.chat_tokens.encode(content[at:])
 
     def _cut(self, call: Call, count: int) -> Call:
-        """The call with its first `count` tokens only; the recorder takes it when it is continued."""
+        """The call with its first `count` tokens; recorded when it is continued."""
         if count == len(call.completion.ids):
             return call
         return cut(call, count, self.chat_tokens.decode)

@@ -76,7 +76,7 @@ def chat_response(
             "token_ids": reply.tokens,
         }
         if body.get("logprobs"):
-            choice["logprobs"] = {"content": _token_logprobs(reply, decode), "refusal": None}
+            choice["logprobs"] = {"content": token_logprobs(reply, decode), "refusal": None}
         choices.append(choice)
     return _response("chat.completion", "chatcmpl", choices, replies, model)
 
@@ -95,7 +95,7 @@ def text_response(
             "token_ids": reply.tokens,
         }
         if body.get("logprobs") is not None:
-            rows = _token_logprobs(reply, decode)
+            rows = token_logprobs(reply, decode)
             choice["logprobs"] = {
                 "tokens": [row["token"] for row in rows],
                 "token_logprobs": reply.logprobs,
@@ -141,7 +141,7 @@ def _response(
     }
 
 
-def _token_logprobs(reply: Reply, decode: Decode) -> list[dict[str, Any]]:
+def token_logprobs(reply: Reply, decode: Decode) -> list[dict[str, Any]]:
     """Each sampled token with its log-probability and the alternatives that were asked for."""
     alternatives = reply.call.completion.alternatives or [{} for _ in reply.tokens]
     return [

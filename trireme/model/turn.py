@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from os.path import commonprefix
 
 from trireme.engines.engine import Completion
 from trireme.model.recorder import Call
@@ -26,7 +25,9 @@ def kept_tokens(call: Call, content: str, decode: Decode) -> tuple[int, int] | N
     if not content.startswith(before):
         return None
     ids, rest = call.completion.ids, content[len(before) :]
-    common = len(commonprefix([decode(ids), rest]))
+    text = decode(ids)
+    pairs = enumerate(zip(text, rest, strict=False))
+    common = next((n for n, (a, b) in pairs if a != b), min(len(text), len(rest)))
     count = bisect_right(range(len(ids) + 1), common, key=lambda n: len(decode(ids[:n]))) - 1
     # a token that holds only some bytes of a character decodes to something else
     while count > 0 and not rest.startswith(decode(ids[:count])):

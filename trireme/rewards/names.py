@@ -17,6 +17,20 @@ REWARD_PATHS = {
 
 REWARDS = Registry("reward", REWARD_PATHS)
 
+_GROUP = "trireme.rewards.group"
+ORM_PATHS = {
+    "accuracy": f"{_GROUP}.MathAccuracy",
+    "format": f"{_GROUP}.Format",
+    "react_format": f"{_GROUP}.ReactFormat",
+    "cosine": f"{_GROUP}.Cosine",
+    "repetition": f"{_GROUP}.Repetition",
+    "soft_overlong": f"{_GROUP}.SoftOverlong",
+    "judge": "trireme.rewards.judge.Judge",
+}
+
+ORMS = Registry("reward function", ORM_PATHS)
+"""Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
+
 
 def reward(name: str) -> Callable[[Any], Any]:
     """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""

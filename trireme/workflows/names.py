@@ -22,10 +22,24 @@ WORKFLOW_PATHS = {
     "step_wise_alfworld_workflow": "trireme.workflows.alfworld.StepWiseAlfworldWorkflow",
     "webshop_workflow": "trireme.workflows.webshop.WebShopWorkflow",
     "gym_workflow": "trireme.workflows.gym.GymWorkflow",
+    "multi_turn_scheduler": "trireme.workflows.scheduled.multi_turn_scheduler",
     "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
 }
 
 WORKFLOWS = Registry("workflow", WORKFLOW_PATHS)
+
+_TIPS = "trireme.workflows.math_tips"
+MULTI_TURNS = Registry(
+    "multi-turn scheduler",
+    {
+        "math_tip_trick": f"{_TIPS}.MathTips",
+        "math_tip_trick_multi_turn": f"{_TIPS}.MathTipsMultiTurn",
+        "thinking_tips_scheduler": f"{_TIPS}.ThinkingTips",
+        "tool_call_scheduler": "trireme.workflows.tool_calls.ToolCallScheduler",
+        "gym_scheduler": "trireme.workflows.gym_scheduler.GymScheduler",
+    },
+)
+"""Schedulers of conversations: see workflows/scheduler.py. `multi_turns` for plug-ins."""
 
 
 def workflow(name: str) -> Callable[[Any], Any]:

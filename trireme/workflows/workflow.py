@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,10 @@ class WorkflowSpec:
     """One call gives all n runs; each experience says by `eid.run` which it belongs to."""
     call: Callable[[Task, Any, int, int], Any]
     """`(task, model, repeat_times, run_id_base)` -> experiences; awaitable where not blocking."""
+    judge: Callable[[Task, list[Experience]], Awaitable[None]] | None = None
+    """Sets the rewards of all rollouts of a task together, when the last has ended."""
+    examine: Callable[[Task], None] | None = None
+    """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
 
 
 def resolve(workflow: Any) -> WorkflowSpec:
@@ -117,7 +121,14 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
     waits = not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         type(function).__call__
     )
-    return WorkflowSpec(name, waits, can_repeat=False, call=blocking if waits else call)
+    return WorkflowSpec(
+        name,
+        waits,
+        can_repeat=False,
+        call=blocking if waits else call,
+        judge=getattr(function, "judge", None),
+        examine=getattr(function, "examine", None),
+    )
 
 
 def _of_class(name: str, cls: type) -> WorkflowSpec:

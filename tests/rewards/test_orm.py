@@ -1,0 +1,143 @@
+"""Rewards of whole groups: their arguments, their sums, and the built-in ones by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from trireme.rewards.group import (
+    Cosine,
+    Format,
+    MathAccuracy,
+    ReactFormat,
+    Repetition,
+    SoftOverlong,
+)
+from trireme.rewards.orm import ORM, Judge, Row
+from trireme.task import Task
+
+TASK = Task(raw_task={"problem": "1+1?", "solution": "2"})
+
+
+def rows(*texts: str) -> list[Row]:
+    return [
+        Row(t, [{"role": "assistant", "content": t}], tokens=[1] * (i + 1), request_id=str(i))
+        for i, t in enumerate(texts)
+    ]
+
+
+def judge(funcs: list[Any], texts: list[str], weights: list[float] | None = None) -> list[float]:
+    return asyncio.run(Judge.of(funcs, weights).rewards(TASK, rows(*texts)))[0]
+
+
+def test_columns_are_lists_in_run_order() -> None:
+    seen: dict[str, Any] = {}
+
+    class Reward(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+            seen.update(kwargs, completions=completions)
+            return [0.0] * len(completions)
+
+    judge([Reward], ["a", "b"])
+    assert seen["completions"] == ["a", "b"]
+    assert seen["problem"] == ["1+1?"] * 2
+    assert seen["solution"] == ["2", "2"]
+    assert seen["messages"][1] == [{"role": "assistant", "content": "b"}]
+    assert seen["is_truncated"] == [False, False]
+    assert seen["response_token_ids"] == [[1], [1, 1]]
+    assert set(seen["trajectory_inputs"]) == {"0", "1"}
+
+
+def test_the_documents_own_form_without_self() -> None:
+    class Reward(ORM):
+        def __call__(completions, **kwargs):  # type: ignore[override]
+            return [float(len(m)) for m in kwargs["messages"]]
+
+    assert judge([Reward], ["a", "b"]) == [1.0, 1.0]
+
+
+def test_weights_and_what_does_not_apply() -> None:
+    class Half(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+            return [None, 1.0]
+
+    assert judge(["accuracy", Half], ["2", "2"], [2.0, 0.5]) == [2.0, 2.5]
+
+
+def test_where_nothing_applies_the_task_is_named() -> None:
+    class Never(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+            return [None] * len(completions)
+
+    with pytest.raises(
+        ValueError, match="no reward function applies to rollout 0 of task 0: Never"
+    ):
+        judge([Never], ["a"])
+
+
+def test_asynchronous_ones_run_at_the_same_time() -> None:
+    meeting: list[asyncio.Event] = []
+
+    class Meets(ORM):
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+            meeting.append(asyncio.Event())
+            while len(meeting) < 2:
+                await asyncio.sleep(0)
+            return [1.0] * len(completions)
+
+    assert judge([Meets, Meets], ["a"]) == [2.0]
+
+
+def test_rewards_of_one_answer_are_taken_too() -> None:
+    assert judge(["format_reward"], ["no"]) == [-0.1]
+    assert judge([{"name": "format_reward", "coefficient": 2.0}], ["no"]) == [-2.0]
+
+
+@pytest.mark.parametrize("given", [[1.0], 3.0, [1.0, "x"], [1.0, math.nan]])
+def test_what_a_reward_function_may_not_give(given: Any) -> None:
+    class Wrong(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+            return given
+
+    with pytest.raises(ValueError, match="reward function 'Wrong' gave"):
+        judge([Wrong], ["a", "b"])
+
+
+def test_unknown_names_options_and_numbers_of_weights() -> None:
+    with pytest.raises(ValueError, match="unknown reward function 'acuracy'; did you mean 'accura"):
+        Judge.of(["acuracy"])
+    with pytest.raises(ValueError, match="does not take the options"):
+        Judge.of([{"name": "cosine", "max_length": 3}])
+    with pytest.raises(ValueError, match="has 1 numbers: expected 2, one for each of funcs"):
+        Judge.of(["accuracy", "format"], [1.0])
+
+
+def test_accuracy() -> None:
+    assert MathAccuracy()(["so \\boxed{2}", "<answer>3</answer>"], ["2", "2"]) == [1.0, 0.0]
+    assert MathAccuracy()(["2"]) == [None]
+
+
+def test_formats() -> None:
+    assert Format()(["<think>a</think>\n<answer>b</answer>", "<answer>b</answer>"]) == [1, 0]
+    assert ReactFormat()(["<think>a</think>Action: x\nAction Input: y", "Action: x"]) == [1, 0]
+
+
+def test_cosine_by_hand() -> None:
+    reward = Cosine(max_len=4)
+    ids = [[], [1, 1], [1] * 4, [1] * 9, [1, 1]]
+    found = reward(["2", "2", "2", "2", "3"], response_token_ids=ids, solution=["2"] * 5)
+    assert found == pytest.approx([1.0, 0.75, 0.5, 0.5, -0.25])
+
+
+def test_repetition_by_hand() -> None:
+    # four trigrams, three different
+    assert Repetition()(["a b c a b c", "a b", ""]) == pytest.approx([-0.25, 0.0, 0.0])
+
+
+def test_soft_overlong_by_hand() -> None:
+    reward = SoftOverlong(soft_max_length=10, soft_cache_length=4)
+    lengths = [[1] * n for n in (6, 8, 10, 12)]
+    assert reward(["x"] * 4, response_token_ids=lengths) == pytest.approx([0, -0.5, -1, -1.5])

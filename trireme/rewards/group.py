@@ -1,0 +1,122 @@
+"""Group rewards: the built-in reward functions of multi-turn training, in the form of orm.py.
+
+Lengths are numbers of sampled tokens, over all turns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from trireme.rewards.answers import final_answer, final_truth, same
+from trireme.rewards.orm import ORM
+
+_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:.*?", re.DOTALL)
+
+
+class MathAccuracy(ORM):
+    """1 where a completion's result is that of the solution, else 0; None without a solution."""
+
+    def __call__(
+        self, completions: list[str], solution: Sequence[Any] = (), **kwargs: Any
+    ) -> list[float | None]:
+        """See ORM."""
+        truths = solution or [None] * len(completions)
+        return [
+            None if truth is None else float(same(final_answer(text), final_truth(truth)))
+            for text, truth in zip(completions, truths, strict=True)
+        ]
+
+
+class Format(ORM):
+    """1 for <think>...</think><answer>...</answer> and nothing else."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """See ORM."""
+        return [float(_FORMAT.fullmatch(text) is not None) for text in completions]
+
+
+class ReactFormat(ORM):
+    """1 for <think>...</think>, then `Action:` and `Action Input:`."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """See ORM."""
+        return [float(_REACT.fullmatch(text) is not None) for text in completions]
+
+
+class Cosine(ORM):
+    """A right answer is worth less the longer it is, a wrong one costs less (arXiv:2502.03373).
+
+    Along a half cosine from the value at no token to the value at `max_len` tokens.
+    """
+
+    def __init__(
+        self,
+        max_len: int,
+        min_len_value_wrong: float = -0.5,
+        max_len_value_wrong: float = 0.0,
+        min_len_value_correct: float = 1.0,
+        max_len_value_correct: float = 0.5,
+    ) -> None:
+        self.max_len = max_len
+        self.wrong = (min_len_value_wrong, max_len_value_wrong)
+        self.correct = (min_len_value_correct, max_len_value_correct)
+        self._accuracy = MathAccuracy()
+
+    def __call__(
+        self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
+    ) -> list[float | None]:
+        """See ORM."""
+        found = self._accuracy(completions, **kwargs)
+        return [
+            None if right is None else self._value(len(ids), right >= 1)
+            for ids, right in zip(response_token_ids, found, strict=True)
+        ]
+
+    def _value(self, length: int, right: bool) -> float:
+        short, long = self.correct if right else self.wrong
+        share = min(length, self.max_len) / self.max_len
+        return short - (short - long) * (1 - math.cos(math.pi * share)) / 2
+
+
+class Repetition(ORM):
+    """`max_penalty` times the share of repeated n-grams of words (arXiv:2502.03373)."""
+
+    def __init__(self, n_grams: int = 3, max_penalty: float = -1.0) -> None:
+        self.n_grams = n_grams
+        self.max_penalty = max_penalty
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """See ORM."""
+        return [self._value(text.lower().split()) for text in completions]
+
+    def _value(self, words: list[str]) -> float:
+        total = len(words) - self.n_grams + 1
+        if total < 1:
+            return 0.0
+        grams = {tuple(words[i : i + self.n_grams]) for i in range(total)}
+        return (1 - len(grams) / total) * self.max_penalty
+
+
+class SoftOverlong(ORM):
+    """0 up to `soft_max_length - soft_cache_length` tokens, -1 at `soft_max_length`, and on along
+    that line (after DAPO, arXiv:2503.14476, which stops at -1).
+    """
+
+    def __init__(self, soft_max_length: int, soft_cache_length: int) -> None:
+        if not 0 < soft_cache_length < soft_max_length:
+            raise ValueError(
+                f"soft_overlong: soft_cache_length is {soft_cache_length}: expected more than 0 "
+                f"and less than soft_max_length ({soft_max_length})"
+            )
+        self.free = soft_max_length - soft_cache_length
+        self.cache = soft_cache_length
+
+    def __call__(
+        self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
+    ) -> list[float | None]:
+        """See ORM."""
+        return [min(-(len(ids) - self.free) / self.cache, 0.0) for ids in response_token_ids]

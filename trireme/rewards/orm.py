@@ -1,0 +1,191 @@
+"""ORM: rewards that see the rollouts of a task together, in the form of ms-swift's plug-ins.
+
+A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
+for each column of the data set's row (a list, the row's value once a rollout), and with `messages`,
+`is_truncated`, `rollout_infos`, `response_token_ids` and `trajectory_inputs`. It returns a number a
+rollout; None says that it does not apply. An `async def __call__` is awaited beside the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trireme.rewards.names import ORMS, REWARDS
+from trireme.rewards.reward import resolve as resolve_single
+from trireme.rewards.reward import score
+from trireme.task import Task
+
+
+class ORM:
+    """Base of reward functions of whole groups. Give `__call__`."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """A number for each of `completions`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `__call__(self, completions, **kwargs)`"
+        )
+
+
+class AsyncORM(ORM):
+    """The same with an `async def __call__`; kept for its name."""
+
+
+@dataclass
+class Row:
+    """What a rollout came to, as far as rewards see it."""
+
+    completion: str
+    """The last reply."""
+    messages: list[dict[str, Any]]
+    is_truncated: bool = False
+    infos: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    """All ids that it sampled."""
+    request_id: str = ""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """The dialogues of a trajectory that was split, one mapping each."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A reward function, ready to be called."""
+
+    call: Callable[..., Any]
+    each: bool = False
+    """It judges one answer a call, in the form of rewards/reward.py."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Several reward functions with their weights."""
+
+    names: list[str]
+    functions: list[Function]
+    weights: list[float]
+
+    @classmethod
+    def of(cls, funcs: Sequence[Any], weights: Sequence[float] | None = None) -> Judge:
+        """Each of `funcs` is a name, path or class, or a mapping of its `name` and its options.
+
+        Raises ValueError for an unknown name or option, and for weights of another number.
+        """
+        if weights is not None and len(weights) != len(funcs):
+            raise ValueError(
+                f"reward_fn_args.weights has {len(weights)} numbers: expected {len(funcs)}, one "
+                "for each of funcs"
+            )
+        split = [_options(given) for given in funcs]
+        names = [f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f, _ in split]
+        used = [1.0] * len(funcs) if weights is None else [float(weight) for weight in weights]
+        return cls(names, [_function(f, options) for f, options in split], used)
+
+    async def rewards(self, task: Task, rows: Sequence[Row]) -> tuple[list[float], list[dict]]:
+        """The weighted sum for each rollout of a task, and its parts by name.
+
+        Raises ValueError where a function returns something else than a number a rollout, or where
+        none applies to a rollout.
+        """
+        columns = _columns(task, rows)
+        found = await asyncio.gather(
+            *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
+        )
+        totals, parts = [], []
+        for place in range(len(rows)):
+            own = [numbers[place] for numbers in found]
+            used = [w * v for w, v in zip(self.weights, own, strict=True) if v is not None]
+            infos = rows[place].infos
+            if "total_reward" in infos:  # the environment's own
+                used.append(float(infos["total_reward"]))
+            if not used:
+                raise ValueError(
+                    f"no reward function applies to rollout {place} of task {task.task_id}: "
+                    f"{', '.join(self.names) or 'there is none'} gave None"
+                )
+            totals.append(math.fsum(used))
+            named = zip(self.names, own, strict=True)
+            parts.append({f"rewards/{n}": v for n, v in named if v is not None})
+        return totals, parts
+
+    async def _ask(
+        self, index: int, task: Task, rows: Sequence[Row], columns: Mapping[str, Any]
+    ) -> list[float | None]:
+        function, name = self.functions[index], self.names[index]
+        if function.each:
+            scored = await asyncio.gather(*(score(task, r.completion, function.call) for r in rows))
+            return [math.fsum(part.values()) for part in scored]
+        found = function.call([row.completion for row in rows], **columns)
+        if inspect.isawaitable(found):
+            found = await found
+        if not isinstance(found, list | tuple) or len(found) != len(rows):
+            size = f"{len(found)} numbers" if isinstance(found, list | tuple) else repr(found)[:60]
+            raise ValueError(
+                f"reward function '{name}' gave {size}: expected a list of {len(rows)}, one for "
+                "each completion"
+            )
+        return [_number(value, name) for value in found]
+
+
+def _options(given: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(given, Mapping):
+        return given, {}
+    if "name" not in given:
+        raise ValueError(f"reward_fn_args.funcs has {dict(given)}: expected a `name` in it")
+    return given["name"], {name: value for name, value in given.items() if name != "name"}
+
+
+def _function(given: Any, options: dict[str, Any]) -> Function:
+    """A reward function from a name, path, class, instance or function."""
+    if isinstance(given, str) and given not in ORMS.names() and given in REWARDS.names():
+        single = resolve_single(given, options)
+        assert single is not None
+        return Function(single, each=True)
+    found: Any = ORMS.get(given) if isinstance(given, str) else given
+    if isinstance(found, type):
+        first = next(iter(inspect.signature(found.__call__).parameters), "self")
+        if first == "completions":  # the documents' own example leaves `self` out
+            return Function(found.__call__)
+        try:
+            made: Any = found(**options)
+            return Function(made)
+        except TypeError as error:
+            raise ValueError(
+                f"reward function {given!r} does not take the options {options}: {error}"
+            ) from error
+    if not callable(found) or options:
+        what = f"has no options, and got {options}" if callable(found) else "cannot be called"
+        raise ValueError(f"reward function {given!r} {what}")
+    return Function(found)
+
+
+def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
+    """The keyword arguments of a call."""
+    row = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
+    row |= task.raw_task.get("data_dict") or {}
+    row.setdefault("solution", task.truth)
+    columns: dict[str, Any] = {name: [value] * len(rows) for name, value in row.items()}
+    columns["messages"] = [r.messages for r in rows]
+    columns["is_truncated"] = [r.is_truncated for r in rows]
+    columns["rollout_infos"] = [r.infos for r in rows]
+    columns["response_token_ids"] = [r.tokens for r in rows]
+    columns["request_id"] = [r.request_id for r in rows]
+    columns["trajectory_inputs"] = {r.request_id: r.parts for r in rows}
+    return columns
+
+
+def _number(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward function '{name}' gave {value!r:.60}: expected a number or None"
+        ) from error
+    if not math.isfinite(number):
+        raise ValueError(f"reward function '{name}' gave {value!r}: expected a finite number")
+    return number

@@ -1,0 +1,165 @@
+"""Multi-turn scheduler workflow: a conversation led by a MultiTurnScheduler, judged with its group.
+
+`workflow_args`: `scheduler` (a name of `multi_turns`, or a path; none: one turn, or what the
+rollout server has), `max_turns`, `loss_scale`, and further options of the scheduler's.
+`reward_fn_args`: `funcs` and `weights`; without them the taskset's reward judges the last reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trireme.experience import Experience, group_by
+from trireme.model.conversation import experience_of
+from trireme.model.model import Model
+from trireme.model.recorder import Call
+from trireme.rewards.orm import Judge, Row
+from trireme.task import Task
+from trireme.workflows import loss_scale
+from trireme.workflows.names import MULTI_TURNS
+from trireme.workflows.scheduler import MultiTurnScheduler, request_of
+from trireme.workflows.turns import Ended, play
+
+_OWN = ("scheduler", "max_turns", "loss_scale")
+
+
+class ScheduledWorkflow:
+    """See the module. One object serves all tasks."""
+
+    async def __call__(self, task: Task, model: Model) -> list[Experience]:
+        """One trajectory, one experience a dialogue, without its reward."""
+        args = task.workflow_args
+        uuid = "/".join(str(part) for part in model.key)
+        request = request_of(_row(task), _messages(task), uuid)
+        scheduler = make_scheduler(args)
+        ended = await play(scheduler, request, model, max_turns=args.get("max_turns"))
+        return samples(model, ended, args.get("loss_scale", "default"), uuid)
+
+    def examine(self, task: Task) -> None:
+        """Raise ValueError for a scheduler, loss scale or reward that there is not."""
+        make_scheduler(task.workflow_args)
+        scale = task.workflow_args.get("loss_scale", "default")
+        if scale not in ("default", "all", "last_round"):
+            loss_scale.resolve(scale)
+        _judge(task)
+
+    async def judge(self, task: Task, experiences: Sequence[Experience]) -> None:
+        """Give each rollout of a task its reward; all rollouts are there, in run order."""
+        judge = _judge(task)
+        runs = sorted(group_by(experiences, "run").values(), key=lambda own: own[0].eid.run)
+        rows = [_as_row(sorted(own, key=lambda e: e.eid.step)) for own in runs]
+        rewards, parts = await judge.rewards(task, rows)
+        for own, reward, found in zip(runs, rewards, parts, strict=True):
+            for experience in own:
+                # a prompt that was too long keeps its reward of 0
+                experience.reward = reward if experience.reward is None else experience.reward
+                experience.metrics.update(found)
+
+
+multi_turn_scheduler = ScheduledWorkflow()
+
+
+def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
+    """The scheduler that `workflow_args` name; None where they name none.
+
+    Raises ValueError for an unknown one, and for options that it does not take.
+    """
+    name = args.get("scheduler")
+    if name is None:
+        return None
+    found: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
+    options = {key: value for key, value in args.items() if key not in _OWN}
+    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
+        raise ValueError(f"multi-turn scheduler {name!r} is {found!r:.60}: expected a class")
+    make: Any = found
+    try:
+        made: MultiTurnScheduler = make(max_turns=args.get("max_turns"), **options)
+        return made
+    except TypeError as error:
+        raise ValueError(
+            f"multi-turn scheduler {name!r} does not take workflow_args {options}: {error}"
+        ) from error
+
+
+def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -> list[Experience]:
+    """An experience for each dialogue, and for each earlier part of it where the chat template
+    rewrote its history. What a call sampled is trained in one of them only.
+    """
+    decode = model.chat_tokens.decode
+    leaves = [(dialogue.call, dialogue) for dialogue in ended]
+    if len(ended) == 1:
+        orphans, only = model.recorder.orphans(), ended[0]
+        ends = [c for c in model.recorder if not c.extended and c not in orphans]
+        leaves = [(c, only) for c in ends if c is not only.call] + leaves
+    done: set[Call] = set()
+    out: list[Experience] = []
+    for leaf, dialogue in leaves:
+        path = leaf.path
+        if scale == "last_round" and leaf is not dialogue.call:
+            continue
+        loss_scale.weigh(path, scale, decode)
+        experience = experience_of(path, [c for c in path if c not in done], decode)
+        done.update(path)
+        if leaf is dialogue.call:
+            experience.messages = dialogue.messages
+        experience.info |= {
+            "completion": dialogue.choice.message.content,
+            "rollout_infos": dialogue.infos,
+            "request_id": request_id,
+        }
+        experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
+        out.append(experience)
+    return out
+
+
+def _messages(task: Task) -> list[dict[str, Any]]:
+    """The row's conversation: its `messages`, else the prompt's column; with the system prompt of
+    the YAML where it has none.
+    """
+    given = task.raw_task.get("messages", task.prompt)
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise ValueError(
+            f"the task's row has no conversation: its columns are {', '.join(task.raw_task)}: "
+            "expected `messages`, or text in the column of format.prompt_key"
+        )
+    messages = [dict(message) for message in given]
+    if task.system_prompt and messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": task.system_prompt})
+    return messages
+
+
+def _row(task: Task) -> dict[str, Any]:
+    """The row, its truth as `solution` too, which schedulers ask for."""
+    row = {name: value for name, value in task.raw_task.items() if value is not None}
+    return row if task.truth is None else {"solution": task.truth, **row}
+
+
+def _judge(task: Task) -> Judge:
+    """The task's reward functions; an environment's own reward needs none."""
+    args = dict(task.reward_fn_args)
+    if "funcs" in args:
+        unknown = sorted(set(args) - {"funcs", "weights"})
+        if unknown:
+            raise ValueError(f"reward_fn_args has '{unknown[0]}': expected funcs and weights")
+        return Judge.of(args["funcs"], args.get("weights"))
+    return Judge.of([{"name": task.reward_fn, **args}] if task.reward_fn else [])
+
+
+def _as_row(own: Sequence[Experience]) -> Row:
+    """A trajectory as the rewards see it: its last dialogue, and all that it sampled."""
+    last = own[-1]
+    sampled = [
+        token for e in own if e.versions is not None for token in e.tokens[e.versions >= 0].tolist()
+    ]
+    return Row(
+        completion=str(last.info.get("completion") or ""),
+        messages=list(last.messages or []),
+        is_truncated=last.truncate_status is not None,
+        infos=dict(last.info.get("rollout_infos") or {}),
+        tokens=sampled,
+        request_id=str(last.info.get("request_id", "")),
+        parts=[{"messages": e.messages, "completion": e.info.get("completion")} for e in own],
+    )

@@ -1,0 +1,165 @@
+"""Scheduler: the user's seam for conversations of several turns: when do they end, what comes next.
+
+Names, arguments and turn numbers are those of ms-swift's multi-turn training; a plug-in file for it
+runs after a change of its import lines. Every method may be plain or `async def`; plain ones run in
+a thread of the trajectory's own, so that a slow tool holds up nobody else. One scheduler object is
+made for each trajectory: what it keeps on `self` is that trajectory's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trireme.model.message import Message
+
+
+@dataclass
+class ChatMessage:
+    """One message of a reply."""
+
+    role: str
+    content: Any
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class RolloutInferRequest:
+    """What the next turn is sampled from."""
+
+    messages: list[dict[str, Any]]
+    """The whole conversation; where a scheduler gets it, the model's reply is its last message."""
+    images: list[Any] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
+    data_dict: dict[str, Any] = field(default_factory=dict)
+    """All other columns of the data set's row."""
+    uuid: str | None = None
+    """Names the trajectory."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutResponseChoice:
+    """What came of one turn."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str | None
+    """`stop`, or `length` where the reply was cut."""
+    logprobs: dict[str, Any] | None = None
+    """As OpenAI's API has them, where the task asks for log-probabilities."""
+    messages: list[dict[str, Any]] | None = None
+    """The whole dialogue, at the end of the last turn only."""
+    token_ids: list[int] | None = None
+    """The ids that this turn sampled."""
+
+
+@dataclass
+class ChatCompletionResponse:
+    """A reply as the `infer_engine` of an overridden `run` gives it."""
+
+    choices: list[RolloutResponseChoice]
+    model: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutOutput:
+    """One sample, as an overridden `run` returns it. Token lists hold one list a turn."""
+
+    response: ChatCompletionResponse
+    messages: list[dict[str, Any]] | None = None
+    response_token_ids: list[Any] = field(default_factory=list)
+    response_loss_mask: list[Any] = field(default_factory=list)
+    rollout_infos: dict[str, Any] = field(default_factory=dict)
+    rollout_logprobs: list[Any] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the wire."""
+        return asdict(self)
+
+
+class MultiTurnScheduler:
+    """Base of schedulers. Give `step`; the rest has a default."""
+
+    infer_engine: InferEngine | None = None
+    """Asks the model, for an overridden `run`."""
+    tokenizer: Any = None
+
+    def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
+        """`max_turns`: None or 0 is no limit of the scheduler's own."""
+        self.max_turns = max_turns
+
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> Any:
+        """The next turn's request; or a dict with `infer_request` and, where given, the ids of this
+        turn's reply as it now is (`response_token_ids`, `response_loss_mask`, `rollout_logprobs`),
+        and `rollout_infos`, which are kept for the rewards.
+
+        Messages that end with an assistant's make the model go on with that reply; any others begin
+        a new turn.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `step(self, infer_request, result, current_turn)`"
+        )
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> Any:
+        """Whether the conversation ends with turn `current_turn` (the first is 1)."""
+        if result.finish_reason == "length":
+            return True
+        return bool(self.max_turns and current_turn >= self.max_turns)
+
+    def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
+        """Called before the first turn; may change the request in the list."""
+
+    def on_turn_end(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> Any:
+        """Called when a reply is there. A dict with `done` goes before `check_finished`, one with
+        `rollout_infos` adds to them.
+        """
+
+    def on_trajectory_end(self, infer_request: RolloutInferRequest) -> Any:
+        """Called once however the trajectory ends, also by an error: close what it opened."""
+
+
+Ask = Callable[..., Awaitable[RolloutResponseChoice]]
+
+
+class InferEngine:
+    """The model, for schedulers that override `run`: `await infer_async(request, config)`."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: Any = None, **_: Any
+    ) -> ChatCompletionResponse:
+        """One reply to the request's messages; `request_config` is a mapping or has attributes."""
+        config = request_config or {}
+        options = dict(config) if isinstance(config, Mapping) else vars(config)
+        return ChatCompletionResponse([await self._ask(infer_request, **options)])
+
+
+def request_of(row: Mapping[str, Any], messages: Sequence[Message], uuid: str) -> Any:
+    """The first request of a data set's row. Raises ValueError for images, audio or video."""
+    own = ("messages", "images", "audios", "videos", "tools", "objects", "data_dict")
+    for name in own[1:4]:
+        if row.get(name):
+            raise ValueError(f"the row's column '{name}' is not empty: only text is supported")
+    given = row.get("data_dict")
+    others = {name: value for name, value in row.items() if name not in own and value is not None}
+    return RolloutInferRequest(
+        messages=[dict(message) for message in messages],
+        tools=row.get("tools"),
+        objects=row.get("objects") or {},
+        data_dict=dict(given) if isinstance(given, Mapping) else others,
+        uuid=uuid,
+    )

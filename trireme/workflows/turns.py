@@ -1,0 +1,297 @@
+"""Turns: the one loop that plays a conversation by a scheduler, in process and at the server.
+
+Invariants:
+- A reply's ids are those that were sampled. What a scheduler puts into a reply is encoded and not
+  trained; what it cuts off is gone.
+- `max_turns` ends a conversation also where the scheduler forgets to.
+- `on_trajectory_end` is called on every way out.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trireme.model.model import Model, Reply
+from trireme.model.openai_wire import token_logprobs
+from trireme.model.recorder import Call
+from trireme.threads import OwnThread
+from trireme.workflows.classes import settled
+from trireme.workflows.scheduler import (
+    ChatMessage,
+    InferEngine,
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutOutput,
+    RolloutResponseChoice,
+)
+
+_STEP_KEYS = (
+    *("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs"),
+    "rollout_infos",
+)
+
+
+@dataclass
+class Ended:
+    """One dialogue that is a sample of its own."""
+
+    messages: list[dict[str, Any]]
+    choice: RolloutResponseChoice
+    call: Call
+    """The one that gave its last reply."""
+    infos: dict[str, Any] = field(default_factory=dict)
+
+
+async def play(
+    scheduler: MultiTurnScheduler | None,
+    request: RolloutInferRequest,
+    model: Model,
+    *,
+    max_turns: int | None = None,
+    sampling: Mapping[str, Any] | None = None,
+) -> list[Ended]:
+    """One trajectory: its dialogues (one, unless an overridden `run` splits it), the model's calls
+    recorded in `model`. Without a scheduler there is one turn.
+    """
+    trajectory = _Trajectory(scheduler or _OneTurn(1), model, max_turns, dict(sampling or {}))
+    try:
+        return await trajectory.play(request)
+    finally:
+        await trajectory.close()
+
+
+class _OneTurn(MultiTurnScheduler):
+    """No scheduler: the first reply is the last."""
+
+
+class _Trajectory:
+    def __init__(
+        self,
+        scheduler: MultiTurnScheduler,
+        model: Model,
+        max_turns: int | None,
+        sampling: dict[str, Any],
+    ) -> None:
+        self._scheduler = scheduler
+        self._model = model
+        self._max_turns = max_turns
+        self._sampling = sampling
+        self._infos: dict[str, Any] = {}
+        self._given: list[tuple[RolloutResponseChoice, Call]] = []
+        self._request: RolloutInferRequest | None = None
+        self._thread: OwnThread | None = None
+        scheduler.infer_engine = InferEngine(self._ask_beside)
+        scheduler.tokenizer = model.chat_tokens.tokenizer
+
+    async def play(self, request: RolloutInferRequest) -> list[Ended]:
+        """Turn after turn until the scheduler says that it is finished."""
+        while request.messages and request.messages[-1].get("role") == "assistant":
+            request.messages.pop()  # the data set's own answer
+        held = [request]
+        self._request = request
+        await self._call(self._scheduler.on_trajectory_start, held)
+        [request] = held
+        if (run := getattr(self._scheduler, "run", None)) is not None:
+            return self._outputs(await self._call(run, request, dict(self._sampling)))
+        turn = 1
+        while True:
+            self._request = request
+            choice = await self._ask(request)
+            if await self._finished(request, choice, turn):
+                break
+            request = await self._next(request, choice, turn)
+            turn += 1
+        choice.messages = copy.deepcopy(request.messages)
+        self._model.recorder.drop_branches()
+        infos = {**self._infos, "num_turns": turn}
+        return [Ended(choice.messages, choice, self._call_of(choice), infos)]
+
+    async def close(self) -> None:
+        """Tell the scheduler that it is over, and end its thread."""
+        try:
+            if self._request is not None:
+                await self._call(self._scheduler.on_trajectory_end, self._request)
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+
+    async def _ask(self, request: RolloutInferRequest, **options: Any) -> RolloutResponseChoice:
+        """The model's reply, put into the request's messages."""
+        messages = request.messages
+        if messages and messages[-1].get("role") == "assistant" and not messages[-1].get("content"):
+            messages.pop()  # says only that the reply goes on, and there is none yet
+        wanted = {**self._sampling, **{k: v for k, v in options.items() if v is not None}}
+        reply = await self._model.chat(messages, request.tools, **wanted)
+        if messages[-1]["role"] == "assistant":
+            messages[-1] = {**messages[-1], **reply.message}
+        else:
+            messages.append(dict(reply.message))
+        choice = _choice(reply, self._model)
+        self._given.append((choice, reply.call))
+        return choice
+
+    async def _ask_beside(
+        self, request: RolloutInferRequest, **options: Any
+    ) -> RolloutResponseChoice:
+        """The model's reply for an overridden `run`, which builds its messages itself."""
+        return await self._ask(replace(request, messages=list(request.messages)), **options)
+
+    async def _finished(
+        self, request: RolloutInferRequest, choice: RolloutResponseChoice, turn: int
+    ) -> bool:
+        scheduler = self._scheduler
+        if isinstance(scheduler, _OneTurn):
+            return True
+        told = await self._call(scheduler.on_turn_end, request, choice, turn)
+        told = self._mapping("on_turn_end", told or {})
+        self._add_infos(told.get("rollout_infos"))
+        done = told.get("done")
+        if done is None:
+            done = await self._call(scheduler.check_finished, request, choice, turn)
+        if not isinstance(done, bool | int):
+            raise TypeError(
+                f"{type(scheduler).__name__}.check_finished returned {type(done).__name__}: "
+                "expected True or False"
+            )
+        # a reply that had no room cannot be followed by another
+        no_room = choice.finish_reason == "length" and not choice.token_ids
+        return bool(done) or no_room or bool(self._max_turns and turn >= self._max_turns)
+
+    async def _next(
+        self, request: RolloutInferRequest, choice: RolloutResponseChoice, turn: int
+    ) -> RolloutInferRequest:
+        """What `step` asks for next; edits of the reply are recorded."""
+        before = [dict(message) for message in request.messages]
+        returned = await self._call(self._scheduler.step, request, choice, turn)
+        if isinstance(returned, RolloutInferRequest):
+            returned = {"infer_request": returned}
+        told = self._mapping("step", returned)
+        following = told.get("infer_request")
+        if not isinstance(following, RolloutInferRequest):
+            raise TypeError(
+                f"{self._name}.step returned {type(following).__name__}: expected a "
+                "RolloutInferRequest, or a dict with one as 'infer_request'"
+            )
+        for key in set(told) - set(_STEP_KEYS):
+            raise TypeError(
+                f"{self._name}.step returned a dict with '{key}': expected some of "
+                f"{', '.join(_STEP_KEYS)}"
+            )
+        self._add_infos(told.get("rollout_infos"))
+        self._record_edit(before, following.messages, told)
+        return following
+
+    def _record_edit(
+        self,
+        before: list[dict[str, Any]],
+        after: Sequence[Mapping[str, Any]],
+        told: Mapping[str, Any],
+    ) -> None:
+        """Where `step` changed the reply itself, by its text or by ids, say so to the recorder."""
+        ids, weights = _flat(told.get("response_token_ids")), _flat(told.get("response_loss_mask"))
+        if weights is not None and (ids is None or len(ids) != len(weights)):
+            raise ValueError(
+                f"{self._name}.step returned a response_loss_mask of {len(weights)} entries for "
+                f"{'no' if ids is None else len(ids)} response_token_ids: expected one for each"
+            )
+        logprobs = _flat(told.get("rollout_logprobs"))
+        trained = None if weights is None else sum(1 for weight in weights if weight)
+        if logprobs and trained is not None and len(logprobs) != trained:
+            raise ValueError(
+                f"{self._name}.step returned {len(logprobs)} rollout_logprobs: expected {trained}, "
+                "one for each token whose response_loss_mask is not 0"
+            )
+        place = len(before) - 1
+        same = len(after) > place and all(
+            dict(a) == b for a, b in zip(after, before[:place], strict=False)
+        )
+        if not same or after[place].get("role") != "assistant":
+            return  # another conversation: what was sampled stays as it was
+        content, old = str(after[place].get("content") or ""), before[place].get("content")
+        if ids is not None or (content != old and len(after) > place + 1):
+            tools = self._request.tools if self._request else None
+            self._model.edit_reply(after[:place], content, ids, weights, tools)
+
+    def _outputs(self, found: Any) -> list[Ended]:
+        """What an overridden `run` returned."""
+        outputs = list(found) if isinstance(found, list | tuple) else [found]
+        for output in outputs:
+            if not isinstance(output, RolloutOutput):
+                raise TypeError(
+                    f"{self._name}.run returned {type(output).__name__}: expected a RolloutOutput, "
+                    "or a list of them"
+                )
+            if not output.messages or not output.response.choices:
+                raise TypeError(
+                    f"{self._name}.run returned a RolloutOutput without messages, or without a "
+                    "choice in its response"
+                )
+        if not outputs:
+            raise TypeError(f"{self._name}.run returned an empty list: expected RolloutOutputs")
+        return [
+            Ended(
+                output.messages or [],
+                output.response.choices[0],
+                self._call_of(output.response.choices[0]),
+                {"num_turns": len(outputs), **output.rollout_infos},
+            )
+            for output in outputs
+        ]
+
+    def _call_of(self, choice: RolloutResponseChoice) -> Call:
+        """The recorded call of a choice. Raises ValueError where the model did not give it."""
+        for known, call in reversed(self._given):
+            if known is choice or (choice.token_ids and known.token_ids == choice.token_ids):
+                return call
+        raise ValueError(
+            f"{self._name}.run returned a reply that the model did not give: "
+            f"{choice.message.content!r:.80}"
+        )
+
+    def _add_infos(self, infos: Any) -> None:
+        if infos:
+            self._infos.update(self._mapping("rollout_infos", infos))
+
+    def _mapping(self, what: str, value: Any) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"{self._name}.{what} returned {type(value).__name__}: expected "
+                f"{'a RolloutInferRequest or ' if what == 'step' else ''}a dict"
+            )
+        return value
+
+    @property
+    def _name(self) -> str:
+        return type(self._scheduler).__name__
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """A method of the scheduler's; where it is plain and the user's, in a thread."""
+        plain = not inspect.iscoroutinefunction(method)
+        if plain and not method.__module__.startswith("trireme."):
+            self._thread = self._thread or OwnThread(f"scheduler-{self._model.key}")
+            return await settled(await self._thread.run(lambda: method(*args)))
+        return await settled(method(*args))
+
+
+def _choice(reply: Reply, model: Model) -> RolloutResponseChoice:
+    logprobs = None
+    if reply.call.completion.alternatives:
+        logprobs = {"content": token_logprobs(reply, model.chat_tokens.decode)}
+    return RolloutResponseChoice(
+        index=0,
+        message=ChatMessage("assistant", reply.text),
+        finish_reason="length" if reply.truncated else "stop",
+        logprobs=logprobs,
+        token_ids=list(reply.tokens),
+    )
+
+
+def _flat(rows: Any) -> list[Any] | None:
+    """A list of numbers; lists of turns are joined."""
+    if rows is None:
+        return None
+    return [n for row in rows for n in (row if isinstance(row, list | tuple) else [row])]
