@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "trireme"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("launch", "demo"),
-    ("explorer", "trainer"),
+    ("explorer", "trainer", "server"),
     ("workflows", "sync", "pipeline"),
     ("model",),
     ("engines", "buffer", "checkpoint", "monitor"),

@@ -56,7 +56,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("train step", _train_step(plan)))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
-        rows.append(("runners", f"{plan.runners} on the embedded torch engine"))
+        engine = ", ".join(plan.engine_urls) or "the embedded torch engine"
+        rows.append(("runners", f"{plan.runners} on {engine}"))
         rows.append(("evaluation", f"every {plan.eval_interval} explore steps"))
     if plan.mode in ("both", "explore"):
         rows.append(("sync", _sync(plan)))

@@ -79,6 +79,75 @@ def convert(
 
 
 @app.command()
+def rollout(
+    model: Annotated[str, typer.Option("--model", help="A model's folder, or its id.")],
+    host: Annotated[str, typer.Option(help="Other machines are let in only with a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--api-key", "--api_key", envvar="TRIREME_API_KEY", help="What clients show."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="torch.")] = "torch",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--max-model-len", "--max_model_len", min=2, help="Prompt and reply."),
+    ] = None,
+    use_async_engine: Annotated[
+        str,
+        typer.Option(
+            "--use_async_engine",
+            "--vllm_use_async_engine",
+            help="true: no request waits for the slowest of its batch.",
+        ),
+    ] = "true",
+    multi_turn_scheduler: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--multi_turn_scheduler", help="A registered name, or a path."),
+    ] = None,
+    max_turns: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--max_turns", "--multi_turns", min=0, help="Most turns; 0: no limit."),
+    ] = None,
+    external_plugins: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option("--external_plugins", help="Python files to load first."),
+    ] = None,
+    plugins: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Argument(metavar="FILE...", help="Further files of --external_plugins."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 42,
+    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="In flight.")] = 4096,
+) -> None:
+    """Serve an engine for rollouts: the trainers' endpoints and the OpenAI API."""
+    from trireme.cli.rollout import RolloutOptions
+    from trireme.cli.rollout import rollout as command
+
+    asynchronous = use_async_engine.lower()
+    if asynchronous not in ("true", "false"):
+        raise typer.BadParameter(f"--use_async_engine {use_async_engine}: expected true or false")
+    options = RolloutOptions(
+        model=model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        engine=engine,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        use_async_engine=asynchronous == "true",
+        multi_turn_scheduler=multi_turn_scheduler,
+        max_turns=max_turns,
+        external_plugins=[*(external_plugins or []), *(plugins or [])],
+        seed=seed,
+        max_requests=max_requests,
+    )
+    raise typer.Exit(command(options))
+
+
+@app.command()
 def algorithms() -> None:
     """List the algorithms and their parts."""
     from trireme.cli.algorithms import algorithms as command

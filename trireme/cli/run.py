@@ -17,7 +17,7 @@ from trireme.log import write_failure
 from trireme.monitor.console import Console
 
 # Read when torch and tokenizers are loaded: they must be there before.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one step would slow down the next one's
     "TOKENIZERS_PARALLELISM": "false",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -28,7 +28,7 @@ _EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> int:
     """Run the stages of a YAML (None: the demo); returns the exit code."""
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         try:

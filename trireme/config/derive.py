@@ -16,7 +16,7 @@ from trireme.config.stages import Stage, reads_file
 from trireme.config.steps import steps_of, whole_steps
 from trireme.config.store import store_of
 from trireme.config.support import supported
-from trireme.config.used import StageFacts
+from trireme.config.used import StageFacts, remote
 
 
 def derive(stage: Stage, facts: StageFacts, root: Path, problems: list[Problem]) -> Plan:
@@ -73,6 +73,7 @@ def derive(stage: Stage, facts: StageFacts, root: Path, problems: list[Problem])
         schedule_steps=steps.schedule,
         steps_per_epoch=steps.per_epoch,
         runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
+        engine_urls=tuple(explorer.rollout_model.base_urls) if remote(config) else (),
         eval_interval=_eval_interval(explorer.eval_interval, interval),
         max_token_len=config.trainer.max_token_len_per_gpu
         or math.ceil(2 * lengths.max_model_len / window),
@@ -127,6 +128,20 @@ def _engine(draft: Draft) -> None:
             f"explorer.rollout_model.engine_type ({model.engine_type}): the embedded torch engine "
             f"generates in its place"
         )
+    urls = model.base_urls
+    if model.engine_type == "remote" and not urls:
+        draft.problem(
+            "explorer.rollout_model.base_urls",
+            "is empty: engine_type remote needs the address of a server, such as "
+            "[http://127.0.0.1:8000] (trireme rollout starts one)",
+        )
+    if urls and model.engine_type != "remote":
+        draft.problem("explorer.rollout_model.engine_type", "is not remote, and base_urls is given")
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            draft.problem(
+                "explorer.rollout_model.base_urls", f"has {url!r}: expected http://HOST:PORT"
+            )
     if model.engine_num > 1:
         draft.notes.append(
             f"explorer.rollout_model.engine_num ({model.engine_num}): one engine generates, and "
@@ -209,6 +224,7 @@ def _lock_step(config: Config, train_batch_size: int, method: SyncMethod) -> boo
     return (
         config.mode == "both"
         and not reads_file(config)
+        and not remote(config)
         and STYLES[sync.sync_style] == "fixed"
         and sync.sync_interval == 1
         and sync.sync_offset == 0

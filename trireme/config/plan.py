@@ -48,6 +48,8 @@ class Plan:
     """The train steps that a learning-rate schedule spans: one experience a rollout is assumed."""
     steps_per_epoch: int | None
     runners: int
+    engine_urls: tuple[str, ...]
+    """Rollout servers that generate; none: the embedded engine does."""
     eval_interval: int
     """Explore steps between evaluations, a multiple of `sync_interval`."""
     max_token_len: int

@@ -70,8 +70,8 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
         for name in ("wandb", "mlflow", "swanlab")
     },
     "RolloutModelConfig.engine_type": {
-        name: "is not supported yet: expected torch (or vllm, which maps to it here)"
-        for name in ("external", "remote", "tinker")
+        name: "is not supported yet: expected torch or remote (vllm maps to torch here)"
+        for name in ("external", "tinker")
     },
     "TasksetConfig.storage_type": {"sql": "is not supported yet: expected file"},
     "TrainerConfig.trainer_type": {"tinker": "is not supported yet: expected torch or verl"},
@@ -110,7 +110,6 @@ HINTS: frozenset[str] = frozenset(
         "MonitorConfig.detailed_stats",
         "MonitorConfig.enable_ray_timeline",
         "MonitorConfig.monitor_args",
-        "RolloutModelConfig.api_key",
         "RolloutModelConfig.base_port",
         "RolloutModelConfig.enable_chunked_prefill",
         "RolloutModelConfig.enable_history",

@@ -32,6 +32,11 @@ class UsedTaskset:
     reward: str | None
 
 
+def remote(config: Config) -> bool:
+    """Whether rollout servers generate; a stage that reads data evaluates in its own process."""
+    return config.explorer.rollout_model.engine_type == "remote" and not reads_file(config)
+
+
 def evaluates(config: Config) -> bool:
     """Whether evaluation tasksets are tried; a trainer that waits for explorers has no engine."""
     alone = config.mode == "train" and not reads_file(config)

@@ -43,7 +43,7 @@ async def run_both(session: Session) -> StageResult:
     engine, sync = session.engine, session.synchronizer
     explorer, trainer = session.explorer(sync), session.trainer(sync)
     try:
-        if session.resumed:
+        if session.resumed or session.plan.engine_urls:
             await session.refresh_engine(sync.version)
         await first_failure_ends_all(explorer.explore(), trainer.train())
         await sync.final_push()

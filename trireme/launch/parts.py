@@ -27,6 +27,7 @@ from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.gate import Gate
+from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import OverRollout, Scheduler
@@ -107,6 +108,13 @@ def make_engine(
         share_with=share,
         trust_remote_code=plan.config.model.trust_remote_code,
     )
+
+
+def make_remote_engine(plan: Plan) -> RemoteEngine:
+    """The rollout servers that the YAML names."""
+    explorer = plan.config.explorer
+    key = explorer.rollout_model.api_key
+    return RemoteEngine(plan.engine_urls, api_key=key, timeout=explorer.max_timeout, seed=plan.seed)
 
 
 def make_scheduler(

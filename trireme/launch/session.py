@@ -24,8 +24,9 @@ from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
+from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
-from trireme.engines.torch.engine import TorchEngine, end_tokens
+from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
 from trireme.log import get_logger, setup_logging
@@ -175,8 +176,12 @@ class Session(AbstractContextManager["Session"]):
         return Gate() if self.plan.deterministic else None
 
     @cached_property
-    def engine(self) -> TorchEngine:
-        """The embedded engine; over the trainer's tensors where nothing trains meanwhile."""
+    def engine(self) -> Engine:
+        """The embedded engine, over the trainer's tensors where nothing trains meanwhile; or the
+        rollout servers.
+        """
+        if self.plan.engine_urls:
+            return parts.make_remote_engine(self.plan)
         share = self.backend.module if self._shares else None
         return parts.make_engine(
             self.plan, self.model_path, self.text, self.device, self.gate, share
@@ -347,7 +352,7 @@ class Session(AbstractContextManager["Session"]):
             vocabulary=backend.module.config.vocab_size,
         ).push
 
-    def _checkpoint_push(self, engine: TorchEngine | None) -> CheckpointPush:
+    def _checkpoint_push(self, engine: Engine | None) -> CheckpointPush:
         return CheckpointPush(
             self.backend,
             self.device,

@@ -8,6 +8,7 @@ rollout server has), `max_turns`, `loss_scale`, and further options of the sched
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trireme.experience import Experience, group_by
@@ -18,7 +19,7 @@ from trireme.rewards.orm import Judge, Row
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.names import MULTI_TURNS
-from trireme.workflows.scheduler import MultiTurnScheduler, request_of
+from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
 from trireme.workflows.turns import Ended, play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
@@ -33,6 +34,8 @@ class ScheduledWorkflow:
         uuid = "/".join(str(part) for part in model.key)
         request = request_of(_row(task), _messages(task), uuid)
         scheduler = make_scheduler(args)
+        if scheduler is None and getattr(model.engine, "multi_turn", False):
+            return await _at_server(model, request, args.get("loss_scale", "default"))
         ended = await play(scheduler, request, model, max_turns=args.get("max_turns"))
         return samples(model, ended, args.get("loss_scale", "default"), uuid)
 
@@ -111,6 +114,24 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
         experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
         out.append(experience)
     return out
+
+
+async def _at_server(model: Model, request: RolloutInferRequest, scale: Any) -> list[Experience]:
+    """The trajectory as the rollout server's own scheduler leads it."""
+    engine: Any = model.engine
+    outputs = await engine.infer(asdict(request), model.sampling, key=model.key, loss_scale=scale)
+    found = []
+    for output in outputs:
+        wire = output["experience"]
+        names = ("temperature", "stop_reason", "truncate_status", "reward", "prompt_text")
+        tokens = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
+        fields = {
+            name: wire[name] for name in (*names, *tokens, "prompt_length", "metrics", "info")
+        }
+        experience = Experience(wire["tokens"], **fields, response_text=wire["response_text"])
+        experience.messages = output["messages"]
+        found.append(experience)
+    return found
 
 
 def _messages(task: Task) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -52,16 +53,42 @@ async def play(
     model: Model,
     *,
     max_turns: int | None = None,
-    sampling: Mapping[str, Any] | None = None,
+    barrier: TurnBarrier | None = None,
 ) -> list[Ended]:
     """One trajectory: its dialogues (one, unless an overridden `run` splits it), the model's calls
     recorded in `model`. Without a scheduler there is one turn.
     """
-    trajectory = _Trajectory(scheduler or _OneTurn(1), model, max_turns, dict(sampling or {}))
+    trajectory = _Trajectory(scheduler or _OneTurn(1), model, max_turns, barrier)
     try:
         return await trajectory.play(request)
     finally:
         await trajectory.close()
+
+
+class TurnBarrier:
+    """Batch mode: a turn begins when all trajectories of a batch wait for it, or have ended."""
+
+    def __init__(self, members: int) -> None:
+        self._live = members
+        self._waiting = 0
+        self._turn = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Until all others are here too."""
+        self._waiting += 1
+        turn = self._turn
+        self._release()
+        await turn.wait()
+
+    def leave(self) -> None:
+        """One of them has ended."""
+        self._live -= 1
+        self._release()
+
+    def _release(self) -> None:
+        if self._waiting >= self._live:
+            self._turn.set()
+            self._waiting, self._turn = 0, asyncio.Event()
 
 
 class _OneTurn(MultiTurnScheduler):
@@ -74,12 +101,12 @@ class _Trajectory:
         scheduler: MultiTurnScheduler,
         model: Model,
         max_turns: int | None,
-        sampling: dict[str, Any],
+        barrier: TurnBarrier | None,
     ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._max_turns = max_turns
-        self._sampling = sampling
+        self._barrier = barrier
         self._infos: dict[str, Any] = {}
         self._given: list[tuple[RolloutResponseChoice, Call]] = []
         self._request: RolloutInferRequest | None = None
@@ -96,7 +123,7 @@ class _Trajectory:
         await self._call(self._scheduler.on_trajectory_start, held)
         [request] = held
         if (run := getattr(self._scheduler, "run", None)) is not None:
-            return self._outputs(await self._call(run, request, dict(self._sampling)))
+            return self._outputs(await self._call(run, request, {}))
         turn = 1
         while True:
             self._request = request
@@ -112,6 +139,8 @@ class _Trajectory:
 
     async def close(self) -> None:
         """Tell the scheduler that it is over, and end its thread."""
+        if self._barrier is not None:
+            self._barrier.leave()
         try:
             if self._request is not None:
                 await self._call(self._scheduler.on_trajectory_end, self._request)
@@ -124,8 +153,9 @@ class _Trajectory:
         messages = request.messages
         if messages and messages[-1].get("role") == "assistant" and not messages[-1].get("content"):
             messages.pop()  # says only that the reply goes on, and there is none yet
-        wanted = {**self._sampling, **{k: v for k, v in options.items() if v is not None}}
-        reply = await self._model.chat(messages, request.tools, **wanted)
+        if self._barrier is not None:
+            await self._barrier.wait()
+        reply = await self._model.chat(messages, request.tools, **options)
         if messages[-1]["role"] == "assistant":
             messages[-1] = {**messages[-1], **reply.message}
         else:

@@ -68,6 +68,8 @@ class RolloutModelConfig:
     """Further options of the engine."""
     base_port: int | None = number(None, at_least=1, at_most=65535)
     """First port of engine servers."""
+    base_urls: list[str] = field(default_factory=list)
+    """Rollout servers of `engine_type: remote`, started with `trireme rollout`."""
     api_key: str | None = None
     """Key of a remote engine."""
 

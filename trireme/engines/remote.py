@@ -1,0 +1,249 @@
+"""Remote: an engine in other processes, behind one or several rollout servers.
+
+- A task's rollouts go to one server, so that they share its prefix cache; which one, the key says.
+- New weights go to all servers in buckets, and count from when all have them.
+- A server that was restarted has lost its weights: it is told by its instance, and the run ends.
+- Every request has a time-out; a failure says which server, and what for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import zlib
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from safetensors.torch import save
+from torch import Tensor
+
+from trireme.engines.engine import Completion, Health, Sampling
+from trireme.log import get_logger
+
+logger = get_logger("engine")
+
+BUCKET_BYTES = 256 * 2**20
+WAIT_S = 240.0
+"""How long servers may take to be there."""
+
+
+class RemoteEngine:
+    """See Engine."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        api_key: str | None = None,
+        timeout: float = 1800.0,
+        seed: int | None = None,
+    ) -> None:
+        """`timeout`: seconds of one generation. `seed` is the run's: with a server of the same one
+        the samples are those of a run in one process.
+        """
+        self._urls = [url.rstrip("/") for url in urls]
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
+        )
+        self._seed = seed
+        self._instances: dict[str, str] = {}
+        self._health: dict[str, Health] = {}
+        self._version = 0
+        self._running = 0
+        self._connecting = asyncio.Lock()
+        self._failure: Exception | None = None
+        self.multi_turn = False
+        """Whether the servers have a scheduler."""
+
+    async def connect(self) -> None:
+        """Wait until all servers are there. Raises TimeoutError naming the one that is not."""
+        async with self._connecting:
+            for url in self._urls:
+                if url not in self._instances:
+                    await self._connect(url)
+
+    async def _connect(self, url: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                found = (await self._client.get(f"{url}/engine/health", timeout=10)).json()
+                break
+            except (httpx.TransportError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"the rollout server {url} (explorer.rollout_model.base_urls) did not "
+                        f"answer in {WAIT_S:g} s: {error or type(error).__name__}"
+                    ) from error
+                await asyncio.sleep(0.5)
+        if "instance" not in found:
+            reason = found.get("error", {}).get("message", found)
+            raise RuntimeError(f"{url} is no rollout server of ours, or refuses us: {reason}")
+        self._instances[url] = found["instance"]
+        self.multi_turn = found["multi_turn"]
+        if self._seed is not None and found["seed"] != self._seed:
+            logger.warning(
+                "%s samples with seed %s and the run has %s: other samples than in one process",
+                url,
+                found["seed"],
+                self._seed,
+            )
+
+    async def generate(
+        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+    ) -> list[Completion]:
+        """See Engine."""
+        await self.connect()
+        url = self._of(key)
+        body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
+        self._running += 1
+        try:
+            found = await self._post(url, "/engine/generate", body)
+        finally:
+            self._running -= 1
+        self._same_instance(url, found["instance"])
+        return [_completion(c) for c in found["completions"]]
+
+    async def infer(
+        self,
+        request: Mapping[str, Any],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...],
+        loss_scale: Any,
+    ) -> list[dict[str, Any]]:
+        """A whole trajectory by the server's scheduler: its outputs, see server/rollouts.py."""
+        await self.connect()
+        options = dataclasses.asdict(sampling)
+        body = {"infer_requests": [dict(request)], "request_config": options, "key": list(key)}
+        self._running += 1
+        try:
+            return await self._post(self._of(key), "/infer/", body | {"loss_scale": loss_scale})
+        finally:
+            self._running -= 1
+
+    async def logprobs(
+        self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> list[list[float]]:
+        """See Engine; asked of the first server, the fingerprints of all."""
+        rows = {"ids": [list(row) for row in ids], "temperature": temperature}
+        return await self._post(self._urls[0], "/engine/logprobs", rows)
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """See Engine. A folder must be readable by the servers."""
+        if source is None:
+            raise ValueError("a remote engine has its own weights: update_weights needs a source")
+        await self.connect()
+        if isinstance(source, str | Path):
+            body = {"version": version, "path": str(Path(source).resolve())}
+        else:
+            body = {"version": version}
+            for part in _buckets(source):
+                data = save(part)
+                await self._all(self._post(url, "/engine/weights", data) for url in self._urls)
+        await self._all(self._post(url, "/engine/weights/commit", body) for url in self._urls)
+        self._version = version
+
+    async def fingerprint(self) -> dict[str, float] | None:
+        """See Engine. Raises RuntimeError where the servers have different weights."""
+        found = await self._all(self._get(url, "/engine/fingerprint") for url in self._urls)
+        for url, other in zip(self._urls[1:], found[1:], strict=True):
+            if other != found[0]:
+                raise RuntimeError(f"{url} has other weights than {self._urls[0]}")
+        return found[0]
+
+    async def pause(self) -> None:
+        """See Engine."""
+        await self._all(self._post(url, "/engine/pause", {}) for url in self._urls)
+
+    async def resume(self) -> None:
+        """See Engine."""
+        await self._all(self._post(url, "/engine/resume", {}) for url in self._urls)
+
+    async def abort(self, key: tuple[Any, ...] = ()) -> int:
+        """See Engine. Nothing runs here: nobody is asked."""
+        if not self._running or self._failure is not None:
+            return 0
+        body = {"key": list(key)}
+        found = await self._all(self._post(url, "/engine/abort", body) for url in self._urls)
+        return sum(answer["aborted"] for answer in found)
+
+    def health(self) -> Health:
+        """See Engine; tokens are counted by the servers, not here."""
+        if self._failure is not None:
+            raise RuntimeError(f"the remote engine has failed: {self._failure}") from self._failure
+        return Health(self._version, self._running, 0, 0, 0, 0)
+
+    async def close(self) -> None:
+        """See Engine; the servers stay."""
+        await self._client.aclose()
+
+    def _of(self, key: tuple[Any, ...]) -> str:
+        """The server of a key's task."""
+        return self._urls[zlib.crc32(repr(key[:2]).encode()) % len(self._urls)]
+
+    async def _post(self, url: str, path: str, body: Any) -> Any:
+        if isinstance(body, bytes):
+            return await self._ask(url, path, self._client.post(f"{url}{path}", content=body))
+        return await self._ask(url, path, self._client.post(f"{url}{path}", json=body))
+
+    async def _get(self, url: str, path: str) -> Any:
+        return await self._ask(url, path, self._client.get(f"{url}{path}"))
+
+    async def _ask(self, url: str, path: str, call: Awaitable[httpx.Response]) -> Any:
+        """The answer to one request. What the server refuses is a ValueError or a RuntimeError; a
+        server that is gone ends the engine.
+        """
+        try:
+            response = await call
+        except httpx.TransportError as error:
+            late = isinstance(error, httpx.TimeoutException)
+            what = "did not answer in time" if late else "is gone"
+            self._failure = RuntimeError(
+                f"the rollout server {url} {what} ({path}): {error or type(error).__name__}"
+            )
+            raise self._failure from error
+        if response.status_code == 200:
+            return response.json()
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:300]
+        kind = ValueError if response.status_code in (400, 422) else RuntimeError
+        raise kind(f"{url}{path} ({response.status_code}): {message}")
+
+    def _same_instance(self, url: str, instance: str) -> None:
+        if self._instances.setdefault(url, instance) != instance:
+            self._failure = RuntimeError(
+                f"the rollout server {url} was started again: the weights of version "
+                f"{self._version} are lost there"
+            )
+            raise self._failure
+
+    async def _all(self, calls: Iterator[Awaitable[Any]]) -> list[Any]:
+        return list(await asyncio.gather(*calls))
+
+
+def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors in parts of about BUCKET_BYTES."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights.items():
+        part[name] = tensor.detach().cpu().contiguous()
+        size += tensor.numel() * tensor.element_size()
+        if size >= BUCKET_BYTES:
+            yield part
+            part, size = {}, 0
+    if part:
+        yield part
+
+
+def _completion(wire: Mapping[str, Any]) -> Completion:
+    """From JSON, whose keys are texts."""
+    rows = wire["alternatives"]
+    alternatives = [{int(token): p for token, p in row.items()} for row in rows]
+    return Completion(**{**wire, "alternatives": alternatives})

@@ -1,0 +1,1 @@
+"""Server: rollouts over HTTP, for trainers and agents in other processes."""

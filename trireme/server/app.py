@@ -1,0 +1,61 @@
+"""App: the rollout server's HTTP face, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from trireme.server.limits import Limits, error_body
+from trireme.server.rollouts import Rollouts
+
+T = TypeVar("T")
+STATUS = ((ValueError, 400), (TimeoutError, 504), (TypeError, 400), (FileNotFoundError, 400))
+
+
+def create_app(rollouts: Rollouts, *, key: str | None = None, most: int = 4096) -> FastAPI:
+    """All endpoints over one engine. `key`: what clients must show; `most`: requests in flight."""
+    from trireme.server import engine_routes, openai_routes, rollout_routes
+
+    app = FastAPI(title="Trireme rollout server", version="1")
+    app.state.rollouts = rollouts
+    app.state.instance = secrets.token_hex(8)
+    for routes in (engine_routes, rollout_routes, openai_routes):
+        app.include_router(routes.make_router(rollouts, app.state.instance))
+    app.add_middleware(Limits, key=key, most=most)
+    app.add_exception_handler(Exception, _failed)
+    for kind, _ in STATUS:
+        app.add_exception_handler(kind, _failed)
+    app.add_exception_handler(RuntimeError, _failed)
+    return app
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    """What failed, in one sentence."""
+    status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
+    return JSONResponse(error_body(status, f"{error}" or type(error).__name__), status)
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; it is cancelled, its generation aborted, when the client has gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise HTTPException(499, "the client has gone")
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.2)

@@ -1,0 +1,207 @@
+"""Rollout routes: the endpoints that ms-swift's and TRL's trainers call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from trireme.server.app import until_gone
+from trireme.server.rollouts import Rollouts, as_key
+from trireme.server.weights import WeightGroup
+from trireme.workflows.scheduler import RolloutInferRequest
+
+
+class InferRequest(BaseModel):
+    """A conversation to go on with."""
+
+    messages: list[dict[str, Any]]
+    images: list[Any] = Field(default_factory=list)
+    audios: list[Any] = Field(default_factory=list)
+    videos: list[Any] = Field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    objects: dict[str, Any] = Field(default_factory=dict)
+    data_dict: dict[str, Any] = Field(default_factory=dict)
+    uuid: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class InferBody(BaseModel):
+    """Conversations, and how to sample all of them."""
+
+    infer_requests: list[InferRequest]
+    request_config: dict[str, Any] | None = None
+    use_tqdm: bool | None = None
+    key: list[Any] = Field(default_factory=list)
+    loss_scale: str = "default"
+
+
+class PromptsBody(BaseModel):
+    """Texts or ids (`prompts`), or conversations (`messages`), n completions each."""
+
+    prompts: list[str] | list[list[int]] = Field(default_factory=list)
+    messages: list[list[dict[str, Any]]] = Field(default_factory=list)
+    n: int = 1
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int = 16
+    tools: list[dict[str, Any]] | None = None
+
+
+class GroupBody(BaseModel):
+    """Where the trainer's process group meets."""
+
+    host: str
+    port: int
+    world_size: int = 2
+
+
+class ParameterBody(BaseModel):
+    """A tensor that is broadcast next."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class BucketBody(BaseModel):
+    """Tensors in one broadcast of bytes."""
+
+    metadatas: list[dict[str, Any]]
+
+
+class PathBody(BaseModel):
+    """A folder of safetensors."""
+
+    path: str
+
+
+# Of a request configuration, what steers the client's side or has no meaning here.
+_ASIDE = {
+    *("stream", "num_beams", "return_details", "top_logprobs", "logprobs", "length_penalty", "n"),
+    *("presence_penalty", "frequency_penalty"),
+}
+
+
+def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
+    """Our sampling options of a RequestConfig. Raises ValueError for what is not served."""
+    given = {name: value for name, value in (config or {}).items() if value is not None}
+    if given.get("n", 1) != 1:
+        raise ValueError(f"request_config.n is {given['n']}: expected 1; send the request n times")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if given.get(name, 0) != 0:
+            raise ValueError(f"request_config.{name} is not served: leave it out")
+    options = {name: value for name, value in given.items() if name not in _ASIDE}
+    if given.get("logprobs"):
+        options["logprobs"] = int(given.get("top_logprobs") or 1)
+    return options
+
+
+def make_router(rollouts: Rollouts, instance: str) -> APIRouter:
+    """See the module."""
+    router = APIRouter()
+    group = WeightGroup(rollouts.engine)
+
+    async def health() -> dict[str, str]:
+        rollouts.engine.health()
+        return {"status": "ok"}
+
+    for path in ("/health", "/health/"):
+        router.add_api_route(path, health, methods=["GET"])
+
+    @router.get("/get_world_size/")
+    async def world_size() -> dict[str, int]:
+        return {"world_size": 1}
+
+    @router.get("/get_model_state_keys/")
+    async def keys() -> dict[str, list[str]]:
+        return {"keys": sorted(await rollouts.engine.fingerprint() or {})}
+
+    @router.post("/get_engine_type/")
+    async def engine_type() -> dict[str, Any]:
+        return {
+            "engine_type": "AsyncLLMEngine" if rollouts.use_async_engine else "LLMEngine",
+            "enable_multi_turn": rollouts.multi_turn,
+            "use_gym_env": rollouts.scheduler.get("scheduler") == "gym_scheduler",
+            "enable_lora": False,
+        }
+
+    @router.post("/infer/")
+    async def infer(body: InferBody, request: Request) -> list[dict[str, Any]]:
+        await group.ready()
+        requests = [RolloutInferRequest(**r.model_dump()) for r in body.infer_requests]
+        options = sampling_of(body.request_config)
+        key = as_key(body.key)
+        work = rollouts.infer(requests, options, key=key, loss_scale=body.loss_scale)
+        return await until_gone(request, work)
+
+    @router.post("/generate/")
+    async def generate(body: PromptsBody, request: Request) -> dict[str, Any]:
+        await group.ready()
+        return await until_gone(request, _complete(rollouts, body, chat=False))
+
+    @router.post("/chat/")
+    async def chat(body: PromptsBody, request: Request) -> dict[str, Any]:
+        await group.ready()
+        return await until_gone(request, _complete(rollouts, body, chat=True))
+
+    @router.post("/init_communicator/")
+    async def init_communicator(body: GroupBody) -> dict[str, str]:
+        await group.join(body.host, body.port)
+        return {"message": "the group is being made"}
+
+    @router.post("/update_named_param/")
+    async def update_named_param(body: ParameterBody) -> dict[str, str]:
+        await group.receive_tensor(body.name, body.dtype, body.shape)
+        return {"message": f"waiting for {body.name}"}
+
+    @router.post("/update_flattened_params/")
+    async def update_flattened_params(body: BucketBody) -> dict[str, str]:
+        await group.receive_bucket(body.metadatas)
+        return {"message": f"waiting for {len(body.metadatas)} tensors"}
+
+    @router.post("/update_weights_from_path/")
+    async def update_weights_from_path(body: PathBody) -> dict[str, str]:
+        await group.load(body.path)
+        return {"message": f"loaded {body.path}"}
+
+    async def apply() -> dict[str, Any]:
+        version = await group.ready()
+        return {"message": "done", "version": version}
+
+    # with every new weights the prefix cache is empty already
+    for name in ("process_weights_after_loading", "reset_prefix_cache", "reset_encoder_cache"):
+        router.add_api_route(f"/{name}/", apply, methods=["POST"])
+    router.add_api_route("/reset_mm_cache/", apply, methods=["POST"])
+
+    @router.post("/close_communicator/")
+    async def close_communicator() -> dict[str, str]:
+        await group.close()
+        return {"message": "closed"}
+
+    return router
+
+
+async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dict[str, Any]:
+    """Completions as TRL's client reads them: prompts in order, each n times."""
+    fields = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+    options = body.model_dump(include=set(fields))
+
+    async def one(prompt: Any) -> list[Any]:
+        model = rollouts.model((), {})
+        if chat:
+            return await model.chat_samples(prompt, body.tools, **options)
+        return await model.generate_samples(prompt, **options)
+
+    given = body.messages if chat else body.prompts
+    found = await asyncio.gather(*(one(prompt) for prompt in given))
+    return {
+        "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in found],
+        "completion_ids": [reply.tokens for replies in found for reply in replies],
+        "logprobs": [reply.logprobs for replies in found for reply in replies],
+    }

@@ -1,0 +1,162 @@
+"""Rollouts: what the server does with requests: plays each through the one loop, on its engine.
+
+With the asynchronous engine every trajectory goes on as soon as its own reply is there. In batch
+mode a turn begins when all trajectories of the request have ended the turn before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trireme.engines.engine import Engine, Sampling
+from trireme.experience import Experience
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.model.sampling import with_options
+from trireme.workflows.scheduled import make_scheduler, samples
+from trireme.workflows.scheduler import RolloutInferRequest
+from trireme.workflows.turns import Ended, TurnBarrier, play
+
+TOKEN_FIELDS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
+
+
+@dataclass
+class Rollouts:
+    """An engine with its tokenizer, and how conversations are led."""
+
+    engine: Engine
+    chat: ChatTokens
+    model_path: str
+    max_model_len: int
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """`scheduler` and `max_turns`, as in `workflow_args`."""
+    use_async_engine: bool = True
+    seed: int = 42
+    _count: Any = field(default_factory=itertools.count)
+    _one_batch: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def multi_turn(self) -> bool:
+        """Whether the server has a scheduler."""
+        return self.scheduler.get("scheduler") is not None
+
+    def model(self, key: tuple[Any, ...], options: Mapping[str, Any] | None = None) -> Model:
+        """A Model with a record of its own. Raises ValueError for unknown options."""
+        return Model(
+            self.engine,
+            self.chat,
+            key=key or ("request", next(self._count), 0),
+            sampling=with_options(Sampling(max_tokens=512), options or {}),
+            max_model_len=self.max_model_len,
+            model_path=self.model_path,
+        )
+
+    async def infer(
+        self,
+        requests: Sequence[RolloutInferRequest],
+        options: Mapping[str, Any],
+        *,
+        key: tuple[Any, ...] = (),
+        loss_scale: Any = "default",
+    ) -> list[dict[str, Any]]:
+        """The outputs of all requests, in order; a trajectory that was split gives several."""
+        if self.use_async_engine:
+            parts = [self._one(r, options, key, loss_scale, None) for r in requests]
+            found = await asyncio.gather(*parts)
+        else:
+            async with self._one_batch:  # the next batch waits for the slowest of this one
+                barrier = TurnBarrier(len(requests))
+                parts = [self._one(r, options, key, loss_scale, barrier) for r in requests]
+                found = await asyncio.gather(*parts)
+        return [output for outputs in found for output in outputs]
+
+    async def _one(
+        self,
+        request: RolloutInferRequest,
+        options: Mapping[str, Any],
+        key: tuple[Any, ...],
+        loss_scale: Any,
+        barrier: TurnBarrier | None,
+    ) -> list[dict[str, Any]]:
+        model = self.model(key, options)
+        try:
+            ended = await play(
+                make_scheduler(self.scheduler),
+                request,
+                model,
+                max_turns=self.scheduler.get("max_turns"),
+                barrier=barrier,
+            )
+        finally:
+            model.revoke()
+        name = request.uuid or "/".join(map(str, model.key))
+        experiences = samples(model, ended, loss_scale, name)
+        by_messages = {id(e.messages): e for e in ended}
+        return [
+            _output(by_messages.get(id(x.messages), ended[-1]), x, self.model_path)
+            for x in experiences
+        ]
+
+
+def _output(ended: Ended, experience: Experience, model_path: str) -> dict[str, Any]:
+    """One sample on the wire: ms-swift's RolloutOutput, and the experience itself."""
+    turns = _turns(ended)
+    choice = asdict(ended.choice)
+    return {
+        "response": {"model": model_path, "choices": [choice], "usage": _usage(experience)},
+        "messages": experience.messages,
+        "response_token_ids": [ids for ids, _, _ in turns],
+        "response_loss_mask": [mask for _, mask, _ in turns],
+        "rollout_logprobs": [logprobs for _, _, logprobs in turns],
+        "rollout_infos": ended.infos,
+        "experience": experience_to_wire(experience),
+    }
+
+
+def _turns(ended: Ended) -> list[tuple[list[int], list[int], list[float]]]:
+    """Ids, mask and sampled log-probabilities of each turn's reply."""
+    out = []
+    for _, calls in itertools.groupby(ended.call.path, key=lambda c: len(c.messages or ())):
+        ids: list[int] = []
+        mask: list[int] = []
+        logprobs: list[float] = []
+        for place, call in enumerate(calls):
+            between = call.inserted if place else []
+            weights = call.weights or [1.0] * len(call.completion.ids)
+            ids += [*between, *call.completion.ids]
+            mask += [0] * len(between) + [int(weight != 0) for weight in weights]
+            pairs = zip(call.completion.logprobs, weights, strict=True)
+            logprobs += [p for p, weight in pairs if weight]
+        out.append((ids, mask, logprobs))
+    return out
+
+
+def _usage(experience: Experience) -> dict[str, int]:
+    sampled = int((experience.versions >= 0).sum()) if experience.versions is not None else 0
+    total = len(experience.tokens)
+    return {
+        "prompt_tokens": total - sampled,
+        "completion_tokens": sampled,
+        "total_tokens": total,
+    }
+
+
+def as_key(wire: Any) -> Any:
+    """A request's key from JSON, whose tuples are lists."""
+    return tuple(map(as_key, wire)) if isinstance(wire, list) else wire
+
+
+def experience_to_wire(experience: Experience) -> dict[str, Any]:
+    """An experience as JSON: token lists, and what belongs to the sample."""
+    e = experience
+    wire: dict[str, Any] = {"tokens": e.tokens.tolist(), "prompt_length": e.prompt_length}
+    for name in TOKEN_FIELDS:
+        value = getattr(e, name)
+        wire[name] = None if value is None else value.tolist()
+    for name in ("temperature", "stop_reason", "truncate_status", "reward", "prompt_text"):
+        wire[name] = getattr(e, name)
+    return wire | {"response_text": e.response_text, "metrics": e.metrics, "info": e.info}
