@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-e
 
 from trireme.envs.webshop.catalogue import Goal, Product
 from trireme.envs.webshop.reward import close, goal_options, normalize_color, reward, type_score
-from trireme.envs.webshop.search import Search, stored_length
+from trireme.envs.webshop.search import MAX_HITS, Search, document, stems, stored_length
 
 LAMP = Product(
     "B1", "Alder Lamp", "It is washable.", ("Easy to clean.",), "$10.0", 10.0, {},
@@ -94,15 +95,35 @@ def test_scores_are_bm25_and_ties_go_by_asin() -> None:
         return replace(LAMP, asin=asin, title=title, description="", bullets=())
 
     search = Search([product("B3", "red lamp"), product("B2", "red lamp"), product("B1", "lamps")])
-    assert search.words("The runner's LAMPS and 3.5 o'clock") == [
-        "runner",
-        "lamp",
-        "3.5",
-        "o'clock",
-    ]
+    assert stems("The runner's LAMPS and 3.5 o'clock") == ["runner", "lamp", "3.5", "o'clock"]
     assert search.hits("lamp") == ("B1", "B2", "B3") and search.hits("red lamp")[:2] == ("B2", "B3")
     assert search.hits("moon") == () and search.hits("") == ()
-    numbers, weights = search._weights["red"]
+    numbers, weights = search.postings("red")
     idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
     assert weights[0] == pytest.approx(idf / (1 + 0.9 * (1 - 0.4 + 0.4 * 2 / (5 / 3))))
-    assert numbers.tolist() == [0, 1]
+    assert numbers.tolist() == [1, 2]  # in the order of the ASINs
+    assert Search([]).hits("lamp") == ()
+
+
+def test_what_is_left_out_of_the_sorting_is_not_among_the_best() -> None:
+    source = random.Random(3)
+    words = [f"w{i}" for i in range(30)]
+    products = [
+        replace(
+            LAMP, asin=f"B{i:03}", title=" ".join(source.choices(words, k=source.randint(1, 9)))
+        )
+        for i in range(400)
+    ]
+    search, texts = Search(products), {p.asin: stems(document(p)) for p in products}
+    mean = sum(map(len, texts.values())) / len(texts)
+    for _ in range(50):
+        query = " ".join(source.choices(words, k=source.randint(1, 5)))
+        scores = {asin: 0.0 for asin in texts}
+        for word in query.split():
+            having = sum(word in text for text in texts.values())
+            idf = math.log(1 + (len(texts) - having + 0.5) / (having + 0.5))
+            for asin, text in texts.items():
+                count = text.count(word)
+                scores[asin] += idf * count / (count + 0.9 * (0.6 + 0.4 * len(text) / mean))
+        best = sorted((-round(score, 4), asin) for asin, score in scores.items() if score)
+        assert search.hits(query) == tuple(asin for _, asin in best[:MAX_HITS])
