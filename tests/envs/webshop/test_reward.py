@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,15 @@ pytest.importorskip("Stemmer", reason="PyStemmer is not installed: make test-ext
 pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-extras runs these")
 
 from trireme.envs.webshop.catalogue import Goal, Product
-from trireme.envs.webshop.reward import close, goal_options, normalize_color, reward, type_score
+from trireme.envs.webshop.reward import (
+    close,
+    goal_options,
+    normalize_color,
+    noun_tagger,
+    reward,
+    simple_nouns,
+    type_score,
+)
 from trireme.envs.webshop.search import MAX_HITS, Search, document, stems, stored_length
 
 LAMP = Product(
@@ -24,6 +34,37 @@ GOAL = Goal(
     "B1", "home", "lamps", "Alder Lamp", "Home › Light › Lamps", "", ("long lasting", "wireless"),
     20.0, ("red",),
 )  # fmt: skip
+
+
+def test_options_of_a_made_goal_are_compared_with_their_names() -> None:
+    goal = replace(GOAL, goal_options={"color": "red", "finish": "dark green", "size": "small"})
+    assert goal_options(goal) == ["red", "finish dark green", "size small"]
+    assert close("green", "finish dark green")  # the words of one lie in the other
+
+
+def test_the_tagger_is_one_s_own_the_simple_one_or_a_model_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert noun_tagger(words) is words and noun_tagger("simple") is simple_nouns
+    assert simple_nouns("The 3 Red-Lamps for a Desk") == ["red", "lamps", "desk"]
+
+    class Token:
+        def __init__(self, text: str) -> None:
+            self.text, self.pos_ = text, "NOUN" if text.istitle() else "ADJ"
+
+    def load(name: str) -> Any:
+        if name not in ("en_core_web_sm", "mine"):
+            raise OSError(f"no model {name}")
+        return lambda text: [Token(word) for word in text.split()]
+
+    monkeypatch.setitem(sys.modules, "spacy", SimpleNamespace(load=load))
+    assert noun_tagger("auto")("red Lamp") == noun_tagger("mine")("red Lamp") == ["lamp"]
+    with pytest.raises(ValueError, match=r"nouns is 'none': expected auto, simple, or a model"):
+        noun_tagger("none")
+    monkeypatch.setitem(sys.modules, "spacy", None)
+    assert noun_tagger("auto") is simple_nouns
+    with pytest.raises(ValueError, match="pip install spacy"):
+        noun_tagger("mine")
 
 
 def words(text: str) -> list[str]:
