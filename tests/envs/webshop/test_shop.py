@@ -488,3 +488,23 @@ def test_the_workflow_shops(tmp_path: Path) -> None:
     said = [m["content"] for m in e.messages or [] if m["role"] == "user"]
     assert said[1].startswith("Observation: There is nothing called 'next >' here.")
     assert said[3] == "Observation: This page has no search bar."
+
+
+def test_the_workflow_hands_its_arguments_to_the_shop(folder: Path) -> None:
+    actions = ["search[lamp]", "click[b01]", "click[attributes]"]
+    replies = iter([f"<action>{action}</action>" for action in actions])
+
+    async def main() -> Any:
+        args = {"data": str(folder), "num_products": 3, "nouns": "simple", "show_attrs": True,
+                "human_goals": False, "limit_goals": 1, "observation_mode": "text",
+                "max_env_steps": 3}  # fmt: skip
+        task = Task({"prompt": 0}, workflow_args=args)
+        return await resolve("webshop_workflow").call(
+            task, make(replies, max_model_len=16000), 1, 0
+        )
+
+    (e,) = asyncio.run(main())
+    said = [m["content"] for m in e.messages or [] if m["role"] == "user"]
+    assert said[0].startswith("Observation: WebShop [SEP] Instruction: [SEP] i need a lamp with")
+    assert "Page 1 (Total results: 2)" in said[1] and "[SEP] Attributes [SEP]" in said[2]
+    assert e.reward == -0.1  # nothing was bought
