@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_episodes_share_one_server_and_leave_nothing(asked: Any, made: list[Any]
                       "limit_goals": -1, "show_attrs": True}  # fmt: skip
     assert len(sessions) == len({options["session_prefix"] for options in sessions}) == 3
     (server,) = original._servers.values()
+    until = time.monotonic() + 20
+    while len(server.user_sessions) > 1 and time.monotonic() < until:
+        time.sleep(0.005)  # the threads close their sessions when the episodes are over
     assert list(server.user_sessions) == ["None"]  # of the loading itself
     assert random.getstate() == before  # whatever the package did to the global source
     assert server.drawn == random.Random(0).random()  # it drew after our seed

@@ -119,7 +119,8 @@ def test_colours_are_the_first_of_the_list() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [("x-large", "large", True), ("9", "9 | 10", True), ("small", "large", False),
-     ("Easy-to-clean", "easy to clean", True)],
+     ("Easy-to-clean", "easy to clean", True), ("café", "caf", True), ("中", "文", False),
+     ("é", "é", False), ("", "", False)],
 )  # fmt: skip
 def test_words_that_are_nearly_the_same(one: str, other: str, expected: bool) -> None:
     assert close(one, other) == expected

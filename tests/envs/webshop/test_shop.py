@@ -245,7 +245,7 @@ def test_actions_are_read_as_the_original_reads_them(env: WebShopEnv) -> None:
     assert "Total results: 12" in env.step("search[rug]")[0]  # from any page; options are gone
     assert env.session.options == {}
     assert "Total results: 12" in env.step("search[<c> rugs]")[0]
-    assert "Total results: 1)" in env.step("search[<q> desk lamps]")[0]
+    assert "Total results: 1)" in env.step("search[<q> desk lamps ]")[0]
     assert "Total results: 1)" in env.step("search[<a> easy to clean]")[0]
     assert "Total results: 14" in env.step("search[<r>]")[0]
     drawn = [env.step(action)[0] for action in ("click[next >]", "click[< prev]", "search[<r>]")]
@@ -309,6 +309,25 @@ def test_a_purchase_pays_once_and_ends_the_session(env: WebShopEnv) -> None:
     assert env.get_available_actions() == {"has_search_bar": False, "clickables": []}
     assert env.step("search[lamp]") == (seen, 0, False, None)
     assert "Search" in env.reset(session=0)[0]
+
+
+def test_the_page_after_a_purchase_escapes_what_html_would_read(env: WebShopEnv) -> None:
+    odd = Product("C99", "Odd", "", (), "$1.0", 1.0, {"for": ("men's & <boys>",)}, (), "", "", "")
+    shop = WebShopEnv(Shop([odd], env.shop.goals), observation_mode="html")
+    shop.reset(session=0)
+    for action in ("search[odd]", "click[c99]", "click[men's & <boys>]", "click[buy now]"):
+        seen, reward, done, _ = shop.step(action)
+    assert r'{"for": "men\u0027s \u0026 \u003cboys\u003e"}' in Parsed(seen).texts
+    assert (reward, done) == (0.0, True)  # another kind of product
+
+
+def test_options_with_signs_of_html_can_be_clicked(env: WebShopEnv) -> None:
+    odd = Product("C99", "<b>Odd</b>", "", (), "$1.0", 1.0, {"for": ("a & b",)}, (), "", "", "")
+    shop = WebShopEnv(Shop([odd], env.shop.goals), observation_mode="html")
+    shop.reset(session=0)
+    shop.step("search[odd]")
+    found = Parsed(shop.step("click[c99]")[0])
+    assert "<b>Odd</b>" in found.texts and list(found.options) == ["a & b"]
 
 
 def test_text_mode_and_earlier_pages(env: WebShopEnv) -> None:

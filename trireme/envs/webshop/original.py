@@ -73,6 +73,7 @@ class OriginalEnv:
 
     def close(self) -> None:
         """The server forgets the session."""
-        for name in [name for name in self._server.user_sessions if name.startswith(self._prefix)]:
-            del self._server.user_sessions[name]
+        for name in list(self._server.user_sessions):  # a copy: other threads go on
+            if name.startswith(self._prefix):
+                del self._server.user_sessions[name]
         self._env.close()
