@@ -33,7 +33,7 @@ async def shop_episode(shop: Shop, number: int) -> int:
     env = WebShopEnv(shop, session_prefix=f"{number} ")
     env.reset(session=number % len(shop.goals))
     words = env.instruction_text.split()
-    for name in (f"search[{' '.join(words[5:11])}]", "click[next >]", "click[< prev]"):
+    for name in (f"search[{' '.join(words[6:12])}]", "click[next >]", "click[< prev]"):
         env.step(name)
     env.step(f"click[{env.get_available_actions()['clickables'][2]}]")
     for name in ("click[description]", "click[< prev]", "click[buy now]"):

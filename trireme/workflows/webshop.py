@@ -1,17 +1,20 @@
 """WebShop workflow: a customer with an instruction, as one conversation or step by step.
 
 `format.prompt_key` names the column with the session's number. `workflow_args`: data (the folder,
-default $WEBSHOP_DATA), original (true: the package web_agent_site, where it is installed), sparse
-(a reward of 1 or 0 in place of the shop's share), per_step.
+default $WEBSHOP_DATA), original (true: the package web_agent_site; auto: that where it is
+installed), sparse (a reward of 1 or 0 in place of the shop's share), per_step, nouns (see
+`noun_tagger`); and as the original calls them human_goals, num_products, limit_goals,
+observation_mode (text, text_rich, html, url), show_attrs.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from trireme.envs.env import Seen
 from trireme.envs.webshop.env import WebShopEnv, open_shop
+from trireme.envs.webshop.original import OriginalEnv
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 
@@ -45,6 +48,9 @@ class _Checked:
         observation, reward, done, _ = self._env.step(action)
         return observation, reward, done, {"valid": True}
 
+    def close(self) -> None:
+        self._env.close()
+
     def _problem(self, action: str) -> str | None:
         can = self._env.get_available_actions()
         name, _, rest = action.partition("[")
@@ -71,14 +77,36 @@ class WebShopWorkflow(EpisodeWorkflow):
         """Take the names that users' methods read from the task."""
         super().bind(task)
         self.per_step = bool(task.workflow_args.get("per_step", False))
+        asked = task.workflow_args.get("original", False)
+        if asked not in (True, False, "auto"):
+            raise ValueError(f"workflow_args.original is {asked!r}: expected true, false or auto")
+        self.original = find_spec("web_agent_site") is not None if asked == "auto" else asked
+        self.blocking_env = self.original  # ours takes no time
 
     def make_env(self) -> Any:
         """A session of the shop."""
         args, session = self.workflow_args, int(self.task_desc)
-        if args.get("original"):
-            return _Checked(_original(), session)
-        shop = open_shop(args.get("data"), human=bool(args.get("human_goals", True)))
-        return _Checked(WebShopEnv(shop), session)
+        human, products = bool(args.get("human_goals", True)), args.get("num_products")
+        limit, page = int(args.get("limit_goals", -1)), args.get("observation_mode", "text_rich")
+        attributes = bool(args.get("show_attrs", False))
+        if self.original:
+            env: Any = OriginalEnv(
+                observation_mode=page,
+                human_goals=human,
+                num_products=products,
+                limit_goals=limit,
+                show_attrs=attributes,
+            )
+        else:
+            shop = open_shop(
+                args.get("data"),
+                human=human,
+                nouns=args.get("nouns", "auto"),
+                num_products=products,
+                limit_goals=limit,
+            )
+            env = WebShopEnv(shop, observation_mode=page, show_attrs=attributes)
+        return _Checked(env, session)
 
     def format_observation(self, seen: Seen) -> str:
         """The page."""
@@ -94,17 +122,3 @@ class WebShopWorkflow(EpisodeWorkflow):
         if self.workflow_args.get("sparse") and found >= 0:
             return float(found >= 0.99)
         return found
-
-
-def _original() -> Any:
-    """The original's environment, with all of its products."""
-    try:
-        gym = import_module("gym")
-        import_module("web_agent_site.envs")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "workflow_args.original is true, and the package web_agent_site is not installed: "
-            f"leave it out to use the built-in shop [{error}]"
-        ) from error
-    options = {"observation_mode": "text_rich", "num_products": None, "human_goals": True}
-    return gym.make("WebAgentTextEnv-v0", **options)

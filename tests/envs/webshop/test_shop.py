@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ pytest.importorskip("Stemmer", reason="PyStemmer is not installed: make test-ext
 pytest.importorskip("rapidfuzz", reason="rapidfuzz is not installed: make test-extras runs these")
 
 from tests.model.fake import make
-from trireme.envs.webshop.catalogue import Goal, human_goals, load_products, synthetic_goals
+from trireme.envs.webshop.catalogue import (
+    Goal,
+    Product,
+    chosen_goals,
+    human_goals,
+    load_products,
+    synthetic_goals,
+)
 from trireme.envs.webshop.env import Shop, WebShopEnv, open_shop
 from trireme.envs.webshop.make_catalogue import make_catalogue
 from trireme.envs.webshop.reward import simple_nouns
@@ -108,6 +117,45 @@ def test_goals_are_those_of_their_seed_and_the_global_state_is_left_alone(folder
     assert all(g.weight == 0.5 for g in goals)  # the attribute is in two goals
     texts = [g.instruction_text for g in goals]
     assert any(t.startswith("i need a lamp with color: red, and note: the") for t in texts)
+    assert len({g.price_upper for g in goals}) == 1  # one limit a product
+
+
+def test_goals_are_the_original_s_after_the_same_seed(folder: Path) -> None:
+    # the original draws from the global source: a price for each range, and then the limits
+    random.seed(5)
+    prices = [random.uniform(9.99, 19.99) for _ in range(12)]
+    limit = max(random.sample([20, 30, 40, 50], 2))
+    shop = open_shop(str(folder), seed=5)
+    assert [p.price for p in shop.products[2:]] == prices
+    assert shop.goals[0].instruction_text.endswith(f"lower than {limit}.00 dollars")
+
+
+def test_goals_are_shuffled_kept_and_drawn_as_the_original_does() -> None:
+    goals = [Goal("B", "", "", str(i), "", "", (), 1.0, (), float(i)) for i in range(9)]
+    order = list(range(9))
+    random.seed(233)
+    random.shuffle(order)
+    assert [int(g.name) for g in chosen_goals(goals)] == order
+    even = chosen_goals(goals, lambda number, goal: number % 2 == 0)
+    assert [int(g.name) for g in even] == order[::2]
+    steps = [0.0]  # the original's own way, with the global source after its shuffle
+    for number in order:
+        steps.append(steps[-1] + number)
+    drawn: list[int] = []
+    while len(drawn) < 4:
+        place = random.uniform(0, steps[-1])
+        number = min(sum(step <= place for step in steps), len(steps) - 2)
+        drawn += [number] if number not in drawn else []
+    assert [int(g.name) for g in chosen_goals(goals, limit_goals=4)] == [order[n] for n in drawn]
+    assert len(chosen_goals(goals, limit_goals=99)) == 9
+
+
+def test_a_shop_may_have_fewer_products_and_goals(folder: Path) -> None:
+    assert [p.asin for p in open_shop(str(folder), num_products=3).products] == ["B01", "B02"]
+    assert len(open_shop(str(folder), human=False).goals) == 2
+    assert len(open_shop(str(folder), human=False, limit_goals=1).goals) == 1
+    with pytest.raises(ValueError, match="limit_goals=0 leave no goal"):
+        open_shop(str(folder), limit_goals=0)
 
 
 def test_the_first_page_and_the_results(env: WebShopEnv) -> None:
@@ -197,9 +245,47 @@ def test_actions_are_read_as_the_original_reads_them(env: WebShopEnv) -> None:
     assert "Total results: 12" in env.step("search[rug]")[0]  # from any page; options are gone
     assert env.session.options == {}
     assert "Total results: 12" in env.step("search[<c> rugs]")[0]
-    assert "Total results: 1)" in env.step("search[<q> desk lamps]")[0]
+    assert "Total results: 1)" in env.step("search[<q> desk lamps ]")[0]
     assert "Total results: 1)" in env.step("search[<a> easy to clean]")[0]
     assert "Total results: 14" in env.step("search[<r>]")[0]
+    drawn = [env.step(action)[0] for action in ("click[next >]", "click[< prev]", "search[<r>]")]
+    assert len({*drawn}) == 3  # every page is drawn anew
+
+
+def test_a_button_goes_before_an_option_of_its_name(env: WebShopEnv) -> None:
+    odd = Product("C99", "Odd", "It is odd.", (), "$1.0", 1.0,
+                  {"size": ("features", "next >", "", "red"), "color": ("red",)},
+                  (), "", "", "")  # fmt: skip
+    shop = WebShopEnv(Shop([*env.shop.products, odd], env.shop.goals))
+    shop.reset(session=0)
+    shop.step("search[odd]")
+    page = shop.step("click[c99]")[0]
+    assert (
+        "size\n  [button] features [button_]\n  [button] next > [button_]\n  [button] red" in page
+    )
+    assert shop.get_available_actions()["clickables"] == [
+        "back to search", "< prev", "description", "features", "reviews", "buy now",
+        "next >", "", "red",
+    ]  # fmt: skip
+    shop.step("click[next >]")
+    shop.step("click[red]")
+    assert shop.session.options == {"size": "next >", "color": "red"}  # the last option has it
+    assert shop.step("click[features]")[0] == HEAD + "[button] < Prev [button_]\n"
+
+
+def test_the_page_of_attributes_is_there_where_it_is_asked_for(env: WebShopEnv) -> None:
+    shown = WebShopEnv(env.shop, show_attrs=True)
+    shown.reset(session=0)
+    shown.step("search[lamp]")
+    page = shown.step("click[b01]")[0]
+    assert "[button] Reviews [button_]\n[button] Attributes [button_]\n[button] Buy Now" in page
+    assert shown.step("click[attributes]")[0] == (
+        f"{HEAD}[button] < Prev [button_]\n easy to clean\n"
+        "home\ntable lamps\nHome › Light › Lamps\n"
+    )
+    env.step("search[lamp]")
+    env.step("click[b01]")
+    assert "attributes" not in env.get_available_actions()["clickables"]
 
 
 def test_a_purchase_pays_once_and_ends_the_session(env: WebShopEnv) -> None:
@@ -207,10 +293,41 @@ def test_a_purchase_pays_once_and_ends_the_session(env: WebShopEnv) -> None:
         assert env.step(action)[1:3] == (0, False)
     seen, reward, done, _ = env.step("click[buy now]")
     assert (reward, done) == (1.0, True)
-    assert 'Purchased\nasin\nB01\noptions\n{"color": "red"}\n' in seen and "\n1.0\n" in seen
+    assert seen == (
+        "Thank you for shopping with us!\nYour code: \nNone\n (Paste it in your MTurk interface.)\n"
+        'Purchased\nasin\nB01\noptions\n{"color": "red"}\n'
+        "attrs\nNone\ncategory\nNone\nquery\nNone\nproduct category\nNone\n"
+        "Target\nasin\noptions\nattrs\nprice upper\ninstuction text\n"
+        "category\nproduct category\nquery\nGoal \nNone\nReward\n"
+        "Your score (min 0.0, max 1.0)\n1.0\nReward Details \nNone\n"
+    )
+    assert env.session.reward_info == {
+        "r_type": 1.0, "query_match": True, "category_match": True, "title_score": 1.0,
+        "r_att": 1.0, "w_att": 1 / 3, "r_option": 1.0, "w_option": 1 / 3, "r_price": True,
+        "w_price": 1 / 3,
+    }  # fmt: skip
     assert env.get_available_actions() == {"has_search_bar": False, "clickables": []}
     assert env.step("search[lamp]") == (seen, 0, False, None)
     assert "Search" in env.reset(session=0)[0]
+
+
+def test_the_page_after_a_purchase_escapes_what_html_would_read(env: WebShopEnv) -> None:
+    odd = Product("C99", "Odd", "", (), "$1.0", 1.0, {"for": ("men's & <boys>",)}, (), "", "", "")
+    shop = WebShopEnv(Shop([odd], env.shop.goals), observation_mode="html")
+    shop.reset(session=0)
+    for action in ("search[odd]", "click[c99]", "click[men's & <boys>]", "click[buy now]"):
+        seen, reward, done, _ = shop.step(action)
+    assert r'{"for": "men\u0027s \u0026 \u003cboys\u003e"}' in Parsed(seen).texts
+    assert (reward, done) == (0.0, True)  # another kind of product
+
+
+def test_options_with_signs_of_html_can_be_clicked(env: WebShopEnv) -> None:
+    odd = Product("C99", "<b>Odd</b>", "", (), "$1.0", 1.0, {"for": ("a & b",)}, (), "", "", "")
+    shop = WebShopEnv(Shop([odd], env.shop.goals), observation_mode="html")
+    shop.reset(session=0)
+    shop.step("search[odd]")
+    found = Parsed(shop.step("click[c99]")[0])
+    assert "<b>Odd</b>" in found.texts and list(found.options) == ["a & b"]
 
 
 def test_text_mode_and_earlier_pages(env: WebShopEnv) -> None:
@@ -219,6 +336,91 @@ def test_text_mode_and_earlier_pages(env: WebShopEnv) -> None:
     assert first == f"WebShop [SEP] Instruction: [SEP] {TEXT} [SEP] Search"
     seen = plain.step("search[desk]")[0]
     assert seen.startswith(f"{first} [SEP] search[desk] [SEP] Instruction: [SEP] {TEXT}")
+    with pytest.raises(ValueError, match="'image': expected text, text_rich, html, url"):
+        WebShopEnv(env.shop, observation_mode="image")  # type: ignore[arg-type]
+
+
+def test_addresses_are_the_original_s(env: WebShopEnv) -> None:
+    shop = WebShopEnv(env.shop, observation_mode="url", session_prefix="x")
+    at, shown = "http://127.0.0.1:3000", []
+    shown.append(shop.reset(session=0)[0])
+    for action in (
+        "search[Table lamp]", "click[next >]", "click[< prev]", "click[b01]", "click[red]",
+        "click[features]", "click[< prev]", "click[buy now]",
+    ):  # fmt: skip
+        shown.append(shop.step(action)[0])
+    item = f"{at}/item_page/x0/B01/table+lamp/1"
+    assert shown == [
+        f"{at}/x0",
+        f"{at}/search_results/x0/table+lamp/1",
+        f"{at}/search_results/x0/table+lamp/2",
+        f"{at}/search_results/x0/table+lamp/1",
+        item + "/{}",
+        item + '/{"color": "red"}',
+        f"{at}/item_sub_page/x0/B01/table+lamp/1/Features/{{'color': 'red'}}",
+        item + '/{"color": "red"}',
+        f"{at}/done/x0/B01/{{'color': 'red'}}",
+    ]
+
+
+def test_an_option_in_quotes_in_the_query_shows_as_clicked(env: WebShopEnv) -> None:
+    env.step('search["red" lamp]')
+    assert env.step("click[b01]")[0].startswith("You have clicked red.\n")  # it is in the address
+    assert env.session.options == {}
+
+
+class Parsed(HTMLParser):
+    """Texts and things to click, read from a page as the original reads its own."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.clickables: dict[str, None] = {}
+        self.options: dict[str, None] = {}
+        self.ids: set[str] = set()
+        self._tags: list[dict[str, str | None]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        have = dict(attrs)
+        self.ids |= {have["id"] or ""} if "id" in have else set()
+        if tag == "input" and have["type"] == "radio":
+            self.options[have["value"] or ""] = None
+        if tag not in ("input", "br"):
+            self._tags.append({"tag": tag, **have})
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._tags.pop()["tag"] == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self._tags or self._tags[-1]["tag"] == "title" or not data.strip():
+            return
+        self.texts.append(data)
+        if self._tags[-1].get("class") in ("btn", "product-link"):
+            self.clickables[data.lower()] = None
+
+
+def test_pages_of_html_say_the_same(env: WebShopEnv) -> None:
+    shop = WebShopEnv(env.shop, observation_mode="html", show_attrs=True)
+    said = WebShopEnv(env.shop, observation_mode="text", show_attrs=True)
+    pages = [(shop.reset(session=0)[0], said.reset(session=0)[0])]
+    clickables = [shop.get_available_actions()]
+    for action in (
+        "search[lamp]", "click[b01]", 'click[the "big" one]', "click[features]", "click[< prev]",
+        "click[attributes]", "click[< prev]", "click[buy now]",
+    ):  # fmt: skip
+        pages.append((shop.step(action)[0], said.step(action)[0]))
+        assert shop.state["html"] == pages[-1][0]
+        clickables.append(shop.get_available_actions())
+    for (page, text), can in zip(pages, clickables, strict=True):
+        found = Parsed(page)
+        assert " [SEP] ".join(t.strip() for t in found.texts) == text
+        assert list(found.clickables | found.options) == can["clickables"]
+        assert ("search_input" in found.ids) == can["has_search_bar"]
+    assert shop.instruction_text == f"Instruction: {TEXT}"
+    assert shop.state["url"].startswith("http://127.0.0.1:3000/done/0/B01/")
+    shop.reset(session=0, instruction_text="buy")
+    assert shop.state["instruction_text"] == "buy" and TEXT in shop.state["html"]
 
 
 def test_sessions(env: WebShopEnv) -> None:
@@ -226,6 +428,21 @@ def test_sessions(env: WebShopEnv) -> None:
         env.reset(session=1)
     assert env.reset(session="anna")[0] == env.reset()[0]  # only one goal to draw
     assert "0" in env.shop.sessions and "anna" in env.shop.sessions
+    assert env.reset(session=-1)[0] == env.reset(session=0)[0]  # from the end
+
+
+def test_a_session_keeps_its_goal_and_forgets_the_rest(env: WebShopEnv) -> None:
+    goals = [replace(env.shop.goals[0], instruction_text=f"goal {i}") for i in range(30)]
+    one, other = (WebShopEnv(Shop(env.shop.products, goals, seed=2)) for _ in range(2))
+    first = one.reset(session="anna")[0]
+    one.step("search[lamp]")
+    one.step("click[b01]")
+    assert one.reset(session="anna")[0] == first == other.reset(session="anna")[0]
+    assert one.session.options == {} and one.session.visited == set()
+    drawn = {one.reset()[0] for _ in range(200)}
+    assert len(drawn) == 29 and not any("goal 0\n" in page for page in drawn)
+    prefixed = WebShopEnv(one.shop, session_prefix="x", session=3)
+    assert "goal 3\n" in prefixed.reset()[0] and "x3" in one.shop.sessions
 
 
 @pytest.mark.parametrize(
@@ -290,3 +507,23 @@ def test_the_workflow_shops(tmp_path: Path) -> None:
     said = [m["content"] for m in e.messages or [] if m["role"] == "user"]
     assert said[1].startswith("Observation: There is nothing called 'next >' here.")
     assert said[3] == "Observation: This page has no search bar."
+
+
+def test_the_workflow_hands_its_arguments_to_the_shop(folder: Path) -> None:
+    actions = ["search[lamp]", "click[b01]", "click[attributes]"]
+    replies = iter([f"<action>{action}</action>" for action in actions])
+
+    async def main() -> Any:
+        args = {"data": str(folder), "num_products": 3, "nouns": "simple", "show_attrs": True,
+                "human_goals": False, "limit_goals": 1, "observation_mode": "text",
+                "max_env_steps": 3}  # fmt: skip
+        task = Task({"prompt": 0}, workflow_args=args)
+        return await resolve("webshop_workflow").call(
+            task, make(replies, max_model_len=16000), 1, 0
+        )
+
+    (e,) = asyncio.run(main())
+    said = [m["content"] for m in e.messages or [] if m["role"] == "user"]
+    assert said[0].startswith("Observation: WebShop [SEP] Instruction: [SEP] i need a lamp with")
+    assert "Page 1 (Total results: 2)" in said[1] and "[SEP] Attributes [SEP]" in said[2]
+    assert e.reward == -0.1  # nothing was bought

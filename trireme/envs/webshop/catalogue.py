@@ -1,7 +1,8 @@
 """Catalogue: the products and goals of the original's files (WebShop, arXiv:2207.01206).
 
 The same seed gives the same prices of ranges, goals and texts, in every process; nothing touches
-the global random state. (In the original the order of the goals is fixed and their texts are not.)
+the global random state. (In the original the order of the goals is fixed and their texts are not:
+they are ours of seed s where `random.seed(s)` stands before its constructor.)
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import itertools
 import json
 import random
 import re
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ SHUFFLE_SEED = 233
 NO_LIMIT = 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Product:
     """One product as its pages show it."""
 
@@ -40,7 +42,7 @@ class Product:
     instruction_attributes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Goal:
     """What a customer wants."""
 
@@ -56,15 +58,26 @@ class Goal:
     weight: float = field(default=1.0)
 
 
-def load_products(items: Path, attributes: Path, seed: int = 0) -> list[Product]:
+Seed = int | random.Random
+"""A number, or the source that the products' prices came from, to go on with for their goals."""
+Filter = Callable[[int, Goal], bool]
+"""Whether a goal stays, by its number among all and itself."""
+
+
+def load_products(
+    items: Path, attributes: Path, seed: Seed = 0, *, num_products: int | None = None
+) -> list[Product]:
     """The products of `items_shuffle*.json` with the attributes of `items_ins_v2*.json`.
 
-    Raises ValueError naming the file, and the product and key where one is missing.
+    `num_products` takes so many rows from the top. Raises ValueError naming the file, and the
+    product and key where one is missing.
     """
-    source = random.Random(seed)
+    source = _source(seed)
     about = read_json(attributes, dict)
     found: dict[str, Product] = {}
-    for place, row in enumerate(read_json(items, list)):
+    rows = read_json(items, list)[:num_products]
+    for place, row in enumerate(rows):
+        rows[place] = None  # a million of them are gigabytes
         if "asin" not in row or "name" not in row:
             raise ValueError(f"{items}: product {place} has no 'asin' or no 'name'")
         asin = row["asin"]
@@ -76,9 +89,9 @@ def load_products(items: Path, attributes: Path, seed: int = 0) -> list[Product]
     return list(found.values())
 
 
-def human_goals(products: Sequence[Product], instructions: Path, seed: int = 0) -> list[Goal]:
-    """The goals that people wrote (`items_human_ins.json`), shuffled as in the original."""
-    source = random.Random(seed)
+def human_goals(products: Sequence[Product], instructions: Path, seed: Seed = 0) -> list[Goal]:
+    """The goals that people wrote (`items_human_ins.json`)."""
+    source = _source(seed)
     written = read_json(instructions, dict)
     goals = []
     for product in products:
@@ -86,36 +99,65 @@ def human_goals(products: Sequence[Product], instructions: Path, seed: int = 0) 
             wanted = row.get("instruction_attributes") or []
             if not wanted:
                 continue
-            text, limit = _with_price(row["instruction"].strip("."), product.price, source)
+            said, limit = _price_limit(product.price, source)
+            text = row["instruction"].strip(".") + said
             options = tuple(row.get("instruction_options") or ())
             goals.append(_goal(product, text, tuple(wanted), limit, options))
-    return _shuffled(goals)
+    return goals
 
 
-def synthetic_goals(products: Sequence[Product], seed: int = 0) -> list[Goal]:
+def synthetic_goals(products: Sequence[Product], seed: Seed = 0) -> list[Goal]:
     """A goal for every choice of options of each product that has an instruction.
 
     Weighted by how rare its attributes are.
     """
-    source = random.Random(seed)
+    source = _source(seed)
     goals = []
     for product in products:
         if not product.instruction or not product.instruction_attributes:
             continue
-        names = list(product.options)
-        for values in itertools.product(*product.options.values()):
+        price, limit = _price_limit(product.price, source)
+        names = sorted(product.options)
+        for values in itertools.product(*(product.options[name] for name in names)):
             options = dict(zip(names, values, strict=True))
             said = ", and ".join(f"{name}: {value}" for name, value in options.items())
-            text, limit = _with_price("", product.price, source)
-            text = f"{product.instruction}{f' with {said}' if said else ''}{text}"
+            text = f"{product.instruction}{f' with {said}' if said else ''}{price}"
             goals.append(_goal(product, text, product.instruction_attributes, limit, options))
     counts = Counter(attribute for goal in goals for attribute in goal.attributes)
-    weighted = [
-        Goal(**{**vars(goal), "weight": sum(1 / counts[a] for a in goal.attributes)
-                / len(goal.attributes)})
+    return [
+        replace(goal, weight=sum(1 / counts[a] for a in goal.attributes) / len(goal.attributes))
         for goal in goals
-    ]  # fmt: skip
-    return _shuffled(weighted)
+    ]
+
+
+def chosen_goals(
+    goals: Sequence[Goal], filter_goals: Filter | None = None, limit_goals: int = -1
+) -> list[Goal]:
+    """The goals in the original's order; those that stay, and so many of them drawn by weight."""
+    source = random.Random(SHUFFLE_SEED)
+    found = list(goals)
+    source.shuffle(found)
+    if filter_goals is not None:
+        found = [goal for number, goal in enumerate(found) if filter_goals(number, goal)]
+    if not 0 <= limit_goals < len(found):
+        return found
+    drawn: dict[int, None] = {}
+    steps = weight_steps(found)
+    while len(drawn) < limit_goals:
+        drawn[draw(steps, source)] = None
+    return [found[number] for number in drawn]
+
+
+def weight_steps(goals: Sequence[Goal]) -> list[float]:
+    """The weights added up, for `draw`."""
+    return list(itertools.accumulate((goal.weight for goal in goals), initial=0.0))
+
+
+def draw(steps: Sequence[float], source: random.Random) -> int:
+    """The number of a goal by weight. As in the original each has the weight of the one before it,
+    so that the first of several is never drawn.
+    """
+    return min(bisect(steps, source.uniform(0, steps[-1])), len(steps) - 2)
 
 
 def read_json(path: Path, kind: type) -> Any:
@@ -144,7 +186,7 @@ def _product(row: Mapping[str, Any], about: Mapping[str, Any], source: random.Ra
         price_tag=tag,
         price=price,
         options=dict(_options(row.get("customization_options") or {})),
-        attributes=tuple(about.get("attributes") or ["DUMMY_ATTR"]),
+        attributes=tuple(about.get("attributes", ["DUMMY_ATTR"])),
         query=str(row.get("query", "")).lower().strip(),
         category=row.get("category", ""),
         product_category=row.get("product_category", ""),
@@ -161,18 +203,18 @@ def _prices(pricing: str | None) -> list[float]:
 
 def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, values in given.items():
-        if values:
+        if values is not None:
             texts = (v["value"].strip().replace("/", " | ").lower() for v in values)
             yield name.lower(), tuple(texts)
 
 
-def _with_price(text: str, price: float, source: random.Random) -> tuple[str, float]:
-    """An instruction with its price limit; none where no two round numbers lie above the price."""
+def _price_limit(price: float, source: random.Random) -> tuple[str, float]:
+    """A price limit as said and as meant; none where no two round numbers lie above the price."""
     above = [p for p in range(10, 1000, 10) if p > price][:4]
     if len(above) < 2:
-        return text, NO_LIMIT
+        return "", NO_LIMIT
     limit = max(source.sample(above, 2))
-    return f"{text}, and price lower than {limit:.2f} dollars", float(limit)
+    return f", and price lower than {limit:.2f} dollars", float(limit)
 
 
 def _goal(
@@ -191,6 +233,5 @@ def _goal(
     )
 
 
-def _shuffled(goals: list[Goal]) -> list[Goal]:
-    random.Random(SHUFFLE_SEED).shuffle(goals)
-    return goals
+def _source(seed: Seed) -> random.Random:
+    return seed if isinstance(seed, random.Random) else random.Random(seed)

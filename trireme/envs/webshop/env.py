@@ -10,28 +10,34 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from trireme.envs.webshop.catalogue import (
+    Filter,
     Goal,
     Product,
+    chosen_goals,
+    draw,
     human_goals,
     load_products,
     synthetic_goals,
+    weight_steps,
 )
 from trireme.envs.webshop.pages import (
     SUB_PAGES,
+    Node,
     Session,
     clickables,
+    html,
     nodes,
     plain_text,
     rich_text,
 )
-from trireme.envs.webshop.reward import Nouns, reward, simple_nouns, spacy_nouns
+from trireme.envs.webshop.reward import Nouns, noun_tagger, reward, simple_nouns
 from trireme.envs.webshop.search import MAX_HITS, Search
 
 _ACTION = re.compile(r"(.+)\[(.+)\]")
@@ -54,33 +60,32 @@ class Shop:
     def __post_init__(self) -> None:
         self.by_asin = {product.asin: product for product in self.products}
         self._source = random.Random(self.seed)
+        self._steps = weight_steps(self.goals)
 
     @cached_property
     def search(self) -> Search:
         """The index; made when the first query comes."""
         return Search(self.products)
 
-    def goal_of(self, session: int | str | None, prefix: str = "") -> Goal:
-        """The goal of a session: by its number, else drawn by weight. A known key keeps its goal.
+    def session(self, given: int | str | None, prefix: str = "") -> Session:
+        """A session on the first page. Its goal is that of its number, else drawn by weight; a
+        known key keeps its goal.
 
         Raises IndexError past the last goal.
         """
-        if session is None:
-            session = "".join(self._source.choices("abcdefghijklmnopqrstuvwxyz", k=10))
-        key = f"{prefix}{session}"
+        if given is None:
+            given = "".join(self._source.choices("abcdefghijklmnopqrstuvwxyz", k=10))
+        key = f"{prefix}{given}"
         if key not in self.sessions:
-            if isinstance(session, int):
-                if session >= len(self.goals):
-                    raise IndexError(f"session {session}: the shop has {len(self.goals)} goals")
-                self.sessions[key] = self.goals[session]
-            else:
-                weights = [goal.weight for goal in self.goals]
-                self.sessions[key] = self._source.choices(self.goals, weights)[0]
-        return self.sessions[key]
+            number = given if isinstance(given, int) else draw(self._steps, self._source)
+            if number >= len(self.goals):
+                raise IndexError(f"session {given}: the shop has {len(self.goals)} goals")
+            self.sessions[key] = self.goals[number]
+        return Session(key, self.sessions[key])
 
     def find(self, keywords: Sequence[str]) -> Sequence[str]:
         """ASINs for a query; its first word may be <r> (random), <a>, <c> or <q>."""
-        first, rest = keywords[0], " ".join(keywords[1:])
+        first, rest = keywords[0], " ".join(keywords[1:]).strip()
         if first == "<r>":
             asins = [product.asin for product in self.products]
             return self._source.sample(asins, min(MAX_HITS, len(asins)))
@@ -100,7 +105,7 @@ class WebShopEnv:
         self,
         shop: Shop,
         *,
-        observation_mode: Literal["text", "text_rich"] = "text_rich",
+        observation_mode: Literal["text", "text_rich", "html", "url"] = "text_rich",
         show_attrs: bool = False,
         num_prev_obs: int = 0,
         num_prev_actions: int = 0,
@@ -108,21 +113,31 @@ class WebShopEnv:
         session: int | str | None = None,
     ) -> None:
         """`session` is what `reset` takes where it is given none."""
-        if observation_mode not in ("text", "text_rich"):
-            raise ValueError(f"observation_mode is '{observation_mode}': expected text, text_rich")
+        if observation_mode not in _MODES:
+            raise ValueError(
+                f"observation_mode is '{observation_mode}': expected {', '.join(_MODES)}"
+            )
         self.shop = shop
-        self._rich = observation_mode == "text_rich"
+        self._form = _MODES[observation_mode]
         self._show_attributes = show_attrs
         self._previous = num_prev_obs, num_prev_actions
         self._prefix, self._default = session_prefix, session
         self._seen: list[str] = []
         self._acted: list[str] = []
 
-    def reset(self, session: int | str | None = None) -> tuple[str, None]:
-        """The shop's first page with the instruction of the session."""
+    def reset(
+        self, session: int | str | None = None, instruction_text: str | None = None
+    ) -> tuple[str, None]:
+        """The shop's first page with the instruction of the session.
+
+        `instruction_text` goes into the attribute of that name in place of the session's, and
+        changes no page.
+        """
         asked = self._default if session is None else session
-        self.session = Session(self.shop.goal_of(asked, self._prefix))
+        self.session = self.shop.session(asked, self._prefix)
         self._seen, self._acted = [], []
+        said = f"Instruction: {self.session.goal.instruction_text}"
+        self.instruction_text = said if instruction_text is None else instruction_text
         return self._observe(), None
 
     def step(self, action: str) -> tuple[str, float, bool, None]:
@@ -146,9 +161,19 @@ class WebShopEnv:
         }
 
     @property
-    def instruction_text(self) -> str:
-        """What the customer wants."""
-        return self.session.goal.instruction_text
+    def state(self) -> dict[str, str]:
+        """The page's address, its HTML, and what the customer wants."""
+        found = self._nodes()
+        return {
+            "url": self.session.address,
+            "html": html(found),
+            "instruction_text": self.instruction_text,
+        }
+
+    @property
+    def observation(self) -> str:
+        """The page in the form of `observation_mode`."""
+        return self._form(self.session, self._nodes())
 
     def close(self) -> None:
         """Nothing is held."""
@@ -159,53 +184,59 @@ class WebShopEnv:
         s.hits, s.options = self.shop.find(keywords), {}
 
     def _click(self, name: str) -> bool:
-        """Follow a button; whether it was a purchase."""
+        """Follow a button; whether it was a purchase. A button goes before an option of its name,
+        on the pages that the original knows it on.
+        """
         s = self.session
+        if name == "buy now":
+            return self._buy()
         if name == "back to search":
-            self.session = Session(s.goal)
-        elif name == "next >":
-            s.page += 1
-        elif name == "< prev" and s.view == "results":
-            s.page -= 1
+            self.session = Session(s.key, s.goal)
+        elif name in ("next >", "< prev") and s.view == "results":
+            s.page += 1 if name == "next >" else -1
+            self._search_again()
         elif name == "< prev" and s.view == "item":
             s.view, s.product, s.options = "results", None, {}
+            self._search_again()
         elif name == "< prev":
             s.view = "item"
+        elif name in SUB_PAGES:
+            s.view = name
         elif s.view == "results":
             asin = next(a for a in s.shown if a.lower() == name)
             s.view, s.product = "item", self.shop.by_asin[asin]
             s.visited.add(asin)
         elif option := self._option(name):
             s.options[option] = name
-        elif name in SUB_PAGES:
-            s.view = name
-        elif name == "buy now":
-            return self._buy()
         return False
+
+    def _search_again(self) -> None:
+        """Every page of results is a search of its own: it matters where products are drawn."""
+        if self.session.keywords[0] == "<r>":
+            self.session.hits = self.shop.find(self.session.keywords)
 
     def _option(self, value: str) -> str | None:
         """The option that a value belongs to; the last one where several have it."""
         product = self.session.product
         assert product is not None
         names = [name for name, values in product.options.items() if value in values]
-        return names[-1] if names and self.session.view == "item" else None
+        return names[-1] if names else None
 
     def _buy(self) -> bool:
         s = self.session
         assert s.product is not None
-        s.reward, _ = reward(s.product, s.goal, s.options, self.shop.nouns)
+        s.reward, s.reward_info = reward(s.product, s.goal, s.options, self.shop.nouns)
         s.view = "done"
         return True
 
     def _clickables(self) -> list[str]:
         return clickables(self.session, self._nodes())
 
-    def _nodes(self) -> list[Any]:
+    def _nodes(self) -> list[Node]:
         return list(nodes(self.session, self.shop.by_asin, self._show_attributes))
 
     def _observe(self) -> str:
-        found = self._nodes()
-        now = rich_text(self.session, found) if self._rich else plain_text(found)
+        now = self.observation
         shown = [now]
         most_seen, most_acted = self._previous
         for i in range(1, 1 + max(self._previous)):
@@ -217,9 +248,29 @@ class WebShopEnv:
         return " [SEP] ".join(reversed(shown))
 
 
+_MODES: dict[str, Callable[[Session, Sequence[Node]], str]] = {
+    "text": lambda session, found: plain_text(found),
+    "text_rich": lambda session, found: rich_text(found),
+    "html": lambda session, found: html(found),
+    "url": lambda session, found: session.address,
+}
+
+
 @lru_cache(maxsize=4)
-def open_shop(folder: str | None = None, *, human: bool = True, seed: int = 0) -> Shop:
+def open_shop(
+    folder: str | None = None,
+    *,
+    human: bool = True,
+    seed: int = 0,
+    nouns: str | Nouns = "auto",
+    num_products: int | None = None,
+    filter_goals: Filter | None = None,
+    limit_goals: int = -1,
+) -> Shop:
     """The shop of a folder, else of $WEBSHOP_DATA; loaded once in a process.
+
+    `nouns`: see `noun_tagger`. `num_products`: so many rows of the file. `filter_goals(number,
+    goal)`: whether a goal stays. `limit_goals`: so many goals, drawn by weight.
 
     Raises ValueError saying what to do where it is not there.
     """
@@ -232,11 +283,15 @@ def open_shop(folder: str | None = None, *, human: bool = True, seed: int = 0) -
         _only(Path(path), pattern)
         for pattern in ("items_shuffle*.json", "items_ins_v2*.json", "items_human_ins*.json")
     )
-    products = load_products(items, about, seed)
-    goals = human_goals(products, people, seed) if human else synthetic_goals(products, seed)
+    source = random.Random(seed)
+    products = load_products(items, about, source, num_products=num_products)
+    goals = human_goals(products, people, source) if human else synthetic_goals(products, source)
     if not goals:
         raise ValueError(f"{people}: no product of {items.name} has an instruction in it")
-    return Shop(products, goals, spacy_nouns(), seed)
+    goals = chosen_goals(goals, filter_goals, limit_goals)
+    if not goals:
+        raise ValueError(f"filter_goals and limit_goals={limit_goals} leave no goal of {people}")
+    return Shop(products, goals, noun_tagger(nouns), seed)
 
 
 def _only(folder: Path, pattern: str) -> Path:

@@ -1,14 +1,17 @@
-"""Pages: what a session shows, as nodes of text and buttons, and the two forms of text of them."""
+"""Pages: what a session shows, as nodes of text and buttons, and the four forms of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Literal
 
 from trireme.envs.webshop.catalogue import Goal, Product
 
 PAGE_SIZE = 10
+SITE = "http://127.0.0.1:3000"
 SUB_PAGES = ("description", "features", "reviews", "attributes")
 
 
@@ -16,6 +19,7 @@ SUB_PAGES = ("description", "features", "reviews", "attributes")
 class Session:
     """Where a customer is, and what he has chosen."""
 
+    key: str
     goal: Goal
     view: str = "index"
     """index, results, item, done, or one of SUB_PAGES."""
@@ -26,54 +30,75 @@ class Session:
     options: dict[str, str] = field(default_factory=dict)
     visited: set[str] = field(default_factory=set)
     reward: float = 0.0
+    reward_info: dict[str, Any] = field(default_factory=dict)
+    """The parts of the reward."""
 
     @property
     def shown(self) -> Sequence[str]:
         """ASINs of the present page of results; none past the end."""
         return self.hits[(self.page - 1) * PAGE_SIZE : self.page * PAGE_SIZE]
 
-    def clicked(self, value: str) -> bool:
-        """Whether the page shows an option as chosen. The original looks for it in the address, so
-        that values with quotes or other scripts never show, though they count.
-        """
-        return f'"{value}"' in json.dumps(self.options)
+    @property
+    def address(self) -> str:
+        """Where the page would be in a browser."""
+        if self.view == "index":
+            return f"{SITE}/{self.key}"
+        said = "+".join(self.keywords)
+        if self.product is None:
+            return f"{SITE}/search_results/{self.key}/{said}/{self.page}"
+        place = f"{self.key}/{self.product.asin}"
+        if self.view == "item":
+            return f"{SITE}/item_page/{place}/{said}/{self.page}/{json.dumps(self.options)}"
+        if self.view == "done":
+            return f"{SITE}/done/{place}/{self.options}"
+        view = self.view.capitalize()
+        return f"{SITE}/item_sub_page/{place}/{said}/{self.page}/{view}/{self.options}"
+
+
+Kind = Literal["text", "heading", "instruction", "button", "link", "option", "value"]
 
 
 @dataclass(frozen=True)
 class Node:
-    """A text, or a button."""
+    """A text of a page: plain, or something to click."""
 
     text: str
-    button: bool = False
+    kind: Kind = "text"
     clicked: bool = False
-    before: str = ""
+    name: str = ""
+    """Of an option: what it is a value of. Of a value: what it is."""
+
+    @property
+    def seen(self) -> bool:
+        """Whether there is anything: a parser of pages drops empty texts and empty lines."""
+        return bool(self.text.strip() or (self.text and "\n" not in self.text))
 
 
 def nodes(session: Session, products: dict[str, Product], show_attributes: bool) -> Iterator[Node]:
     """The nodes of the present page, in the order of the document."""
     if session.view == "index":
         yield Node("WebShop")
-        yield Node("Instruction: ")
-        yield Node(session.goal.instruction_text)
-        yield Node("Search", button=True)
+        yield Node("Instruction: ", "heading")
+        yield Node(session.goal.instruction_text, "instruction")
+        yield Node("Search", "button")
         return
     if session.view == "done":
         yield from _done(session)
         return
-    yield Node("Instruction:")
-    yield Node(session.goal.instruction_text)
-    yield Node("Back to Search", button=True)
+    yield Node("Instruction:", "heading")
+    yield Node(session.goal.instruction_text, "instruction")
+    yield Node("Back to Search", "button")
     if session.view == "results":
         yield Node(f"Page {session.page} (Total results: {len(session.hits)})")
         if session.page > 1:
-            yield Node("< Prev", button=True)
-        yield Node("Next >", button=True)
+            yield Node("< Prev", "button")
+        yield Node("Next >", "button")
         for asin in session.shown:
-            yield Node(asin, button=True, clicked=asin in session.visited, before="\n")
+            yield Node(asin, "link", clicked=asin in session.visited)
             yield Node(products[asin].title)
             yield Node(products[asin].price_tag)
         return
-    yield Node("< Prev", button=True)
+    yield Node("< Prev", "button")
     product = session.product
     assert product is not None
     if session.view == "item":
@@ -87,58 +112,90 @@ def nodes(session: Session, products: dict[str, Product], show_attributes: bool)
         yield from map(Node, (product.category, product.query, product.product_category))
 
 
-def rich_text(session: Session, found: Sequence[Node]) -> str:
+def rich_text(found: Sequence[Node]) -> str:
     """`text_rich`: buttons are marked, and what was clicked is said first."""
     lines = ""
     for node in found:
         text = node.text
-        if node.button:
+        if node.kind in _BEFORE:
             mark = "clicked button" if node.clicked else "button"
-            text = f"[{mark}] {text} [{mark}_]"
-            if node.before == "  " and node.clicked:
+            text = f"{_BEFORE[node.kind]}[{mark}] {text} [{mark}_]"
+            if node.kind == "option" and node.clicked:
                 lines = f"You have clicked {node.text}.\n{lines}"
-        lines += f"{node.before}{text}\n"
+        if node.seen:
+            lines += f"{text}\n"
     return lines
+
+
+_BEFORE = {"button": "", "link": "\n", "option": "  "}
+_MARKUP: dict[Kind, str] = {
+    "text": "<p>{text}</p>\n",
+    "heading": '<div id="instruction-text"><h4>{text}<br>',
+    "instruction": "{text}</h4></div>\n",
+    "button": '<button type="submit" class="btn">{text}</button>\n',
+    "link": '<a class="product-link">{text}</a>\n',
+    "option": '<input type="radio" name="{name}" value="{text}"><label>{text}</label>\n',
+    "value": '<pre id="{name}">{text}</pre>\n',
+}
 
 
 def plain_text(found: Sequence[Node]) -> str:
     """`text`: nothing but the words."""
-    return " [SEP] ".join(node.text.strip() for node in found)
+    return " [SEP] ".join(node.text.strip() for node in found if node.seen)
+
+
+def html(found: Sequence[Node]) -> str:
+    """`html`: our own markup, with the original's ids and classes of what can be used."""
+    lines = [_MARKUP[n.kind].format(text=escape(n.text), name=escape(n.name)) for n in found]
+    if any(node.text == "Search" and node.kind == "button" for node in found):
+        lines.insert(-1, '<input id="search_input" type="text" name="search_query">\n')
+    head = "<!DOCTYPE html>\n<html>\n<head><title>WebShop</title></head>\n<body>\n"
+    return f"{head}{''.join(lines)}</body>\n</html>\n"
 
 
 def clickables(session: Session, found: Sequence[Node]) -> list[str]:
-    """What can be clicked, in lower case, buttons before options, each once."""
+    """What can be clicked, in lower case, buttons and products before options, each once."""
     if session.view == "done":
         return []
-    buttons = [n.text.lower() for n in found if n.button and n.before != "  "]
-    options = [n.text for n in found if n.button and n.before == "  "]
+    buttons = [node.text.lower() for node in found if node.kind in ("button", "link")]
+    options = [node.text for node in found if node.kind == "option"]
     return list(dict.fromkeys([*buttons, *options]))
 
 
 def _item(session: Session, product: Product, show_attributes: bool) -> Iterator[Node]:
+    # as in the original an option shows as chosen where the address has it in quotes: values with
+    # quotes or other scripts never do, though they count
+    address = session.address
     for name, values in product.options.items():
         yield Node(name)
         for value in values:
-            yield Node(value, button=True, clicked=session.clicked(value), before="  ")
+            yield Node(value, "option", f'"{value}"' in address, name)
     yield Node(product.title)
     yield Node(f"Price: {product.price_tag}")
     yield Node("Rating: N.A.")
-    yield Node("Description", button=True)
-    yield Node("Features", button=True)
-    yield Node("Reviews", button=True)
+    yield Node("Description", "button")
+    yield Node("Features", "button")
+    yield Node("Reviews", "button")
     if show_attributes:
-        yield Node("Attributes", button=True)
-    yield Node("Buy Now", button=True)
+        yield Node("Attributes", "button")
+    yield Node("Buy Now", "button")
 
 
 def _done(session: Session) -> Iterator[Node]:
     assert session.product is not None
-    yield from map(
-        Node,
-        (
-            *("Thank you for shopping with us!", "Your code: ", "None"),
-            *(" (Paste it in your MTurk interface.)", "Purchased", "asin", session.product.asin),
-            *("options", json.dumps(session.options, sort_keys=True), "attrs", "None"),
-            *("Your score (min 0.0, max 1.0)", str(session.reward), "Reward Details ", "None"),
-        ),
-    )
+    options = json.dumps(session.options, sort_keys=True)
+    for sign in "<>&'":
+        options = options.replace(sign, f"\\u{ord(sign):04x}")
+    said = ("Thank you for shopping with us!", "Your code: ", "None")
+    yield from map(Node, (*said, " (Paste it in your MTurk interface.)", "Purchased", "asin"))
+    yield Node(session.product.asin, "value", name="asin")
+    yield Node("options")
+    yield Node(options, "value", name="options")
+    for name in ("attrs", "category", "query", "product category"):
+        yield from (Node(name), Node("None"))
+    # the original's text environment leaves its table of the goal empty, and misspells one name
+    target = ("asin", "options", "attrs", "price upper", "instuction text", "category")
+    yield from map(Node, ("Target", *target, "product category", "query", "Goal ", "None"))
+    yield from map(Node, ("Reward", "Your score (min 0.0, max 1.0)"))
+    yield Node(str(session.reward), "value", name="reward")
+    yield from map(Node, ("Reward Details ", "None"))

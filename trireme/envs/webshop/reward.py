@@ -43,22 +43,29 @@ def reward(
     chosen = [normalize_color(value) for value in options.values()]
     met = sum(any(close(value, have) for have in chosen) for value in wanted)
     affordable = bought.price <= goal.price_upper
-    total = (attributes + met + affordable) / (len(goal.attributes) + len(wanted) + 1)
+    count = len(goal.attributes) + len(wanted) + 1
+    total = (attributes + met + affordable) / count
     parts: dict[str, Any] = {
         **kind,
         "r_att": attributes / len(goal.attributes) if goal.attributes else 0.0,
+        "w_att": len(goal.attributes) / count,
         "r_price": affordable,
+        "w_price": 1 / count,
     }
     if wanted:
-        parts["r_option"] = met / len(wanted)
+        parts |= {"r_option": met / len(wanted), "w_option": len(wanted) / count}
     return kind["r_type"] * total, parts
 
 
 def goal_options(goal: Goal) -> list[str]:
-    """What the options of a goal are compared as: values, or names with values."""
-    if isinstance(goal.goal_options, Mapping):
-        return [normalize_color(f"{name} {value}") for name, value in goal.goal_options.items()]
-    return [normalize_color(value) for value in goal.goal_options]
+    """What the options of a goal are compared as: values, or names with values.
+
+    A name with a value counts as a colour only where one of the two is just that colour.
+    """
+    if not isinstance(goal.goal_options, Mapping):
+        return [normalize_color(value) for value in goal.goal_options]
+    pairs = goal.goal_options.items()
+    return [next((c for c in COLORS if c in pair), " ".join(pair)) for pair in pairs]
 
 
 def type_score(bought: Product, goal: Goal, nouns: Nouns) -> dict[str, Any]:
@@ -105,7 +112,8 @@ def close(one: str, other: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"\W", " ", text).lower().strip()
+    """The original's matcher drops accented Latin letters, and keeps those of other scripts."""
+    return re.sub(r"\W", " ", re.sub(r"[\x80-\xff]", "", text)).lower().strip()
 
 
 def simple_nouns(text: str) -> list[str]:
@@ -113,12 +121,23 @@ def simple_nouns(text: str) -> list[str]:
     return [w for w in re.findall(r"[a-z]+", text.lower()) if len(w) > 2 and w not in STOP_WORDS]
 
 
-def spacy_nouns(model: str = "en_core_web_sm") -> Nouns:
-    """The tagger of the original, where spaCy and its model are installed; else the simple one."""
-    try:
-        tagger = extra("spacy", "spaCy").load(model)
-    except (ModuleNotFoundError, OSError):
+def noun_tagger(given: str | Nouns = "auto") -> Nouns:
+    """A function of one's own; `simple`; the name of a spaCy model; or `auto`: the original's model
+    where it is installed, else the simple one. Raises ValueError where a named model is not there.
+    """
+    if callable(given):
+        return given
+    if given == "simple":
         return simple_nouns
+    try:
+        tagger = extra("spacy", "spaCy").load("en_core_web_sm" if given == "auto" else given)
+    except (ModuleNotFoundError, OSError) as error:
+        if given == "auto":
+            return simple_nouns
+        raise ValueError(
+            f"nouns is '{given}': expected auto, simple, or a model of spaCy that is installed "
+            f"(pip install spacy; python -m spacy download en_core_web_sm) [{error}]"
+        ) from error
     kinds = ("PNOUN", "NOUN", "PROPN")
     return lru_cache(maxsize=50_000)(
         lambda text: [token.text.lower() for token in tagger(text) if token.pos_ in kinds]

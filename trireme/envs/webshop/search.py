@@ -7,9 +7,8 @@ scores (to 1e-4) are ordered by ASIN.
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter, defaultdict
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -28,6 +27,8 @@ STOP_WORDS = frozenset(
     )
 )
 _WORD = re.compile(r"\w+(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|(?<=\d)['’.,;](?=\d))\w+)*")
+_TIE = 1e-4
+"""Scores that are closer than this may be equal."""
 _EXACT = 24
 """Lengths below this are stored as they are."""
 
@@ -39,45 +40,89 @@ def document(product: Product) -> str:
     return f"{product.title} {product.description} {first} {options}".lower()
 
 
+class _Numbers(dict[str, int]):
+    """The number of each word's stem; -1 where it is not indexed. A word is stemmed once."""
+
+    def __init__(self) -> None:
+        self._stem = extra("Stemmer", "the WebShop environment").Stemmer("porter").stemWord
+        self.stems: dict[str, int] = {}
+
+    def __missing__(self, word: str) -> int:
+        plain = re.sub(r"['’]s$", "", word)
+        indexed = plain not in STOP_WORDS
+        self[word] = self.stems.setdefault(self._stem(plain), len(self.stems)) if indexed else -1
+        return self[word]
+
+
 class Search:
-    """An index of all products; shared by all sessions, and never changed."""
+    """An index of all products; shared by all sessions, and never changed.
+
+    The products of a word and their weights lie in two arrays, one word after the other. Products
+    are numbered in the order of their ASINs: equal scores then stand right.
+    """
 
     def __init__(self, products: Sequence[Product]) -> None:
-        self._asins = np.array([product.asin for product in products])
-        self._stemmer = extra("Stemmer", "the WebShop environment").Stemmer("porter")
-        postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        lengths = []
-        for number, product in enumerate(products):
-            words = self.words(document(product))
-            lengths.append(len(words))
-            for word, count in Counter(words).items():
-                postings[word].append((number, count))
-        mean = sum(lengths) / max(len(lengths), 1) or 1.0
-        stored = np.array([stored_length(n) for n in lengths], dtype=np.float64)
-        norm = K1 * (1 - B + B * stored / mean)
-        self._weights: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for word, found in postings.items():
-            numbers = np.array([n for n, _ in found])
-            counts = np.array([c for _, c in found], dtype=np.float64)
-            idf = math.log(1 + (len(products) - len(found) + 0.5) / (len(found) + 0.5))
-            self._weights[word] = numbers, idf * counts / (counts + norm[numbers])
+        ordered = sorted(products, key=lambda product: product.asin)
+        self._asins = [product.asin for product in ordered]
+        numbers, said, ends = _Numbers(), array("i"), array("q")
+        for product in ordered:
+            found = (numbers[word] for word in _WORD.findall(document(product)))
+            said.extend([number for number in found if number >= 0])
+            ends.append(len(said))
+        self._stems, total = numbers.stems, max(len(ordered), 1)
+        self._stems, total = numbers.stems, max(len(ordered), 1)
+        lengths, length = np.diff(np.asarray(ends), prepend=0), len(said) / total or 1.0
+        # in place, and no longer than needed: these are as long as all texts together
+        pairs = np.asarray(said).astype(np.int64)
+        del said
+        pairs *= total
+        pairs += np.repeat(np.arange(len(ordered), dtype=np.int32), lengths)
+        pairs.sort()
+        first = np.flatnonzero(np.diff(pairs, prepend=-1))
+        counts = np.diff(first, append=len(pairs)).astype(np.int32)
+        pairs = pairs[first]
+        del first
+        self._starts = np.searchsorted(pairs, np.arange(len(self._stems) + 1) * total)
+        self._documents = np.mod(pairs, total, out=pairs).astype(np.int32)
+        del pairs
+        frequency = np.diff(self._starts)
+        idf = np.log(1 + (len(ordered) - frequency + 0.5) / (frequency + 0.5))
+        stored = np.array([stored_length(n) for n in range(int(max(lengths, default=0)) + 1)])
+        norm = K1 * (1 - B + B * stored[lengths] / length)
+        self._weights = np.repeat(idf, frequency)
+        self._weights *= counts
+        self._weights /= counts + norm[self._documents]
         self.hits = lru_cache(maxsize=10_000)(self._hits)
 
-    def words(self, text: str) -> list[str]:
-        """The terms of a text."""
-        found = (re.sub(r"['’]s$", "", word) for word in _WORD.findall(text.lower()))
-        return self._stemmer.stemWords([word for word in found if word not in STOP_WORDS])
+    def postings(self, word: str) -> tuple[np.ndarray, np.ndarray]:
+        """The products that have a stem, by number, and what it adds to their scores."""
+        number = self._stems.get(word)
+        held = slice(0) if number is None else slice(*self._starts[number : number + 2])
+        return self._documents[held], self._weights[held]
 
     def _hits(self, query: str) -> tuple[str, ...]:
         """ASINs of the best products, at most 50. A word that is said twice counts twice."""
+        lists = [self.postings(word) for word in stems(query)]
         scores = np.zeros(len(self._asins))
-        for word in self.words(query):
-            if word in self._weights:
-                numbers, weights = self._weights[word]
-                scores[numbers] += weights
-        found = np.flatnonzero(scores)
-        order = np.lexsort((self._asins[found], -np.round(scores[found], 4)))
-        return tuple(self._asins[found[order[:MAX_HITS]]].tolist())
+        for documents, weights in lists:
+            scores[documents] += weights
+        # the 50th best of the rarest word's products is a floor that spares sorting all others
+        enough = [documents for documents, _ in lists if len(documents) >= MAX_HITS]
+        floor = 0.0
+        if enough:
+            rarest = scores[min(enough, key=len)]
+            floor = np.partition(rarest, -MAX_HITS)[-MAX_HITS] - 2 * _TIE
+        found = np.flatnonzero(scores >= max(floor, np.finfo(float).tiny))
+        order = np.argsort(-np.round(scores[found], 4), kind="stable")
+        return tuple(self._asins[number] for number in found[order[:MAX_HITS]])
+
+
+def stems(text: str) -> list[str]:
+    """The terms of a text, in their order."""
+    numbers = _Numbers()
+    words = [numbers[word] for word in _WORD.findall(text.lower())]
+    named = list(numbers.stems)
+    return [named[number] for number in words if number >= 0]
 
 
 def stored_length(length: int) -> int:
