@@ -16,7 +16,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-PIECE = r" ?[A-Za-z]+| ?[0-9]+| ?[#+*/=\-]+|[.,?!:<>()]|\s"
+PIECE = r" ?[A-Za-z]+| ?[0-9]+| ?[#+*/=\-]+|[.,?!:<>()\[\]]|\s"
 SPECIAL = ("<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
