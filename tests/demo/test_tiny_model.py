@@ -60,3 +60,9 @@ def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
 def test_brackets_that_an_environment_shows_come_back() -> None:
     tokenizer = make_tokenizer(["[S]FFF\nFHFH"])
     assert tokenizer.decode(tokenizer.encode("[S]FFF\nFHFH")) == "[S]FFF\nFHFH"
+
+
+def test_digits_without_a_space_before_them_come_back() -> None:
+    tokenizer = make_tokenizer(["r1c2=3 and 4"], largest=9)
+    ids = tokenizer.encode("r1c2=3 and 4")
+    assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == "r1c2=3 and 4"
