@@ -23,6 +23,7 @@ WORKFLOW_PATHS = {
     "webshop_workflow": "trireme.workflows.webshop.WebShopWorkflow",
     "gym_workflow": "trireme.workflows.gym.GymWorkflow",
     "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
+    "reasoning_gym_workflow": "trireme.workflows.reasoning_gym.ReasoningGymWorkflow",
     "sudoku_workflow": "trireme.workflows.sudoku.SudokuWorkflow",
 }
 
