@@ -10,6 +10,7 @@ import pytest
 
 from trireme.envs.gym import TextGym
 from trireme.envs.reasoning_gym import Problems
+from trireme.envs.textarena import ArenaGame
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,7 @@ from trireme.envs.reasoning_gym import Problems
     [
         ("gymnasium", lambda: TextGym("FrozenLake-v1", seed=0)),
         ("reasoning_gym", lambda: Problems("reasoning_gym:leg_counting")),
+        ("textarena", lambda: ArenaGame("GuessTheNumber-v0", seed=0)),
     ],
 )
 def test_a_missing_package_is_named(

@@ -25,6 +25,7 @@ WORKFLOW_PATHS = {
     "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
     "reasoning_gym_workflow": "trireme.workflows.reasoning_gym.ReasoningGymWorkflow",
     "sudoku_workflow": "trireme.workflows.sudoku.SudokuWorkflow",
+    "textarena_workflow": "trireme.workflows.textarena.TextArenaWorkflow",
 }
 
 WORKFLOWS = Registry("workflow", WORKFLOW_PATHS)
