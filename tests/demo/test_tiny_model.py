@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.demo.problems import make_problems
-from trireme.demo.tiny_model import make_tiny_model
+from trireme.demo.tiny_model import make_tiny_model, make_tokenizer
 
 PROBLEMS = make_problems(300, seed=0)
 TEXTS = [text for problem in PROBLEMS for text in problem.values()]
@@ -55,3 +55,14 @@ def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert other.numel() and not other.isnan().any()
+
+
+def test_brackets_that_an_environment_shows_come_back() -> None:
+    tokenizer = make_tokenizer(["[S]FFF\nFHFH"])
+    assert tokenizer.decode(tokenizer.encode("[S]FFF\nFHFH")) == "[S]FFF\nFHFH"
+
+
+def test_digits_without_a_space_before_them_come_back() -> None:
+    tokenizer = make_tokenizer(["r1c2=3 and 4"], largest=9)
+    ids = tokenizer.encode("r1c2=3 and 4")
+    assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == "r1c2=3 and 4"

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from trireme.config.data_files import SUFFIXES, data_files
+from trireme.config.generated import COLUMNS, generated
 from trireme.config.located import located
 
 _PARSED_BYTES = 64 * 2**20
@@ -31,6 +32,10 @@ class DatasetFacts:
 
 def dataset_facts(path: str, subset: str | None, split: str) -> DatasetFacts:
     """Facts of one split. Raises ValueError: not there, no such split, or a row that is broken."""
+    if (made := generated(path)) is not None:
+        if split != "train":
+            raise ValueError(f"has no split '{split}': give another seed in place of a split")
+        return DatasetFacts(True, int(made[1]["size"]), COLUMNS)
     place = located(path, "datasets")
     if place is None:
         return DatasetFacts(found=False)

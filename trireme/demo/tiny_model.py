@@ -16,7 +16,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-PIECE = r" ?[A-Za-z]+| ?[0-9]+| ?[#+*/=\-]+|[.,?!:<>()]|\s"
+PIECE = r" ?[A-Za-z]+| ?[0-9]+| ?[#+*/=\-]+|[.,?!:<>()\[\]]|\s"
 SPECIAL = ("<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -29,8 +29,8 @@ CHAT_TEMPLATE = (
 def make_tokenizer(texts: Iterable[str], largest: int = 99) -> PreTrainedTokenizerFast:
     """A tokenizer that knows every piece of `texts` and the numbers from 0 to `largest`."""
     pieces = {piece for text in texts for piece in re.findall(PIECE, text)}
-    pieces = {piece for piece in pieces if not piece.strip().isdigit()}
     numbers = [f" {number}" for number in range(largest + 1)]
+    pieces = {piece for piece in pieces if not piece.lstrip().isdigit() or piece[0] != " "}
     vocabulary = [*SPECIAL, *numbers, *sorted(pieces)]
     inner = Tokenizer(
         models.WordLevel({piece: i for i, piece in enumerate(vocabulary)}, unk_token="<|unknown|>")

@@ -20,9 +20,10 @@ from trireme.buffer.sql import SqlBuffer
 from trireme.buffer.table import resolve_url
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.config.generated import COLUMNS, generated
 from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
-from trireme.data.rows import load_rows
+from trireme.data.rows import Rows, load_rows
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
@@ -195,7 +196,7 @@ def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool
         workflow = workflow or inputs.default_eval_workflow_type
     selector = config.task_selector or config.data_selector
     return Taskset(
-        load_rows(config.path, config.subset_name, config.split),
+        _rows(config),
         name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
         batch_size=plan.batch_size,
         total_epochs=plan.config.buffer.total_epochs,
@@ -212,6 +213,16 @@ def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool
         is_eval=is_eval,
         taskset_id=place,
     )
+
+
+def _rows(config: TasksetConfig) -> Rows:
+    """Rows of a data set that is read, or of one that is made."""
+    if generated(config.path) is not None:
+        from trireme.envs.reasoning_gym import problems
+
+        made: Any = problems(config.path)
+        return Rows(f"dataset '{config.path}'", made, COLUMNS)
+    return load_rows(config.path, config.subset_name, config.split)
 
 
 def make_training_taskset(plan: Plan) -> Taskset | None:

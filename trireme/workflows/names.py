@@ -24,6 +24,9 @@ WORKFLOW_PATHS = {
     "gym_workflow": "trireme.workflows.gym.GymWorkflow",
     "multi_turn_scheduler": "trireme.workflows.scheduled.multi_turn_scheduler",
     "household_workflow": "trireme.workflows.household.HouseholdWorkflow",
+    "reasoning_gym_workflow": "trireme.workflows.reasoning_gym.ReasoningGymWorkflow",
+    "sudoku_workflow": "trireme.workflows.sudoku.SudokuWorkflow",
+    "textarena_workflow": "trireme.workflows.textarena.TextArenaWorkflow",
 }
 
 WORKFLOWS = Registry("workflow", WORKFLOW_PATHS)

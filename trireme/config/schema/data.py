@@ -99,7 +99,7 @@ class TasksetConfig:
     storage_type: Literal["file", "sql"] = "file"
     """Where the rows lie."""
     path: str = ""
-    """A local file or folder, or an id on the hub: what `datasets.load_dataset` reads."""
+    """A local file or folder, an id on the hub, or reasoning_gym:NAME?OPTIONS (environments.md)."""
     split: str = "train"
     """Split of the data set."""
     subset_name: str | None = None

@@ -1,0 +1,56 @@
+"""Writes what sums.yaml needs besides reasoning-gym itself: solutions to warm up on, a tiny model.
+
+    python examples/reasoning_gym/make_reasoning_gym.py [--seed 0] [--out FOLDER]
+
+The problems are those of another seed than the run's. The solutions are those of someone who errs
+by one in an addition of seven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+
+from trireme.demo.tiny_model import make_tiny_model
+from trireme.envs.reasoning_gym import problems
+
+SUMS = (
+    "reasoning_gym:basic_arithmetic?operators=['+']&min_terms=5&max_terms=5&min_digits=1"
+    "&max_digits=1&allow_parentheses=false&allow_negation=false&size=1000&seed=2"
+)
+ERRORS = 1 / 7
+
+
+def solution(question: str, source: random.Random) -> str:
+    """Term by term; what is wrong once stays wrong."""
+    total, *terms = map(int, re.findall(r"\d+", question))
+    steps = []
+    for term in terms:
+        found = total + term + (source.choice((-1, 1)) if source.random() < ERRORS else 0)
+        steps.append(f" {total} + {term} = {found}.")
+        total = found
+    return f"{''.join(steps)}<answer> {total}</answer>"
+
+
+def main() -> None:
+    """Write solutions and model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    out = options.out or Path(f"checkpoints/reasoning_gym_assets/seed_{options.seed}")
+    source, made = random.Random(options.seed), problems(SUMS)
+    questions = [made[i]["question"] for i in range(len(made))]
+    rows = [{"prompt": q, "response": solution(q, source)} for q in questions]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [text for row in rows for text in row.values()]
+    make_tiny_model(out / "model", texts, seed=options.seed, max_len=128)
+    print(f"{rows[0]['prompt']}\n{rows[0]['response']}\n{len(rows)} of these, and a model: {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Writes what guess.yaml reads: episodes' seeds, games to warm up on, a tiny model.
+
+    python examples/textarena/make_guess.py [--seed 0] [--out FOLDER]
+
+The games are those of someone who listens to higher and lower, but guesses anywhere in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from trireme.demo.tiny_model import make_tiny_model
+from trireme.envs.textarena import ArenaGame
+
+NUM_TRAIN, NUM_TEST, NUM_GAMES = 2000, 200, 1000
+
+
+def play(seed: int, source: random.Random) -> list[dict[str, str]]:
+    """One game as messages, won or lost."""
+    game = ArenaGame("GuessTheNumber-v0", seed=seed, env_args={"max_turns": 3})
+    seen, _ = game.reset()
+    low, high, done = 1, 20, False
+    messages = []
+    while not done:
+        number = source.randint(low, high)
+        action = f"[{number}]"
+        messages += [
+            {"role": "user", "content": seen},
+            {"role": "assistant", "content": action},
+        ]
+        seen, _, done, _ = game.step(action)
+        low, high = (number + 1, high) if "higher" in seen else (low, number - 1)
+    return messages
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    """Training, test and warm-up share no seed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    out = options.out or Path(f"checkpoints/textarena_assets/seed_{options.seed}")
+    source = random.Random(options.seed)
+    first = NUM_TEST + NUM_TRAIN
+    games = [{"messages": play(seed, source)} for seed in range(first, first + NUM_GAMES)]
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / "train.jsonl", [{"seed": seed} for seed in range(NUM_TEST, first)])
+    write(out / "test.jsonl", [{"seed": seed} for seed in range(NUM_TEST)])
+    write(out / "games.jsonl", games)
+    texts = [message["content"] for row in games for message in row["messages"]]
+    make_tiny_model(out / "model", texts, seed=options.seed, max_len=320, largest=20)
+    print(f"{NUM_TRAIN} seeds, {NUM_TEST} to test on, {NUM_GAMES} games and a model: {out}")
+
+
+if __name__ == "__main__":
+    main()
