@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
+"""A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -30,6 +32,17 @@ def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     if split not in splits:
         raise ValueError(f"has no split '{split}'{_choice(split, splits)}")
     return splits[split]
+
+
+def chosen_rows(split: re.Match[str], rows: int) -> range:
+    """The rows of so many that a match of SPLIT names: its bounds are numbers or shares."""
+
+    def bound(text: str | None) -> int | None:
+        if not text:
+            return None
+        return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+    return range(rows)[bound(split["first"]) : bound(split["last"])]
 
 
 def _choice(name: str, known: Iterable[str]) -> str:

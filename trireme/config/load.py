@@ -103,7 +103,6 @@ def _beside(config_path: Path, plugin: str, problems: list[Problem]) -> str:
     for candidate in (Path(plugin).expanduser(), config_path.parent / plugin):
         if candidate.exists():
             return str(candidate.resolve())
-    problems.append(
-        Problem.value("plugins", plugin, f"a file or folder, here or in {config_path.parent}")
-    )
+    expected = f"a file or folder, here or in {config_path.parent}"
+    problems.append(Problem("plugins", f"is {plugin!r}: expected {expected}"))
     return plugin

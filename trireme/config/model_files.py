@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trireme.config.located import located
 
 
-@dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(NamedTuple):
     """What is known before the model is loaded; None: not here to be looked at."""
 
     folder: Path | None
@@ -30,20 +28,16 @@ def model_facts(model_path: str) -> ModelFacts:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
         raise ValueError("holds no weights: expected model.safetensors (or its shards)")
-    config = _json(folder / "config.json")
+    positions = _json(folder / "config.json").get("max_position_embeddings")
+    files = [folder / f"chat_template.{kind}" for kind in ("jinja", "json")]
+    settings = folder / "tokenizer_config.json"
     return ModelFacts(
         folder,
-        max_positions=config.get("max_position_embeddings"),
-        has_chat_template=_has_chat_template(folder),
+        positions,
+        has_chat_template=any(file.is_file() for file in files)
+        or (settings.is_file() and bool(_json(settings).get("chat_template"))),
         size=sum(path.stat().st_size for path in weights),
     )
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    settings = folder / "tokenizer_config.json"
-    return settings.is_file() and bool(_json(settings).get("chat_template"))
 
 
 def _json(path: Path) -> dict[str, Any]:
