@@ -11,12 +11,12 @@ from pathlib import Path
 
 from trireme.config.check_data import check_tasksets, check_train_data, used_tasksets
 from trireme.config.model_files import model_facts
-from trireme.config.names import Kind, check_name
+from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
 from trireme.config.stages import Stage
 
 _GROUP_ALGORITHMS = ("grpo",)
-_PART_KINDS: dict[str, Kind] = {
+_PART_KINDS = {
     "sample_strategy": "sample strategy",
     "advantage_fn": "advantage",
     "policy_loss_fn": "policy loss",

@@ -16,20 +16,8 @@ from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
 
 from trireme.config.stages import Stage
-
-Kind = Literal[
-    "workflow",
-    "reward",
-    "algorithm",
-    "advantage",
-    "policy loss",
-    "KL",
-    "entropy",
-    "sample strategy",
-]
 
 LATER_ALGORITHMS = (
     *("ppo", "multi_step_grpo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr"),
@@ -48,16 +36,17 @@ _REGISTRIES = {
     "entropy": ("trireme.algorithms.names", "ENTROPIES"),
     "sample strategy": ("trireme.algorithms.names", "SAMPLES"),
 }
+"""Kind of name -> the module and the registry that know the names of that kind."""
 
 
-def known_names(kind: Kind) -> list[str]:
+def known_names(kind: str) -> list[str]:
     """Built-in names, and those that are registered in this process, sorted."""
     module, registry = _REGISTRIES[kind]
     # Imported here: these modules are light, but they lie above config.
     return getattr(importlib.import_module(module), registry).names()
 
 
-def check_name(stage: Stage, kind: Kind, name: str, key: str) -> None:
+def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
     """Notes a problem where `name` is nothing that can be found."""
     known, plugins = known_names(kind), stage.config.plugins
     if name in known or _in_plugins(name, plugins):
