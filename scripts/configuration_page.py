@@ -16,7 +16,7 @@ from typing import Any
 
 from trireme.config.schema import Config
 from trireme.config.support import HINTS, PLACED, REFUSED, REFUSED_VALUES
-from trireme.config.typed import default, hints, kind_text, range_text, section_in
+from trireme.config.typed import hints, kind_text, range_text, section_in
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
@@ -65,7 +65,7 @@ def _cells(section: type, item: Field[Any]) -> tuple[str, ...]:
     inner = section_in(kind)
     value = kind_text(kind) if inner is None or _is_list(kind) else "a section"
     limits = range_text(item)
-    held = default(item)
+    held = getattr(section(), item.name)
     shown = "" if is_dataclass(held) or held in (None, "", [], {}) else f"`{_yaml(held)}`"
     meaning = sentences(section)[item.name]
     return (

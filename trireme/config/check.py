@@ -5,12 +5,14 @@ Nothing is loaded and nothing is downloaded: files are looked at, names are look
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from trireme.config.check_data import check_tasksets, check_train_data, used_tasksets
-from trireme.config.model_files import model_facts
+from trireme.config.located import located
 from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
 from trireme.config.stages import Stage
@@ -24,6 +26,15 @@ _PART_KINDS = {
     "kl_loss_fn": "KL",
     "entropy_loss_fn": "entropy",
 }
+
+
+class ModelFacts(NamedTuple):
+    """What is known before the model is loaded; None: not here to be looked at."""
+
+    folder: Path | None
+    max_positions: int | None = None
+    has_chat_template: bool | None = None
+    size: int = 0
 
 
 def check_stage(stage: Stage) -> None:
@@ -123,3 +134,33 @@ def check_folder(stage: Stage, root: Path) -> None:
             f"gives the folder {root}, on a disk with {free / 1e9:.1f} GB left: expected room "
             f"for the model's {size / 1e9:.1f} GB",
         )
+
+
+def model_facts(model_path: str) -> ModelFacts:
+    """Facts of a model's folder. Raises ValueError where it cannot be one."""
+    folder = located(model_path, "models")
+    if folder is None:
+        return ModelFacts(None)
+    if not (folder / "config.json").is_file():
+        raise ValueError("holds no config.json: expected a folder in the Hugging Face layout")
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not weights:
+        raise ValueError("holds no weights: expected model.safetensors (or its shards)")
+    positions = _json(folder / "config.json").get("max_position_embeddings")
+    files = [folder / f"chat_template.{kind}" for kind in ("jinja", "json")]
+    settings = folder / "tokenizer_config.json"
+    return ModelFacts(
+        folder,
+        positions,
+        has_chat_template=any(file.is_file() for file in files)
+        or (settings.is_file() and bool(_json(settings).get("chat_template"))),
+        size=sum(path.stat().st_size for path in weights),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"has a {path.name} that cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}

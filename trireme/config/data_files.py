@@ -60,20 +60,16 @@ def _from_header(folder: Path, subset: str | None) -> dict[str, list[Path]] | No
     chosen = subset
     if chosen is None:
         marked = [name for name, config in names.items() if config.get("default")]
-        chosen = (
-            marked[0] if marked else ("default" if "default" in names else next(iter(names), None))
-        )
+        chosen = next(name for name in (*marked, "default", *names) if name in names)
         if len(names) > 1 and not marked and chosen != "default":
             raise ValueError(f"has several subsets: name one as subset_name: {', '.join(names)}")
     if chosen not in names:
-        raise ValueError(f"has no subset '{chosen}'{_choice(str(chosen), names)}")
-    listed = names[str(chosen)].get("data_files")
+        raise ValueError(f"has no subset '{chosen}'{_choice(chosen, names)}")
+    listed = names[chosen].get("data_files")
     if listed is None:
         return None
-    if isinstance(listed, str):
-        listed = [{"split": "train", "path": listed}]
     out: dict[str, list[Path]] = {}
-    for entry in listed:
+    for entry in [listed] if isinstance(listed, str) else listed:
         entry = {"split": "train", "path": entry} if isinstance(entry, str) else entry
         patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
         found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
@@ -115,7 +111,6 @@ def _split_of(relative: Path) -> str | None:
         for split, known in _SPLIT_WORDS.items():
             if any(word in known for word in words):
                 return split
-        sharded = fnmatch.fnmatch(part, "*-[0-9]*-of-[0-9]*")
-        if sharded:
+        if fnmatch.fnmatch(part, "*-[0-9]*-of-[0-9]*"):
             return part.split("-")[0]
     return None

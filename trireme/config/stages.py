@@ -6,17 +6,13 @@ Each stage merges onto the original file, key by key, never onto the stage befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from trireme.config.problem import Problem
 from trireme.config.schema import Config
 from trireme.config.typed import build
 
-_SECTIONS = (
-    *("algorithm", "model", "buffer", "data_processor"),
-    *("explorer", "synchronizer", "trainer"),
-)
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 _FILE_ALGORITHMS = ("sft", "dpo", "cpt")
 
@@ -72,8 +68,8 @@ def stages_of(config: Config) -> list[Stage]:
     out: list[Stage] = []
     for index, stage in enumerate(config.stages):
         values = asdict(config) | {"stages": [], "mode": stage.mode or config.mode}
-        for name in _SECTIONS:
-            values[name] = merge(values[name], getattr(stage, name) or {})
+        for section in (f.name for f in fields(stage) if "partial" in f.metadata):
+            values[section] = merge(values[section], getattr(stage, section) or {})
         trained = [s.index for s in out if s.config.mode in ("both", "train")]
         own_model = bool((stage.model or {}).get("model_path"))
         model_from = trained[-1] if trained and not own_model else None

@@ -12,7 +12,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from trireme.config.stages import Stage
-from trireme.config.typed import default
 
 REFUSED: dict[str, str] = {
     "AlgorithmConfig.bypass_old_logprobs": "is not supported yet: the sampler's are always used",
@@ -131,10 +130,11 @@ HINTS: frozenset[str] = frozenset(
 
 def given_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Full name, `Class.field` and value of every key that differs from its default."""
+    plain = type(value)()
     for item in fields(value):
         held = getattr(value, item.name)
         key = f"{prefix}{item.name}"
-        if held == default(item):
+        if held == getattr(plain, item.name):
             continue
         yield key, f"{type(value).__name__}.{item.name}", held
         inside = [(key, held)]

@@ -9,7 +9,7 @@ import math
 import operator
 import types
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -26,11 +26,6 @@ _UNIONS = (Union, types.UnionType)
 def hints(section: type) -> dict[str, Any]:
     """Field name -> type, of a dataclass of the schema."""
     return get_type_hints(section)
-
-
-def default(item: Field[Any]) -> Any:
-    """What a field holds when the user does not give it."""
-    return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
 def clean(section: type, values: dict[str, Any], key: str, problems: list[Problem]) -> Any:
@@ -153,8 +148,7 @@ def _scalar(kind: Any, value: Any) -> Any:
 
 def _limits(item: Field[Any]) -> list[tuple[str, float]]:
     """What bounds a numeric field: names of `number`'s arguments, with their values."""
-    given = [(name, item.metadata.get(name)) for name in _LIMITS]
-    return [(name, bound) for name, bound in given if bound is not None]
+    return [(name, item.metadata[name]) for name in _LIMITS if name in item.metadata]
 
 
 def range_text(item: Field[Any]) -> str:
