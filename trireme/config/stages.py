@@ -32,10 +32,11 @@ class Stage:
     file_notes: list[str] = field(default_factory=list)
     """What is noted of model and data: these lines come last."""
     task_paths: list[str] = field(default_factory=list)
-    task_rows: int | None = None
-    """Rows of the tasksets of training, and of a trainer's data; None: only loading will tell."""
-    train_rows: int | None = None
     workflows: set[str] = field(default_factory=set)
+    """Where the tasks of training lie, and the workflows that try them."""
+    task_rows: int | None = None
+    train_rows: int | None = None
+    """Rows of those tasks, and of a trainer's data; None: only loading will tell."""
 
     def problem(self, key: str, text: str) -> None:
         """Notes what is wrong: the key's full name and a sentence that follows it."""
@@ -48,7 +49,7 @@ class Stage:
 
     @property
     def evaluates(self) -> bool:
-        """Whether evaluation tasksets are tried: a trainer that waits for explorers cannot."""
+        """Whether evaluation tasksets are tried; a trainer that awaits explorers has no engine."""
         alone = self.config.mode == "train" and not self.reads_file
         return not alone and bool(self.config.buffer.explorer_input.eval_tasksets)
 

@@ -28,7 +28,9 @@ def hints(section: type) -> dict[str, Any]:
     return get_type_hints(section)
 
 
-def clean(section: type, values: dict[str, Any], key: str, problems: list[Problem]) -> Any:
+def clean(
+    section: type, values: dict[str, Any], key: str, problems: list[Problem]
+) -> dict[str, Any]:
     """The values that fit the fields of `section`, inner sections as dictionaries as well.
 
     Unknown keys and what does not fit are noted in `problems`. `key` is the section's full name.
