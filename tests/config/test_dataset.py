@@ -3,8 +3,14 @@ from pathlib import Path
 import pytest
 
 from tests.config.made import write_rows
-from trireme.config.dataset import dataset_facts
+from trireme.config.dataset import DatasetFacts, dataset_facts
 from trireme.config.located import located
+
+
+def facts_of(path: str, subset: str | None, split: str) -> DatasetFacts:
+    facts = dataset_facts(path, subset, split)
+    assert facts is not None
+    return facts
 
 
 def hub_layout(folder: Path, header: str = "") -> Path:
@@ -32,24 +38,24 @@ HEADER = """configs:
 @pytest.mark.parametrize("header", ["", HEADER])
 def test_a_subset_and_a_split_are_found_with_and_without_a_header(tmp_path, header):
     folder = str(hub_layout(tmp_path / "gsm8k", header))
-    assert dataset_facts(folder, "main", "train").rows == 7
-    assert dataset_facts(folder, "main", "test").rows == 2
-    assert dataset_facts(folder, "socratic", "train").rows == 5
-    assert dataset_facts(folder, "main", "test").columns == ("question", "answer")
+    assert facts_of(folder, "main", "train").rows == 7
+    assert facts_of(folder, "main", "test").rows == 2
+    assert facts_of(folder, "socratic", "train").rows == 5
+    assert facts_of(folder, "main", "test").columns == ("question", "answer")
 
 
 def test_an_unknown_subset_names_the_known(tmp_path):
     folder = str(hub_layout(tmp_path / "gsm8k", HEADER))
     with pytest.raises(ValueError, match="has no subset 'mian'; did you mean 'main'"):
-        dataset_facts(folder, "mian", "train")
+        facts_of(folder, "mian", "train")
     with pytest.raises(ValueError, match="has several subsets"):
-        dataset_facts(folder, None, "train")
+        facts_of(folder, None, "train")
 
 
 def test_a_slice_is_counted(tmp_path):
     path = str(write_rows(tmp_path / "x.jsonl", 40))
-    assert dataset_facts(path, None, "train[:10]").rows == 10
-    assert dataset_facts(path, None, "train[50%:]").rows == 20
+    assert facts_of(path, None, "train[:10]").rows == 10
+    assert facts_of(path, None, "train[50%:]").rows == 20
 
 
 def test_parquet_csv_and_saved_data_sets(tmp_path):
@@ -59,16 +65,16 @@ def test_parquet_csv_and_saved_data_sets(tmp_path):
     data.to_csv(str(tmp_path / "c" / "train.csv"))
     datasets.DatasetDict({"train": data}).save_to_disk(str(tmp_path / "d"))
     for folder in "pcd":
-        facts = dataset_facts(str(tmp_path / folder), None, "train")
+        facts = facts_of(str(tmp_path / folder), None, "train")
         assert facts.columns == ("q", "a")
-    assert dataset_facts(str(tmp_path / "p"), None, "train").rows == 2
-    assert dataset_facts(str(tmp_path / "c"), None, "train").rows == 2
+    assert facts_of(str(tmp_path / "p"), None, "train").rows == 2
+    assert facts_of(str(tmp_path / "c"), None, "train").rows == 2
 
 
 def test_the_folder_that_the_alfworld_script_writes(tmp_path):
     write_rows(tmp_path / "train.jsonl", 6, game_file="g", target="")
     (tmp_path / "dataset_dict.json").write_text('{"splits": [{"name": "train"}]}')
-    assert dataset_facts(str(tmp_path), None, "train").rows == 6
+    assert facts_of(str(tmp_path), None, "train").rows == 6
 
 
 def test_a_path_is_local_or_on_the_hub(tmp_path, monkeypatch):

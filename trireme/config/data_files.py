@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
+"""A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -32,6 +34,17 @@ def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     return splits[split]
 
 
+def chosen_rows(split: re.Match[str], rows: int) -> range:
+    """The rows of so many that a match of SPLIT names: its bounds are numbers or shares."""
+
+    def bound(text: str | None) -> int | None:
+        if not text:
+            return None
+        return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+    return range(rows)[bound(split["first"]) : bound(split["last"])]
+
+
 def _choice(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = get_close_matches(name, known, n=1)
@@ -47,20 +60,16 @@ def _from_header(folder: Path, subset: str | None) -> dict[str, list[Path]] | No
     chosen = subset
     if chosen is None:
         marked = [name for name, config in names.items() if config.get("default")]
-        chosen = (
-            marked[0] if marked else ("default" if "default" in names else next(iter(names), None))
-        )
+        chosen = next(name for name in (*marked, "default", *names) if name in names)
         if len(names) > 1 and not marked and chosen != "default":
             raise ValueError(f"has several subsets: name one as subset_name: {', '.join(names)}")
     if chosen not in names:
-        raise ValueError(f"has no subset '{chosen}'{_choice(str(chosen), names)}")
-    listed = names[str(chosen)].get("data_files")
+        raise ValueError(f"has no subset '{chosen}'{_choice(chosen, names)}")
+    listed = names[chosen].get("data_files")
     if listed is None:
         return None
-    if isinstance(listed, str):
-        listed = [{"split": "train", "path": listed}]
     out: dict[str, list[Path]] = {}
-    for entry in listed:
+    for entry in [listed] if isinstance(listed, str) else listed:
         entry = {"split": "train", "path": entry} if isinstance(entry, str) else entry
         patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
         found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
@@ -102,7 +111,6 @@ def _split_of(relative: Path) -> str | None:
         for split, known in _SPLIT_WORDS.items():
             if any(word in known for word in words):
                 return split
-        sharded = fnmatch.fnmatch(part, "*-[0-9]*-of-[0-9]*")
-        if sharded:
+        if fnmatch.fnmatch(part, "*-[0-9]*-of-[0-9]*"):
             return part.split("-")[0]
     return None

@@ -8,63 +8,50 @@ from __future__ import annotations
 
 import csv
 import json
-import re
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
-from trireme.config.data_files import SUFFIXES, data_files
+from trireme.config.data_files import SPLIT, SUFFIXES, chosen_rows, data_files
 from trireme.config.generated import COLUMNS, generated
 from trireme.config.located import located
 
 _PARSED_BYTES = 64 * 2**20
-_SPLIT = re.compile(r"^(?P<name>[\w.-]+)(?P<slice>\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
 
 
-@dataclass(frozen=True)
-class DatasetFacts:
+class DatasetFacts(NamedTuple):
     """What is known before the data set is loaded; None: only loading will tell."""
 
-    found: bool
     rows: int | None = None
     columns: tuple[str, ...] | None = None
 
 
-def dataset_facts(path: str, subset: str | None, split: str) -> DatasetFacts:
-    """Facts of one split. Raises ValueError: not there, no such split, or a row that is broken."""
+def dataset_facts(path: str, subset: str | None, split: str) -> DatasetFacts | None:
+    """Facts of one split; None where it is on the hub and not here.
+
+    Raises ValueError: not there, no such split, or a row that is broken.
+    """
     if (made := generated(path)) is not None:
         if split != "train":
             raise ValueError(f"has no split '{split}': give another seed in place of a split")
-        return DatasetFacts(True, int(made[1]["size"]), COLUMNS)
+        return DatasetFacts(int(made[1]["size"]), COLUMNS)
     place = located(path, "datasets")
     if place is None:
-        return DatasetFacts(found=False)
-    part = _SPLIT.match(split)
+        return None
+    part = SPLIT.match(split)
     if part is None:
         raise ValueError(f"has no split '{split}': expected a name, or one as in 'train[:100]'")
-    base = part["name"]
-    if place.is_dir() and (place / base / "state.json").is_file():
-        return _saved_to_disk(place / base)
-    if place.is_dir() and (place / "state.json").is_file():
-        return _saved_to_disk(place)
-    files = data_files(place, subset, base) if place.is_dir() else [place]
+    for folder in (place / part["name"], place):
+        if (folder / "state.json").is_file():
+            return _saved_to_disk(folder)
+    files = data_files(place, subset, part["name"]) if place.is_dir() else [place]
     if any(file.suffix not in SUFFIXES for file in files):
-        return DatasetFacts(found=True)
+        return DatasetFacts()
     facts = [_file_facts(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
-    columns = tuple(dict.fromkeys(name for fact in facts for name in fact.columns or ()))
+    columns = dict.fromkeys(name for fact in facts for name in fact.columns or ())
     rows = [fact.rows for fact in facts if fact.rows is not None]
-    total = sum(rows) if len(rows) == len(facts) else None
-    if total is not None and part["slice"]:
-        first, last = _bound(part["first"], total, 0), _bound(part["last"], total, total)
-        total = len(range(total)[first:last])
-    return DatasetFacts(True, total, columns or None)
-
-
-def _bound(text: str | None, rows: int, default: int) -> int:
-    """One end of a slice: a number of rows, or a share of them."""
-    if not text:
-        return default
-    return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+    total = len(chosen_rows(part, sum(rows))) if len(rows) == len(facts) else None
+    return DatasetFacts(total, tuple(columns) or None)
 
 
 def _saved_to_disk(folder: Path) -> DatasetFacts:
@@ -74,7 +61,7 @@ def _saved_to_disk(folder: Path) -> DatasetFacts:
     splits = info.get("splits") or {}
     rows = [split.get("num_examples") for split in splits.values()]
     columns = tuple(info.get("features") or {})
-    return DatasetFacts(True, rows[0] if len(rows) == 1 else None, columns or None)
+    return DatasetFacts(rows[0] if len(rows) == 1 else None, columns or None)
 
 
 @lru_cache(maxsize=256)
@@ -84,14 +71,14 @@ def _file_facts(name: str, modified: int, size: int) -> DatasetFacts:
     if path.suffix == ".parquet":
         return _parquet(path)
     if path.suffix == ".arrow":
-        return DatasetFacts(True)
+        return DatasetFacts()
     if size == 0:
-        return DatasetFacts(True, 0)
+        return DatasetFacts(0)
     try:
         if path.suffix == ".csv":
             with path.open(encoding="utf-8-sig", newline="") as file:
                 reader = csv.DictReader(file)
-                return DatasetFacts(True, sum(1 for _ in reader), tuple(reader.fieldnames or ()))
+                return DatasetFacts(sum(1 for _ in reader), tuple(reader.fieldnames or ()))
         if path.suffix == ".json" and _is_array(path):
             return _array(path)
         return _lines(path)
@@ -107,7 +94,7 @@ def _parquet(path: Path) -> DatasetFacts:
         file = pyarrow.parquet.ParquetFile(path)
     except ArrowInvalid as error:
         raise ValueError(f"has a broken Parquet file: {path}: {error}") from error
-    return DatasetFacts(True, file.metadata.num_rows, tuple(file.schema_arrow.names))
+    return DatasetFacts(file.metadata.num_rows, tuple(file.schema_arrow.names))
 
 
 def _is_array(path: Path) -> bool:
@@ -117,13 +104,13 @@ def _is_array(path: Path) -> bool:
 
 def _array(path: Path) -> DatasetFacts:
     if path.stat().st_size > _PARSED_BYTES:
-        return DatasetFacts(True)
+        return DatasetFacts()
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"has a file that is no JSON: {path}: {error}") from error
     columns = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
-    return DatasetFacts(True, len(rows), tuple(columns))
+    return DatasetFacts(len(rows), tuple(columns))
 
 
 def _lines(path: Path) -> DatasetFacts:
@@ -150,4 +137,4 @@ def _lines(path: Path) -> DatasetFacts:
                     f"got {line.strip()[:60]}"
                 )
             columns.update(dict.fromkeys(row))
-    return DatasetFacts(True, rows, tuple(columns))
+    return DatasetFacts(rows, tuple(columns))

@@ -73,21 +73,18 @@ def _override(tree: DictConfig, override: str, problems: list[Problem]) -> None:
 
 def _resolved(node: Any, key: str, problems: list[Problem]) -> Any:
     """Plain values of an OmegaConf tree; an interpolation that fails is noted and left out."""
-    if isinstance(node, DictConfig):
-        names: list[Any] = list(node.keys()) if not node._is_none() else []
-        at = {name: f"{key}.{name}" if key else str(name) for name in names}
-    elif isinstance(node, ListConfig):
-        names = list(range(len(node)))
-        at = {name: f"{key}[{name}]" for name in names}
-    else:
+    if not isinstance(node, DictConfig | ListConfig):
         return node
+    is_list = isinstance(node, ListConfig)
+    names: list[Any] = list(range(len(node)) if is_list else node.keys())
     out: dict[Any, Any] = {}
     for name in names:
+        at = f"{key}[{name}]" if is_list else f"{key}.{name}" if key else str(name)
         try:
-            out[name] = _resolved(node[name], at[name], problems)
+            out[name] = _resolved(node[name], at, problems)
         except OmegaConfBaseException as error:
-            problems.append(Problem(at[name], _unresolved(str(error))))
-    return list(out.values()) if isinstance(node, ListConfig) else out
+            problems.append(Problem(at, _unresolved(str(error))))
+    return list(out.values()) if is_list else out
 
 
 def _unresolved(reason: str) -> str:
@@ -103,7 +100,6 @@ def _beside(config_path: Path, plugin: str, problems: list[Problem]) -> str:
     for candidate in (Path(plugin).expanduser(), config_path.parent / plugin):
         if candidate.exists():
             return str(candidate.resolve())
-    problems.append(
-        Problem.value("plugins", plugin, f"a file or folder, here or in {config_path.parent}")
-    )
+    expected = f"a file or folder, here or in {config_path.parent}"
+    problems.append(Problem("plugins", f"is {plugin!r}: expected {expected}"))
     return plugin

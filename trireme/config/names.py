@@ -16,22 +16,8 @@ from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
 
-from trireme.config.problem import Problem
-
-Kind = Literal[
-    "workflow",
-    "reward",
-    "algorithm",
-    "advantage",
-    "policy loss",
-    "KL",
-    "entropy",
-    "sample strategy",
-    "multi-turn scheduler",
-    "reward function",
-]
+from trireme.config.stages import Stage
 
 LATER_ALGORITHMS = (
     *("ppo", "multi_step_grpo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr"),
@@ -52,34 +38,40 @@ _REGISTRIES = {
     "multi-turn scheduler": ("trireme.workflows.names", "MULTI_TURNS"),
     "reward function": ("trireme.rewards.names", "ORMS"),
 }
+"""Kind of name -> the module and the registry that know the names of that kind."""
 
 
-def known_names(kind: Kind) -> list[str]:
+def known_names(kind: str) -> list[str]:
     """Built-in names, and those that are registered in this process, sorted."""
     module, registry = _REGISTRIES[kind]
     # Imported here: these modules are light, but they lie above config.
     return getattr(importlib.import_module(module), registry).names()
 
 
-def check_name(
-    kind: Kind, name: str, key: str, plugins: Sequence[str], problems: list[Problem]
-) -> None:
+def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
     """Notes a problem where `name` is nothing that can be found."""
-    known = known_names(kind)
+    known, plugins = known_names(kind), stage.config.plugins
     if name in known or _in_plugins(name, plugins):
         return
     if ":" in name or "." in name:
-        _check_path(kind, name, key, plugins, problems)
+        module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
+        top = module.partition(".")[0]
+        if not _is_there(top, plugins):
+            stage.problem(
+                key,
+                f"is {name!r}: expected a {kind} of a module that can be found, and there is no "
+                f"'{top}' (is its file in `plugins`?)",
+            )
         return
     if entry_points(group="trireme.plugins"):
         return
     listed = ", ".join(known)
     if kind == "algorithm" and name in LATER_ALGORITHMS:
-        problems.append(Problem(key, f"({name}) is not supported yet: expected one of {listed}"))
+        stage.problem(key, f"({name}) is not supported yet: expected one of {listed}")
         return
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    problems.append(Problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}"))
+    stage.problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}")
 
 
 def plugin_files(plugins: Sequence[str]) -> list[Path]:
@@ -91,15 +83,15 @@ def plugin_files(plugins: Sequence[str]) -> list[Path]:
     return out
 
 
-def check_plugins(plugins: Sequence[str], problems: list[Problem]) -> None:
+def check_plugins(stage: Stage) -> None:
     """Whether each plugin is there and is Python."""
-    for path in plugin_files(plugins):
+    for path in plugin_files(stage.config.plugins):
         try:
             ast.parse(path.read_bytes())
         except OSError as error:
-            problems.append(Problem("plugins", f"has {path}: {error.strerror}"))
+            stage.problem("plugins", f"has {path}: {error.strerror}")
         except (SyntaxError, ValueError) as error:
-            problems.append(Problem("plugins", f"has {path}, which is not Python: {error}"))
+            stage.problem("plugins", f"has {path}, which is not Python: {error}")
 
 
 def _in_plugins(name: str, plugins: Sequence[str]) -> bool:
@@ -119,20 +111,12 @@ def _texts(path: str, modified: int) -> frozenset[str]:
     return frozenset(value for value in constants if isinstance(value, str))
 
 
-def _check_path(
-    kind: Kind, name: str, key: str, plugins: Sequence[str], problems: list[Problem]
-) -> None:
-    """Whether the file or package of `module:name` or `package.module.Name` can be found."""
-    module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
-    top = module.partition(".")[0]
-    stems = {path.stem for path in plugin_files(plugins)}
-    folders = [*sys.path, os.getcwd(), *{str(path.parent) for path in plugin_files(plugins)}]
-    if top in stems or top in sys.modules or PathFinder.find_spec(top, folders) is not None:
-        return
-    problems.append(
-        Problem(
-            key,
-            f"is {name!r}: expected a {kind} of a module that can be found, and there is no "
-            f"'{top}' (is its file in `plugins`?)",
-        )
+def _is_there(module: str, plugins: Sequence[str]) -> bool:
+    """Whether the file or package of a top-level module can be found."""
+    files = plugin_files(plugins)
+    folders = [*sys.path, os.getcwd(), *{str(path.parent) for path in files}]
+    return (
+        module in {path.stem for path in files}
+        or module in sys.modules
+        or PathFinder.find_spec(module, folders) is not None
     )

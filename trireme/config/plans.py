@@ -8,15 +8,14 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from trireme.config.check import check_stage
-from trireme.config.check_model import check_folder, model_size
+from trireme.config.check import check_folder, check_stage
 from trireme.config.derive import derive
 from trireme.config.load import read_config
 from trireme.config.names import check_plugins
 from trireme.config.plan import Plan
-from trireme.config.problem import ConfigError, Problem, in_stage
+from trireme.config.problem import ConfigError, Problem
 from trireme.config.schema import Config
-from trireme.config.stages import stages_of
+from trireme.config.stages import Stage, stages_of
 
 
 def make_plans(config: Config) -> list[Plan]:
@@ -29,24 +28,17 @@ def make_plans(config: Config) -> list[Plan]:
 
 def draft_plans(config: Config) -> tuple[list[Plan], list[Problem]]:
     """The Plans as far as they can be told, and what is wrong with them."""
-    problems: list[Problem] = []
-    root = job_folder(config)
-    check_folder(root, model_size(config), problems)
-    check_plugins(config.plugins, problems)
+    root, whole, stages = job_folder(config), Stage(config), stages_of(config)
+    check_folder(whole, root)
+    check_plugins(whole)
     plans: list[Plan] = []
-    stages = stages_of(config)
-    by_stage: list[Problem] = []
     for stage in stages:
-        found: list[Problem] = []
-        facts = check_stage(stage, found)
-        plan = derive(stage, facts, root, found)
-        plans.append(replace(plan, notes=(*plan.notes, *facts.notes)))
-        by_stage += in_stage(dict.fromkeys(found), stage.name)
-    names = [stage.name for stage in stages]
-    for name, count in Counter(names).items():
+        check_stage(stage)
+        plans.append(derive(stage, root))
+    for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
-            problems.append(Problem("stages", f"has {count} stages named {name!r}: expected one"))
-    return plans, problems + _shared(by_stage, len(stages))
+            whole.problem("stages", f"has {count} stages named {name!r}: expected one")
+    return plans, whole.problems + _shared(stages)
 
 
 def examine(path: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Plan], list[Problem]]:
@@ -72,12 +64,12 @@ def job_folder(config: Config) -> Path:
     return folder
 
 
-def _shared(problems: list[Problem], num_stages: int) -> list[Problem]:
-    """A problem of all stages is one of the global section, and is said once."""
-    plain = [replace(problem, stage=None) for problem in problems]
-    times = Counter(plain)
-    out = (
-        shared if times[shared] == num_stages else problem
-        for problem, shared in zip(problems, plain, strict=True)
-    )
-    return list(dict.fromkeys(out))
+def _shared(stages: Sequence[Stage]) -> list[Problem]:
+    """Every stage's problems; one of all stages is of the global section, and is said once."""
+    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
+    times = Counter(replace(problem, stage=None) for problem in problems)
+    out: dict[Problem, None] = {}
+    for problem in problems:
+        shared = replace(problem, stage=None)
+        out[shared if times[shared] == len(stages) else problem] = None
+    return list(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -18,22 +18,11 @@ class Problem:
         where = f"stage {self.stage}: " if self.stage else ""
         return f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
 
-    @classmethod
-    def value(cls, key: str, given: object, expected: str) -> Problem:
-        """A key whose value is not what it must be."""
-        return cls(key, f"is {given!r}: expected {expected}")
-
 
 class ConfigError(ValueError):
     """A configuration that cannot run; its text has one line a problem."""
 
     def __init__(self, problems: Iterable[Problem], source: str = "") -> None:
         self.problems: Sequence[Problem] = tuple(dict.fromkeys(problems))
-        self.source = source
         prefix = f"{source}: " if source else ""
         super().__init__("\n".join(f"{prefix}{problem}" for problem in self.problems))
-
-
-def in_stage(problems: Iterable[Problem], stage: str | None) -> list[Problem]:
-    """The problems, each saying which stage it was found in."""
-    return [replace(problem, stage=stage) for problem in problems]

@@ -6,52 +6,82 @@ Each stage merges onto the original file, key by key, never onto the stage befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from trireme.config.problem import Problem
 from trireme.config.schema import Config
 from trireme.config.typed import build
 
-_SECTIONS = (
-    "algorithm",
-    "model",
-    "buffer",
-    "data_processor",
-    "explorer",
-    "synchronizer",
-    "trainer",
-)
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 _FILE_ALGORITHMS = ("sft", "dpo", "cpt")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stage:
-    """One stage: its whole configuration, and whose model it starts from (None: `model_path`)."""
+    """One stage: its whole configuration, and what was found out about it so far."""
 
-    index: int
-    name: str | None
     config: Config
-    model_from: int | None
+    index: int = 0
+    name: str | None = None
+    model_from: int | None = None
+    """The stage whose model it starts from; None: `model_path`."""
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was mapped onto this machine, and what has no effect on it."""
+    file_notes: list[str] = field(default_factory=list)
+    """What is noted of model and data: these lines come last."""
+    task_paths: list[str] = field(default_factory=list)
+    workflows: set[str] = field(default_factory=set)
+    """Where the tasks of training lie, and the workflows that try them."""
+    task_rows: int | None = None
+    train_rows: int | None = None
+    """Rows of those tasks, and of a trainer's data; None: only loading will tell."""
+
+    def problem(self, key: str, text: str) -> None:
+        """Notes what is wrong: the key's full name and a sentence that follows it."""
+        self.problems.append(Problem(key, text, self.name))
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether the trainer reads a data set instead of what an explorer makes."""
+        return self.config.algorithm.algorithm_type in _FILE_ALGORITHMS
+
+    @property
+    def remote(self) -> bool:
+        """Whether rollout servers generate; a stage that reads data evaluates in its process."""
+        return self.config.explorer.rollout_model.engine_type == "remote" and not self.reads_file
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether evaluation tasksets are tried; a trainer that awaits explorers has no engine."""
+        alone = self.config.mode == "train" and not self.reads_file
+        return not alone and bool(self.config.buffer.explorer_input.eval_tasksets)
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether a train step learns from one whole explore step, whatever that left."""
+        return self.config.algorithm.sample_strategy == "explore_step"
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of an explore step."""
+        return self.config.buffer.batch_size * self.config.algorithm.repeat_times
 
 
 def stages_of(config: Config) -> list[Stage]:
     """The stages of a file, in order; a file without any is one stage without a name."""
-    if not config.stages:
-        return [Stage(0, None, config, None)]
     out: list[Stage] = []
     for index, stage in enumerate(config.stages):
-        values = asdict(config)
-        values["stages"] = []
-        values["mode"] = stage.mode or config.mode
-        for name in _SECTIONS:
-            values[name] = merge(values[name], getattr(stage, name) or {})
+        values = asdict(config) | {"stages": [], "mode": stage.mode or config.mode}
+        for section in (f.name for f in fields(stage) if "partial" in f.metadata):
+            values[section] = merge(values[section], getattr(stage, section) or {})
         trained = [s.index for s in out if s.config.mode in ("both", "train")]
         own_model = bool((stage.model or {}).get("model_path"))
         model_from = trained[-1] if trained and not own_model else None
         name = stage.stage_name or f"stage_{index}"
-        out.append(Stage(index, name, build(Config, values), model_from))
-    return out
+        out.append(Stage(build(Config, values), index, name, model_from))
+    return out or [Stage(config)]
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -67,23 +97,15 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def reads_file(config: Config) -> bool:
-    """Whether the trainer reads a data set instead of what an explorer makes."""
-    return config.algorithm.algorithm_type in _FILE_ALGORITHMS
-
-
 def _outdated(base: dict[str, Any], over: dict[str, Any]) -> Iterator[str]:
     """Keys of `base` that are void once `over` is laid over it."""
-
-    def new(key: str) -> bool:
-        return key in over and over[key] != base.get(key)
-
-    if new("path"):
+    new = {key for key in over if over[key] != base.get(key)}
+    if "path" in new:
         yield from _OF_THE_DATA
-    if new("algorithm_type"):
+    if "algorithm_type" in new:
         yield from (key for key in base if key.endswith(("_fn", "_args")))
         yield "sample_strategy"
-    yield from (f"{key}_args" for key in over if new(key))
+    yield from (f"{key}_args" for key in new)
     if "taskset" in over:
         yield "tasksets"
     if "tasksets" in over:

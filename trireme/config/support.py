@@ -8,13 +8,10 @@ mode that is not used. Tables are keyed by `Class.field` of the schema; what is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from trireme.config.problem import Problem
-from trireme.config.schema import Config
-from trireme.config.typed import default
-from trireme.config.used import evaluates
+from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
     "AlgorithmConfig.bypass_old_logprobs": "is not supported yet: the sampler's are always used",
@@ -130,64 +127,53 @@ HINTS: frozenset[str] = frozenset(
 """Hints: listed where they differ from the default, since they change nothing here."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """One key that differs from its default."""
-
-    key: str
-    where: str
-    value: Any
-
-
-def given_keys(value: Any, prefix: str = "") -> Iterator[Given]:
-    """Every key of a configuration that differs from its default, sections and their keys."""
+def given_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Full name, `Class.field` and value of every key that differs from its default."""
+    plain = type(value)()
     for item in fields(value):
         held = getattr(value, item.name)
         key = f"{prefix}{item.name}"
-        if held == default(item):
+        if held == getattr(plain, item.name):
             continue
-        yield Given(key, f"{type(value).__name__}.{item.name}", held)
-        if is_dataclass(held):
-            yield from given_keys(held, f"{key}.")
-        elif isinstance(held, list | dict):
-            named = held.items() if isinstance(held, dict) else enumerate(held)
-            for name, part in named:
-                if is_dataclass(part):
-                    at = f".{name}" if isinstance(held, dict) else f"[{name}]"
-                    yield from given_keys(part, f"{key}{at}.")
+        yield key, f"{type(value).__name__}.{item.name}", held
+        inside = [(key, held)]
+        if isinstance(held, list):
+            inside = [(f"{key}[{index}]", part) for index, part in enumerate(held)]
+        elif isinstance(held, dict):
+            inside = [(f"{key}.{name}", part) for name, part in held.items()]
+        for at, part in inside:
+            if is_dataclass(part):
+                yield from given_keys(part, f"{at}.")
 
 
-def supported(config: Config, problems: list[Problem]) -> list[str]:
-    """Notes on what is mapped or without effect; what is refused goes to `problems`.
+def check_support(stage: Stage) -> None:
+    """Notes what is mapped or without effect, and as a problem what is refused.
 
     Sections that the mode does not use are left aside.
     """
-    notes: list[str] = []
-    idle = _idle(config)
+    idle = _idle(stage)
     hints: list[str] = []
-    for given in given_keys(config):
-        if given.key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
+    for key, where, value in given_keys(stage.config):
+        if key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
             continue
-        value = given.value
-        refused = REFUSED_VALUES.get(given.where, {}).get(value if isinstance(value, str) else "")
-        refused = refused or REFUSED.get(given.where)
+        refused = REFUSED_VALUES.get(where, {}).get(value if isinstance(value, str) else "")
+        refused = refused or REFUSED.get(where)
         if refused:
-            idle += (given.key,)
-            problems.append(Problem(given.key, f"({_short(value)}) {refused}"))
-        elif given.where in PLACED:
-            notes.append(f"{given.key} ({_short(value)}): {PLACED[given.where]}")
-        elif given.where in HINTS:
-            hints.append(f"{given.key}={_short(value)}")
+            idle += (key,)
+            stage.problem(key, f"({_short(value)}) {refused}")
+        elif where in PLACED:
+            stage.notes.append(f"{key} ({_short(value)}): {PLACED[where]}")
+        elif where in HINTS:
+            hints.append(f"{key}={_short(value)}")
     if hints:
-        notes.append(f"without effect here: {', '.join(hints)}")
-    return notes
+        stage.notes.append(f"without effect here: {', '.join(hints)}")
 
 
-def _idle(config: Config) -> tuple[str, ...]:
+def _idle(stage: Stage) -> tuple[str, ...]:
     """Sections that the mode does not use."""
-    if config.mode == "train":
-        return () if evaluates(config) else ("explorer", "buffer.explorer_input")
-    return () if config.mode == "both" else ("trainer",)
+    if stage.config.mode == "train":
+        return () if stage.evaluates else ("explorer", "buffer.explorer_input")
+    return () if stage.config.mode == "both" else ("trainer",)
 
 
 def _short(value: Any) -> str:

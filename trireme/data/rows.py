@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trireme.config.data_files import data_files
+from trireme.config.data_files import SPLIT, chosen_rows, data_files
 from trireme.config.located import located
 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-_SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
 
 
 class Rows:
@@ -51,9 +49,8 @@ class Rows:
             f"It has: {', '.join(self.columns)}"
         )
 
-    def part(self, first: int, last: int) -> Rows:
-        """Rows `first` to `last` - 1."""
-        chosen = range(len(self))[first:last]
+    def part(self, chosen: range) -> Rows:
+        """The rows of these numbers."""
         return Rows(self.source, [self._data[index] for index in chosen], self.columns)
 
 
@@ -69,7 +66,7 @@ def load_rows(
     `split` may end in a slice, `train[:100]` or `train[10%:]`. `progress` shows the library's bars.
     Raises ValueError: nothing there, no such subset or split, a broken row, no rows at all.
     """
-    found = _SPLIT.match(split)
+    found = SPLIT.match(split)
     if found is None:
         raise ValueError(f"split '{split}': expected a name, or one with a slice as 'train[:100]'")
     name = found["name"]
@@ -82,19 +79,10 @@ def load_rows(
     if rows is None:
         rows = _from_hub(source, str(path), subset_name, name, progress)
     if found["first"] or found["last"]:
-        rows = rows.part(
-            _bound(found["first"], len(rows), 0), _bound(found["last"], len(rows), len(rows))
-        )
+        rows = rows.part(chosen_rows(found, len(rows)))
     if len(rows) == 0:
         raise ValueError(f"{source} is empty")
     return rows
-
-
-def _bound(text: str | None, rows: int, default: int) -> int:
-    """One end of a slice: a number of rows, or a share of them."""
-    if not text:
-        return default
-    return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
 
 
 def _local(source: str, place: Path, subset: str | None, split: str, progress: bool) -> Rows:

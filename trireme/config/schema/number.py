@@ -14,6 +14,6 @@ def number(
     at_most: float | None = None,
 ) -> Any:
     """A numeric field with `default`; None is outside the range and means "not given"."""
-    return field(
-        default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most}
-    )
+    limits = {"at_least": at_least, "above": above, "at_most": at_most}
+    given = {name: bound for name, bound in limits.items() if bound is not None}
+    return field(default=default, metadata=given)

@@ -7,22 +7,6 @@ from typing import Literal
 
 from trireme.config.schema.number import number
 
-STYLES = {
-    "fixed": "fixed",
-    "explorer_driven": "explorer_driven",
-    "dynamic_by_explorer": "explorer_driven",
-    "trainer_driven": "trainer_driven",
-    "dynamic_by_trainer": "trainer_driven",
-    "fully_async": "fully_async",
-}
-METHODS = {
-    "nccl": "nccl",
-    "online": "nccl",
-    "checkpoint": "checkpoint",
-    "offline": "checkpoint",
-    "memory": "memory",
-}
-
 
 @dataclass(frozen=True)
 class SynchronizerConfig:

@@ -1,13 +1,12 @@
-"""Document: docs/configuration.md, written from the schema's docstrings and from what is supported.
+"""Configuration page: docs/configuration.md, written from the schema and from what is supported.
 
-`python -m trireme.config.document [file]` writes it.
+`python scripts/configuration_page.py` writes it; a test holds that it was written.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
@@ -17,8 +16,9 @@ from typing import Any
 
 from trireme.config.schema import Config
 from trireme.config.support import HINTS, PLACED, REFUSED, REFUSED_VALUES
-from trireme.config.typed import default, hints, kind_text, range_text, section_in
+from trireme.config.typed import hints, kind_text, range_text, section_in
 
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
 A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
@@ -34,7 +34,7 @@ The last column says what this version does with a key: nothing there means that
 *refused*: another value than the default stops the run with a sentence; *mapped*: it becomes what
 this machine has, and `check` says how; *no effect*: `check` lists it.
 
-This page is generated from the schema by `python -m trireme.config.document`.
+This page is generated from the schema by `python scripts/configuration_page.py`.
 """
 
 
@@ -65,7 +65,7 @@ def _cells(section: type, item: Field[Any]) -> tuple[str, ...]:
     inner = section_in(kind)
     value = kind_text(kind) if inner is None or _is_list(kind) else "a section"
     limits = range_text(item)
-    held = default(item)
+    held = getattr(section(), item.name)
     shown = "" if is_dataclass(held) or held in (None, "", [], {}) else f"`{_yaml(held)}`"
     meaning = sentences(section)[item.name]
     return (
@@ -110,6 +110,4 @@ def sentences(section: type) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/configuration.md").write_text(
-        document(), encoding="utf-8"
-    )
+    PAGE.write_text(document(), encoding="utf-8")
