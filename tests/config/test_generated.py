@@ -17,6 +17,7 @@ def test_options_are_read_as_yaml_reads_them() -> None:
 
 def test_size_and_columns_are_known_before_anything_is_made() -> None:
     facts = dataset_facts("reasoning_gym:sums?size=20", None, "train")
+    assert facts is not None
     assert facts.rows == 20 and "question" in (facts.columns or ())
     with pytest.raises(ValueError, match="no split 'test': give another seed"):
         dataset_facts("reasoning_gym:sums", None, "test")

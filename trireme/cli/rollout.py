@@ -69,7 +69,7 @@ async def _serve(options: RolloutOptions) -> None:
     import uvicorn
     from transformers import AutoConfig, AutoTokenizer
 
-    from trireme.config.machine import num_gpus
+    from trireme.config.derive import num_gpus
     from trireme.engines.device import Device
     from trireme.engines.torch.engine import TorchEngine
     from trireme.model.chat_tokens import ChatTokens
