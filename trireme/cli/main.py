@@ -14,6 +14,8 @@ import typer
 
 from trireme.log import LEVELS
 
+DEMO = Path(__file__).parents[1] / "demo" / "arithmetic.yaml"
+
 app = typer.Typer(
     help="Fine-tune language models by reinforcement from what agents live through.",
     no_args_is_help=True,
@@ -41,11 +43,50 @@ def run(
     overrides: Overrides = None,
     config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
+    multi_turn_scheduler: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--multi_turn_scheduler", help="Scheduler of all tasksets."),
+    ] = None,
+    max_turns: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--max_turns", "--multi_turns", min=0, help="Most turns; 0: no limit."),
+    ] = None,
+    loss_scale: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--loss_scale", help="default, last_round, all, or another scale."),
+    ] = None,
+    reward_funcs: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--reward_funcs", help="Reward function; may be repeated."),
+    ] = None,
+    reward_weights: Annotated[
+        Optional[list[float]],  # noqa: UP045
+        typer.Option("--reward_weights", help="Its weight; may be repeated."),
+    ] = None,
+    external_plugins: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option("--external_plugins", help="A Python file to load first; may be repeated."),
+    ] = None,
+    base_url: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--vllm_server_base_url", help="A rollout server; may be repeated."),
+    ] = None,
 ) -> None:
     """Run an experiment, or the built-in demo."""
+    from trireme.cli.flags import SchedulerFlags
     from trireme.cli.run import run as command
 
-    raise typer.Exit(command(config, overrides or [], plugin_dir or []))
+    flags = SchedulerFlags(
+        multi_turn_scheduler,
+        max_turns,
+        loss_scale,
+        reward_funcs or (),
+        reward_weights or (),
+        external_plugins or (),
+        base_url or (),
+    )
+    given = [*flags.overrides(config or DEMO), *(overrides or [])]
+    raise typer.Exit(command(config, given, plugin_dir or []))
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,12 +107,26 @@ async def _serve(options: RolloutOptions) -> None:
         seed=options.seed,
     )
     app = create_app(rollouts, key=options.api_key, most=options.max_requests)
-    config = uvicorn.Config(app, host=options.host, port=options.port, log_level="warning")
-    server = uvicorn.Server(config)
+    listening = _listen(options.host, options.port)
+    url = f"http://{options.host}:{listening.getsockname()[1]}"
     led = f", led by {options.multi_turn_scheduler}" if options.multi_turn_scheduler else ""
-    print(f"serving {options.model} on http://{options.host}:{options.port}{led}", flush=True)
+    print(f"serving {options.model} on {url}{led}", flush=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     try:
-        await server.serve()
+        await server.serve(sockets=[listening])
     finally:
         await engine.close()
         device.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError naming the address that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
+    return listening
