@@ -41,7 +41,7 @@ test: lint
 test-extras: setup
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs]'
-	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows
+	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py
 
 clean:
 	rm -rf $(VENV) $(ENVS) build dist *.egg-info .pytest_cache .ruff_cache
