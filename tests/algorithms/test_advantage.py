@@ -32,6 +32,17 @@ def test_grpo_over_the_batch_std_keeps_the_group_mean():
     assert out.tolist() == pytest.approx([-1 / std, 1 / std, 0, 0], abs=1e-5)
 
 
+def test_grpo_counts_a_run_of_several_experiences_once():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    groups = torch.zeros(4, dtype=torch.long)
+    split = grpo(rewards, groups, torch.tensor([0, 1, 1, 1]))
+    whole = grpo(torch.tensor([1.0, 0.0]), groups[:2])
+    torch.testing.assert_close(split, whole[[0, 1, 1, 1]])
+    # steps with rewards of their own are members each
+    steps = torch.tensor([1.0, 0.0, 0.5, 0.0])
+    torch.testing.assert_close(grpo(steps, groups, torch.tensor([0, 1, 1, 1])), grpo(steps, groups))
+
+
 def test_grpo_refuses_an_unknown_level():
     with pytest.raises(ValueError, match="'group' or 'batch'"):
         grpo(torch.zeros(1), torch.zeros(1), std_cal_level="task")  # pyright: ignore

@@ -51,6 +51,8 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
     metrics = {"eval/gsm8k-eval/accuracy/mean@1": 0.342, "eval/gsm8k-eval/tasks": 500.0}
     console.step("eval", 0, metrics)
     assert text.getvalue() == "evaluation gsm8k-eval at step 0: accuracy 34.2%  tasks 500\n"
+    console.step("eval", 0, metrics)
+    assert text.getvalue().endswith("evaluation gsm8k-eval at the end: accuracy 34.2%  tasks 500\n")
 
 
 def test_a_stage_without_a_known_end_counts_steps() -> None:

@@ -24,6 +24,7 @@ def by_group(groups: Tensor) -> Iterator[Tensor]:
 def grpo(
     rewards: Tensor,
     groups: Tensor,
+    runs: Tensor | None = None,
     *,
     epsilon: float = 1e-6,
     std_threshold: float | None = None,
@@ -33,16 +34,18 @@ def grpo(
 
     std is the sample's (n - 1). A group of one has mean 0 and std 1. With `std_threshold`, groups
     whose std is not above it, and groups of one, are left out. `std_cal_level: batch` divides by
-    the std of all rewards of the batch instead (arXiv:2508.08221).
+    the std of all rewards of the batch instead (arXiv:2508.08221). A run that left several
+    experiences with one reward (a conversation whose template dropped thinking, say) counts once.
     """
     if std_cal_level not in ("group", "batch"):
         raise ValueError(
             f"algorithm.advantage_fn_args.std_cal_level is '{std_cal_level}': 'group' or 'batch'"
         )
     advantages = torch.empty_like(rewards)
-    batch_std = rewards.std() if len(rewards) > 1 else rewards.new_ones(())
+    counts = _counts(rewards, groups, runs)
+    batch_std = rewards[counts].std() if counts.sum() > 1 else rewards.new_ones(())
     for member in by_group(groups):
-        own = rewards[member]
+        own = rewards[member & counts]
         alone = len(own) == 1
         mean = rewards.new_zeros(()) if alone else own.mean()
         std = rewards.new_ones(()) if alone else own.std()
@@ -50,8 +53,21 @@ def grpo(
             advantages[member] = torch.nan
             continue
         scale = batch_std if std_cal_level == "batch" else std
-        advantages[member] = (own - mean) / (scale + epsilon)
+        advantages[member] = (rewards[member] - mean) / (scale + epsilon)
     return advantages
+
+
+def _counts(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
+    """Which experiences count in a group's mean [N]: the first of a run whose rewards are equal."""
+    counts = torch.ones_like(rewards, dtype=torch.bool)
+    if runs is None:
+        return counts
+    _, run_of = torch.stack([groups, runs]).unique(dim=1, return_inverse=True)
+    for mine in by_group(run_of):
+        places = mine.nonzero().flatten()
+        if len(places) > 1 and bool((rewards[places] == rewards[places[0]]).all()):
+            counts[places[1:]] = False
+    return counts
 
 
 def step_wise_grpo(

@@ -88,7 +88,11 @@ class Console:
     def evaluation(self, name: str, metrics: Mapping[str, float], step: int | None = None) -> None:
         """A lasting line with the result of one evaluation taskset."""
         shown = [f"{label} {text}" for label, text in figures(metrics, "evaluation")]
-        when = "" if step is None else f" at step {step}"
+        # an explore step is measured with the weights that it used, and the last one once more
+        again = step is not None and (name, step) in self._measured
+        when = " at the end" if again else "" if step is None else f" at step {step}"
+        if step is not None:
+            self._measured.add((name, step))
         self._line(f"evaluation {name}{when}: {'  '.join(shown)}", style="green")
 
     def rollout(self, experience: Experience) -> None:
@@ -131,6 +135,7 @@ class Console:
         self._by = by
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
+        self._measured: set[tuple[str, int]] = set()
         self._rewards: deque[float] = deque(maxlen=200)
         self._times: deque[tuple[float, int]] = deque(maxlen=STEPS_TIMED)
         self._sample: Text | None = None
