@@ -117,3 +117,11 @@ def test_a_missing_prompt_column_is_named() -> None:
 def test_an_unknown_selector_lists_the_known() -> None:
     with pytest.raises(ValueError, match="unknown data_selector 'suffle'; did you mean 'shuffle'"):
         taskset(selector="suffle")
+
+
+def test_a_row_without_a_prompt_is_found_before_the_first_rollout() -> None:
+    rows = Rows("tasks", [{"prompt": "a"}, {"prompt": None}], ["prompt"])
+    with pytest.raises(
+        ValueError, match=r"tasks, row 1: the column 'prompt' \(format.prompt_key\)"
+    ):
+        Taskset(rows, name="t", batch_size=1, total_epochs=1, workflow="simple_workflow")

@@ -49,6 +49,18 @@ class Rows:
             f"It has: {', '.join(self.columns)}"
         )
 
+    def require_values(self, column: str, key: str) -> None:
+        """Raise ValueError naming the first row that holds nothing in `column` (of `key`)."""
+        table = getattr(self._data, "data", None)  # a whole column is looked at in the table
+        whole = table is not None and getattr(self._data, "_indices", None) is None
+        if whole and table.column(column).null_count == 0:
+            return
+        for number, row in enumerate(self):
+            if row.get(column) is None:
+                raise ValueError(
+                    f"{self.source}, row {number}: the column '{column}' ({key}) is empty"
+                )
+
     def part(self, chosen: range) -> Rows:
         """The rows of these numbers."""
         return Rows(self.source, [self._data[index] for index in chosen], self.columns)

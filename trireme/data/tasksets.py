@@ -131,6 +131,8 @@ class Taskset:
             # a data set need not hold answers: only a column that the user chose must be there
             if column and not (key == "response_key" and column == "response"):
                 self.rows.require(column, f"format.{key}")
+            if column and key == "prompt_key":
+                self.rows.require_values(column, f"format.{key}")
 
     def _count_steps(self, total_epochs: int, total_steps: int | None) -> int:
         if self.is_eval:
