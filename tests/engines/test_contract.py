@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from tests.server.made import on_port, torch_rollouts
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
+from trireme.engines.remote import RemoteEngine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
 
@@ -21,10 +23,12 @@ LONG = Sampling(max_tokens=40, ignore_eos=True)
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
 
-@pytest.fixture(params=["scripted", "torch"])
+@pytest.fixture(params=["scripted", "torch", "remote"])
 def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    if request.param == "remote":
+        return lambda main: asyncio.run(asyncio.wait_for(_remote(main, tiny_dir), 60))
 
     def make(device: Device) -> Engine:
         if request.param == "scripted":
@@ -44,6 +48,15 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
         return asyncio.run(go())
 
     return run
+
+
+async def _remote(main: Callable[[Engine], Awaitable[Any]], folder: Path) -> Any:
+    async with torch_rollouts(folder, max_model_len=MAX_LEN) as rollouts, on_port(rollouts) as url:
+        engine = RemoteEngine([url])
+        try:
+            return await main(engine)
+        finally:
+            await engine.close()
 
 
 def test_n_samples_have_lists_of_one_length_and_tokens_of_the_present_version(run: Run) -> None:

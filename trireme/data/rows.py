@@ -52,8 +52,8 @@ class Rows:
     def require_values(self, column: str, key: str) -> None:
         """Raise ValueError naming the first row that holds nothing in `column` (of `key`)."""
         table = getattr(self._data, "data", None)  # a whole column is looked at in the table
-        whole = table is not None and getattr(self._data, "_indices", None) is None
-        if whole and table.column(column).null_count == 0:
+        whole = getattr(self._data, "_indices", None) is None
+        if table is not None and whole and table.column(column).null_count == 0:
             return
         for number, row in enumerate(self):
             if row.get(column) is None:

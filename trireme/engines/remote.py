@@ -4,6 +4,8 @@
 - New weights go to all servers in buckets, and count from when all have them.
 - A server that was restarted has lost its weights: it is told by its instance, and the run ends.
 - Every request has a time-out; a failure says which server, and what for.
+- A request that is aborted is let go of at once; its server sees that and stops. So nothing here
+  waits for a server that is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import asyncio
 import dataclasses
 import time
 import zlib
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ logger = get_logger("engine")
 BUCKET_BYTES = 256 * 2**20
 WAIT_S = 240.0
 """How long servers may take to be there."""
+INSTANCE = "x-trireme-instance"
+"""Header of every answer: new with every start of a server."""
 
 
 class RemoteEngine:
@@ -52,9 +56,10 @@ class RemoteEngine:
         )
         self._seed = seed
         self._instances: dict[str, str] = {}
-        self._health: dict[str, Health] = {}
         self._version = 0
-        self._running = 0
+        self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
+        self._generated = self._prefilled = 0
+        self._paused = self._closed = False
         self._connecting = asyncio.Lock()
         self._failure: Exception | None = None
         self.multi_turn = False
@@ -71,19 +76,23 @@ class RemoteEngine:
         deadline = time.monotonic() + WAIT_S
         while True:
             try:
-                found = (await self._client.get(f"{url}/engine/health", timeout=10)).json()
+                response = await self._client.get(f"{url}/engine/health", timeout=10)
+                found = response.json()
                 break
             except (httpx.TransportError, ValueError) as error:
-                if time.monotonic() > deadline:
+                odd = isinstance(error, httpx.UnsupportedProtocol)
+                if odd or time.monotonic() > deadline:
                     raise TimeoutError(
                         f"the rollout server {url} (explorer.rollout_model.base_urls) did not "
-                        f"answer in {WAIT_S:g} s: {error or type(error).__name__}"
+                        f"answer{'' if odd else f' in {WAIT_S:g} s'}: "
+                        f"{error or type(error).__name__}"
                     ) from error
                 await asyncio.sleep(0.5)
-        if "instance" not in found:
-            reason = found.get("error", {}).get("message", found)
-            raise RuntimeError(f"{url} is no rollout server of ours, or refuses us: {reason}")
-        self._instances[url] = found["instance"]
+        if response.status_code != 200 or INSTANCE not in response.headers:
+            raise RuntimeError(
+                f"{url} is no rollout server of ours, or refuses us: {_message(response)}"
+            )
+        self._instances[url] = response.headers[INSTANCE]
         self.multi_turn = found["multi_turn"]
         if self._seed is not None and found["seed"] != self._seed:
             logger.warning(
@@ -96,17 +105,16 @@ class RemoteEngine:
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
     ) -> list[Completion]:
-        """See Engine."""
-        await self.connect()
-        url = self._of(key)
+        """See Engine. Of an aborted request nothing comes back."""
+        self._check()
         body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
-        self._running += 1
-        try:
-            found = await self._post(url, "/engine/generate", body)
-        finally:
-            self._running -= 1
-        self._same_instance(url, found["instance"])
-        return [_completion(c) for c in found["completions"]]
+        found = await self._ask_while(key, "/engine/generate", body)
+        if found is None:
+            return [Completion([], [], [], [], "aborted") for _ in range(sampling.n)]
+        completions = [_completion(c) for c in found]
+        self._prefilled += len(ids)
+        self._generated += sum(len(c.ids) for c in completions)
+        return completions
 
     async def infer(
         self,
@@ -117,24 +125,26 @@ class RemoteEngine:
         loss_scale: Any,
     ) -> list[dict[str, Any]]:
         """A whole trajectory by the server's scheduler: its outputs, see server/rollouts.py."""
-        await self.connect()
+        self._check()
         options = dataclasses.asdict(sampling)
         body = {"infer_requests": [dict(request)], "request_config": options, "key": list(key)}
-        self._running += 1
-        try:
-            return await self._post(self._of(key), "/infer/", body | {"loss_scale": loss_scale})
-        finally:
-            self._running -= 1
+        found = await self._ask_while(key, "/infer/", body | {"loss_scale": loss_scale})
+        if found is None:
+            raise RuntimeError(f"rollout {key} was aborted")
+        return found
 
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
         """See Engine; asked of the first server, the fingerprints of all."""
+        self._check()
+        await self.connect()
         rows = {"ids": [list(row) for row in ids], "temperature": temperature}
         return await self._post(self._urls[0], "/engine/logprobs", rows)
 
     async def update_weights(self, source: Any, version: int) -> None:
         """See Engine. A folder must be readable by the servers."""
+        self._check()
         if source is None:
             raise ValueError("a remote engine has its own weights: update_weights needs a source")
         await self.connect()
@@ -150,6 +160,8 @@ class RemoteEngine:
 
     async def fingerprint(self) -> dict[str, float] | None:
         """See Engine. Raises RuntimeError where the servers have different weights."""
+        self._check()
+        await self.connect()
         found = await self._all(self._get(url, "/engine/fingerprint") for url in self._urls)
         for url, other in zip(self._urls[1:], found[1:], strict=True):
             if other != found[0]:
@@ -158,38 +170,69 @@ class RemoteEngine:
 
     async def pause(self) -> None:
         """See Engine."""
+        await self.connect()
         await self._all(self._post(url, "/engine/pause", {}) for url in self._urls)
+        self._paused = True
 
     async def resume(self) -> None:
         """See Engine."""
+        await self.connect()
         await self._all(self._post(url, "/engine/resume", {}) for url in self._urls)
+        self._paused = False
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """See Engine. Nothing runs here: nobody is asked."""
-        if not self._running or self._failure is not None:
-            return 0
-        body = {"key": list(key)}
-        found = await self._all(self._post(url, "/engine/abort", body) for url in self._urls)
-        return sum(answer["aborted"] for answer in found)
+        """See Engine; ends this client's requests, nobody else's."""
+        mine = [c for c, own in self._calls.items() if own[: len(key)] == key and not c.done()]
+        for call in mine:
+            call.cancel()
+        return len(mine)
 
     def health(self) -> Health:
-        """See Engine; tokens are counted by the servers, not here."""
-        if self._failure is not None:
-            raise RuntimeError(f"the remote engine has failed: {self._failure}") from self._failure
-        return Health(self._version, self._running, 0, 0, 0, 0)
+        """See Engine; what this client has asked for."""
+        self._check()
+        running, waiting = (0, len(self._calls)) if self._paused else (len(self._calls), 0)
+        return Health(
+            self._version, running, waiting, self._generated, self._prefilled, 0, self._paused
+        )
 
     async def close(self) -> None:
         """See Engine; the servers stay."""
+        self._closed = True
+        await self.abort()
+        while self._calls:  # each ends by itself, now that it is cancelled
+            await asyncio.wait(set(self._calls))
+            await asyncio.sleep(0)
         await self._client.aclose()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the remote engine has failed: {self._failure}") from self._failure
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+    async def _ask_while(self, key: tuple[Any, ...], path: str, body: Any) -> Any:
+        """What the server of `key` answers; None where the request was aborted meanwhile."""
+
+        async def ask() -> Any:
+            await self.connect()
+            return await self._post(self._of(key), path, body)
+
+        call = asyncio.ensure_future(ask())
+        self._calls[call] = key
+        try:
+            await asyncio.wait({call})
+            return None if call.cancelled() else call.result()
+        finally:
+            call.cancel()
+            del self._calls[call]
 
     def _of(self, key: tuple[Any, ...]) -> str:
         """The server of a key's task."""
         return self._urls[zlib.crc32(repr(key[:2]).encode()) % len(self._urls)]
 
     async def _post(self, url: str, path: str, body: Any) -> Any:
-        if isinstance(body, bytes):
-            return await self._ask(url, path, self._client.post(f"{url}{path}", content=body))
-        return await self._ask(url, path, self._client.post(f"{url}{path}", json=body))
+        sent: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
+        return await self._ask(url, path, self._client.post(f"{url}{path}", **sent))
 
     async def _get(self, url: str, path: str) -> Any:
         return await self._ask(url, path, self._client.get(f"{url}{path}"))
@@ -207,25 +250,28 @@ class RemoteEngine:
                 f"the rollout server {url} {what} ({path}): {error or type(error).__name__}"
             )
             raise self._failure from error
+        self._same_instance(url, response)
         if response.status_code == 200:
             return response.json()
-        try:
-            message = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = response.text[:300]
         kind = ValueError if response.status_code in (400, 422) else RuntimeError
-        raise kind(f"{url}{path} ({response.status_code}): {message}")
+        raise kind(f"{url}{path} ({response.status_code}): {_message(response)}")
 
-    def _same_instance(self, url: str, instance: str) -> None:
-        if self._instances.setdefault(url, instance) != instance:
+    def _same_instance(self, url: str, response: httpx.Response) -> None:
+        instance = response.headers.get(INSTANCE)
+        if instance is not None and instance != self._instances[url]:
             self._failure = RuntimeError(
                 f"the rollout server {url} was started again: the weights of version "
                 f"{self._version} are lost there"
             )
             raise self._failure
 
-    async def _all(self, calls: Iterator[Awaitable[Any]]) -> list[Any]:
-        return list(await asyncio.gather(*calls))
+    async def _all(self, calls: Iterator[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """All of them end before the first failure is raised."""
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -240,6 +286,14 @@ def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             part, size = {}, 0
     if part:
         yield part
+
+
+def _message(response: httpx.Response) -> str:
+    """What an answer says is wrong."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:300]
 
 
 def _completion(wire: Mapping[str, Any]) -> Completion:

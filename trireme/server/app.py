@@ -8,7 +8,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteError
 
 from trireme.server.limits import Limits, error_body
 from trireme.server.rollouts import Rollouts
@@ -25,17 +27,22 @@ def create_app(rollouts: Rollouts, *, key: str | None = None, most: int = 4096) 
     app.state.rollouts = rollouts
     app.state.instance = secrets.token_hex(8)
     for routes in (engine_routes, rollout_routes, openai_routes):
-        app.include_router(routes.make_router(rollouts, app.state.instance))
-    app.add_middleware(Limits, key=key, most=most)
-    app.add_exception_handler(Exception, _failed)
-    for kind, _ in STATUS:
+        app.include_router(routes.make_router(rollouts))
+    app.add_middleware(Limits, key=key, most=most, instance=app.state.instance)
+    for kind in (Exception, RuntimeError, *(kind for kind, _ in STATUS), StarletteError):
         app.add_exception_handler(kind, _failed)
-    app.add_exception_handler(RuntimeError, _failed)
+    app.add_exception_handler(RequestValidationError, _failed)
     return app
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
     """What failed, in one sentence."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+        return JSONResponse(error_body(422, f"the request's {field}: {first['msg']}"), 422)
+    if isinstance(error, StarletteError):
+        return JSONResponse(error_body(error.status_code, error.detail), error.status_code)
     status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
     return JSONResponse(error_body(status, f"{error}" or type(error).__name__), status)
 
@@ -57,5 +64,5 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _disconnected(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.2)
+    while (await request.receive())["type"] != "http.disconnect":
+        pass  # the body has been read: all that may still come is the end

@@ -44,8 +44,8 @@ class CommitBody(BaseModel):
     path: str | None = None
 
 
-def make_router(rollouts: Rollouts, instance: str) -> APIRouter:
-    """`instance` is new with every start: a client so sees that its weights are gone."""
+def make_router(rollouts: Rollouts) -> APIRouter:
+    """See the module."""
     router = APIRouter(prefix="/engine")
     engine = rollouts.engine
     sent: dict[str, Tensor] = {}
@@ -54,18 +54,16 @@ def make_router(rollouts: Rollouts, instance: str) -> APIRouter:
     async def health() -> dict[str, Any]:
         return {
             **asdict(engine.health()),
-            "instance": instance,
             "seed": rollouts.seed,
             "max_model_len": rollouts.max_model_len,
             "multi_turn": rollouts.multi_turn,
         }
 
     @router.post("/generate")
-    async def generate(body: GenerateBody, request: Request) -> dict[str, Any]:
+    async def generate(body: GenerateBody, request: Request) -> list[dict[str, Any]]:
         sampling = with_options(Sampling(), body.sampling)
         work = engine.generate(body.ids, sampling, key=as_key(body.key))
-        completions = await until_gone(request, work)
-        return {"instance": instance, "completions": [asdict(c) for c in completions]}
+        return [asdict(completion) for completion in await until_gone(request, work)]
 
     @router.post("/logprobs")
     async def logprobs(body: LogprobsBody) -> list[list[float]]:

@@ -31,13 +31,16 @@ class CommitBody(BaseModel):
     session_id: str | None = None
 
 
-def make_router(rollouts: Rollouts, instance: str, ship: Ship | None = None) -> APIRouter:
+def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
     """`ship` takes the experiences of a commit; without it the client gets them."""
     router = APIRouter()
     sessions = Sessions(lambda name: rollouts.model(("session", name, 0)))
 
     async def serve(request: Request, session: Session) -> Response:
-        body = json.loads(await request.body() or b"{}")
+        try:
+            body = json.loads(await request.body() or b"{}")
+        except ValueError as error:
+            raise ValueError(f"the request's body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise ValueError("the request's body must be a JSON object")
         before = len(session.model.recorder)

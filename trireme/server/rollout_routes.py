@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from trireme.server.app import until_gone
 from trireme.server.rollouts import Rollouts, as_key
-from trireme.server.weights import WeightGroup
+from trireme.server.weights import Part, WeightGroup
 from trireme.workflows.scheduler import RolloutInferRequest
 
 
@@ -72,7 +72,7 @@ class ParameterBody(BaseModel):
 class BucketBody(BaseModel):
     """Tensors in one broadcast of bytes."""
 
-    metadatas: list[dict[str, Any]]
+    metadatas: list[Part]
 
 
 class PathBody(BaseModel):
@@ -98,11 +98,11 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
             raise ValueError(f"request_config.{name} is not served: leave it out")
     options = {name: value for name, value in given.items() if name not in _ASIDE}
     if given.get("logprobs"):
-        options["logprobs"] = int(given.get("top_logprobs") or 1)
+        options["logprobs"] = int(given.get("top_logprobs") or given["logprobs"])
     return options
 
 
-def make_router(rollouts: Rollouts, instance: str) -> APIRouter:
+def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter()
     group = WeightGroup(rollouts.engine)

@@ -64,14 +64,26 @@ class Rollouts:
         loss_scale: Any = "default",
     ) -> list[dict[str, Any]]:
         """The outputs of all requests, in order; a trajectory that was split gives several."""
+        many = bool(key) and len(requests) > 1
+
+        async def all_of(barrier: TurnBarrier | None) -> list[list[dict[str, Any]]]:
+            parts = [
+                asyncio.ensure_future(
+                    self._one(r, options, (*key, place) if many else key, loss_scale, barrier)
+                )
+                for place, r in enumerate(requests)
+            ]
+            try:
+                return await asyncio.gather(*parts)
+            finally:
+                for part in parts:  # where one has failed the others are of no use
+                    part.cancel()
+
         if self.use_async_engine:
-            parts = [self._one(r, options, key, loss_scale, None) for r in requests]
-            found = await asyncio.gather(*parts)
+            found = await all_of(None)
         else:
             async with self._one_batch:  # the next batch waits for the slowest of this one
-                barrier = TurnBarrier(len(requests))
-                parts = [self._one(r, options, key, loss_scale, barrier) for r in requests]
-                found = await asyncio.gather(*parts)
+                found = await all_of(TurnBarrier(len(requests)))
         return [output for outputs in found for output in outputs]
 
     async def _one(

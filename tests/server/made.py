@@ -1,0 +1,127 @@
+"""Rollout servers for tests: in this process without a port, with one, or as a command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from transformers import AutoTokenizer
+
+from tests.e2e.job import environment
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.engines.torch.engine import TorchEngine
+from trireme.model.chat_tokens import ChatTokens
+from trireme.server.app import create_app
+from trireme.server.rollouts import Rollouts
+
+
+@asynccontextmanager
+async def torch_rollouts(
+    folder: Path, *, max_model_len: int = 512, **options: Any
+) -> AsyncIterator[Rollouts]:
+    """An engine of its own and what the server makes of it."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    device = Device(1)
+    engine = TorchEngine(
+        folder, tokenizer=tokenizer, device=device, max_model_len=max_model_len, seed=42
+    )
+    try:
+        yield rollouts_over(engine, tokenizer, max_model_len=max_model_len, **options)
+    finally:
+        await engine.close()
+        device.close()
+
+
+def rollouts_over(
+    engine: Engine, tokenizer: Any, *, max_model_len: int = 512, **options: Any
+) -> Rollouts:
+    return Rollouts(engine, ChatTokens(tokenizer), "tiny", max_model_len, **options)
+
+
+@asynccontextmanager
+async def client_of(rollouts: Rollouts, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app, without a port."""
+    transport = httpx.ASGITransport(create_app(rollouts, **options), raise_app_exceptions=False)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://server", timeout=60
+    ) as client:
+        yield client
+
+
+@asynccontextmanager
+async def on_port(rollouts: Rollouts, *, port: int = 0, **options: Any) -> AsyncIterator[str]:
+    """The app behind a real port, on this event loop; its address."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(2048)
+        config = uvicorn.Config(create_app(rollouts, **options), log_level="error")
+        server: Any = uvicorn.Server(config)
+        server.capture_signals = nullcontext
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+
+async def until(condition: Any, seconds: float = 30.0) -> None:
+    """Until `condition()` holds; fails after a while."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not come"
+        await asyncio.sleep(0.01)
+
+
+def rollout_command(folder: Path, *flags: str) -> list[str]:
+    """`trireme rollout` as a list of words."""
+    program = "from trireme.cli.main import main; main()"
+    return [sys.executable, "-c", program, "rollout", "--model", str(folder), *flags]
+
+
+@contextmanager
+def command(
+    folder: Path, *flags: str, port: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`trireme rollout` as its own process on a free port: the process and its address."""
+    process = subprocess.Popen(
+        rollout_command(folder, "--port", str(port), *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving"), (line, process.stderr.read())
+        yield process, line.split(" on ")[1].split(",")[0].strip()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def fails(folder: Path, *flags: str) -> tuple[int, str]:
+    """The exit code and what is said, of a command that cannot serve."""
+    ended = subprocess.run(
+        rollout_command(folder, *flags),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=os.fspath(folder.parent) if folder.parent.exists() else None,
+    )
+    return ended.returncode, ended.stderr
