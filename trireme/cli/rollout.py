@@ -104,7 +104,9 @@ async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
     device = Device()
     rollouts = _make_rollouts(options, device)
     app = create_app(rollouts, key=options.api_key, most=options.max_requests)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
+    )
     server: Any = uvicorn.Server(config)
     server.capture_signals = nullcontext  # it would raise them again, and end us before `finally`
     stopped: list[int] = []

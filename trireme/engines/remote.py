@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import time
 import zlib
-from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from trireme.engines.engine import Completion, Health, Sampling
+from trireme.engines.outbox import Outbox
 from trireme.log import get_logger
 
 logger = get_logger("engine")
@@ -50,7 +51,10 @@ class RemoteEngine:
         """
         self._urls = [url.rstrip("/") for url in urls]
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # idle connections go long before the server closes them
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=15.0
+        )
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
         )
@@ -61,6 +65,7 @@ class RemoteEngine:
         self._generated = self._prefilled = 0
         self._paused = self._closed = False
         self._connecting = asyncio.Lock()
+        self._outboxes: dict[str, Outbox] = {}
         self._failure: Exception | None = None
         self.multi_turn = False
         """Whether the servers have a scheduler."""
@@ -108,7 +113,7 @@ class RemoteEngine:
         """See Engine. Of an aborted request nothing comes back."""
         self._check()
         body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
-        found = await self._ask_while(key, "/engine/generate", body)
+        found = await self._ask_while(key, lambda url: self._generate(url, body))
         if found is None:
             return [Completion([], [], [], [], "aborted") for _ in range(sampling.n)]
         completions = [_completion(c) for c in found]
@@ -128,7 +133,8 @@ class RemoteEngine:
         self._check()
         options = dataclasses.asdict(sampling)
         body = {"infer_requests": [dict(request)], "request_config": options, "key": list(key)}
-        found = await self._ask_while(key, "/infer/", body | {"loss_scale": loss_scale})
+        body["loss_scale"] = loss_scale
+        found = await self._ask_while(key, lambda url: self._post(url, "/infer/", body))
         if found is None:
             raise RuntimeError(f"rollout {key} was aborted")
         return found
@@ -202,6 +208,8 @@ class RemoteEngine:
         while self._calls:  # each ends by itself, now that it is cancelled
             await asyncio.wait(set(self._calls))
             await asyncio.sleep(0)
+        for outbox in self._outboxes.values():
+            await outbox.close()
         await self._client.aclose()
 
     def _check(self) -> None:
@@ -210,12 +218,14 @@ class RemoteEngine:
         if self._closed:
             raise RuntimeError("the engine is closed")
 
-    async def _ask_while(self, key: tuple[Any, ...], path: str, body: Any) -> Any:
+    async def _ask_while(
+        self, key: tuple[Any, ...], ask_server: Callable[[str], Awaitable[Any]]
+    ) -> Any:
         """What the server of `key` answers; None where the request was aborted meanwhile."""
 
         async def ask() -> Any:
             await self.connect()
-            return await self._post(self._of(key), path, body)
+            return await ask_server(self._of(key))
 
         call = asyncio.ensure_future(ask())
         self._calls[call] = key
@@ -225,6 +235,14 @@ class RemoteEngine:
         finally:
             call.cancel()
             del self._calls[call]
+
+    async def _generate(self, url: str, body: dict[str, Any]) -> Any:
+        """Completions as the server sends them, asked for together with others."""
+        outbox = self._outboxes.setdefault(url, Outbox(self._client, url, self._judge(url)))
+        try:
+            return await outbox.ask(body)
+        except httpx.TransportError as error:
+            raise self._lost(url, "/engine/stream", error) from error
 
     def _of(self, key: tuple[Any, ...]) -> str:
         """The server of a key's task."""
@@ -244,17 +262,30 @@ class RemoteEngine:
         try:
             response = await call
         except httpx.TransportError as error:
-            late = isinstance(error, httpx.TimeoutException)
-            what = "did not answer in time" if late else "is gone"
-            self._failure = RuntimeError(
-                f"the rollout server {url} {what} ({path}): {error or type(error).__name__}"
-            )
-            raise self._failure from error
-        self._same_instance(url, response)
-        if response.status_code == 200:
-            return response.json()
-        kind = ValueError if response.status_code in (400, 422) else RuntimeError
-        raise kind(f"{url}{path} ({response.status_code}): {_message(response)}")
+            raise self._lost(url, path, error) from error
+        self._judge(url)(response)
+        return response.json()
+
+    def _lost(self, url: str, path: str, error: httpx.TransportError) -> Exception:
+        """A server that is gone ends the engine; the error that says so."""
+        late = isinstance(error, httpx.TimeoutException)
+        what = "did not answer in time" if late else "is gone"
+        self._failure = RuntimeError(
+            f"the rollout server {url} {what} ({path}): {error or type(error).__name__}"
+        )
+        return self._failure
+
+    def _judge(self, url: str) -> Callable[[httpx.Response], None]:
+        """Raises where an answer is not this server's, or not good."""
+
+        def check(response: httpx.Response) -> None:
+            self._same_instance(url, response)
+            if response.status_code != 200:
+                kind = ValueError if response.status_code in (400, 422) else RuntimeError
+                path = response.url.path
+                raise kind(f"{url}{path} ({response.status_code}): {_message(response)}")
+
+        return check
 
     def _same_instance(self, url: str, response: httpx.Response) -> None:
         instance = response.headers.get(INSTANCE)

@@ -21,12 +21,12 @@ STATUS = ((ValueError, 400), (TimeoutError, 504), (TypeError, 400), (FileNotFoun
 
 def create_app(rollouts: Rollouts, *, key: str | None = None, most: int = 4096) -> FastAPI:
     """All endpoints over one engine. `key`: what clients must show; `most`: requests in flight."""
-    from trireme.server import engine_routes, openai_routes, rollout_routes
+    from trireme.server import engine_routes, openai_routes, rollout_routes, stream_routes
 
     app = FastAPI(title="Trireme rollout server", version="1")
     app.state.rollouts = rollouts
     app.state.instance = secrets.token_hex(8)
-    for routes in (engine_routes, rollout_routes, openai_routes):
+    for routes in (engine_routes, stream_routes, rollout_routes, openai_routes):
         app.include_router(routes.make_router(rollouts))
     app.add_middleware(Limits, key=key, most=most, instance=app.state.instance)
     for kind in (Exception, RuntimeError, *(kind for kind, _ in STATUS), StarletteError):
