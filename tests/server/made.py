@@ -73,6 +73,8 @@ async def on_port(rollouts: Rollouts, *, port: int = 0, **options: Any) -> Async
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
             server.should_exit = server.force_exit = True
             await serving
 

@@ -1,0 +1,142 @@
+"""`trireme rollout` as a command: what it refuses, how it ends, and a run over it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.job import command as run_command
+from tests.e2e.job import environment, small_config
+from tests.server.made import command, fails
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--host", "0.0.0.0"], 2, "is open to other machines: give a key by --api-key"),
+        (["--multi_turn_scheduler", "nothing"], 2, "nothing"),
+        (["--dtype", "int3"], 2, "--dtype int3: expected auto, float32"),
+        (["--engine", "vllm"], 2, "--engine vllm is not supported yet"),
+        (["--external_plugins", "missing.py"], 2, "there is no such file"),
+    ],
+)
+def test_what_cannot_be_served_is_told_in_one_sentence(
+    tiny_dir: Path, flags: list[str], code: int, message: str
+) -> None:
+    ended, said = fails(tiny_dir, "--port", "0", *flags)
+    assert ended == code and message in said and said.startswith("error: "), said
+    assert "Traceback" not in said
+
+
+def test_a_plug_in_that_fails_to_load_shows_where(tiny_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken_plugin.py"
+    broken.write_text("def inside():\n    raise OSError('no disk')\n\n\ninside()\n")
+    code, said = fails(tiny_dir, "--port", "0", "--external_plugins", str(broken))
+    assert code == 2
+    assert "OSError: no disk" in said and "line 2, in inside" in said and str(broken) in said
+
+
+@pytest.mark.parametrize("kind", ["nothing there", "no model"])
+def test_a_model_that_is_none_is_told(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "model"
+    if kind == "no model":
+        folder.mkdir()
+    code, said = fails(folder, "--port", "0")
+    assert code == 2 and said.startswith(f"error: --model {folder} "), said
+    assert "Traceback" not in said
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(tiny_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, said = fails(tiny_dir, "--port", str(port))
+    assert code == 1 and f"--port {port} cannot be served on: Address already in use" in said
+    assert len(said.splitlines()) == 1
+
+
+def ignoring(function: Any) -> Any:
+    def call(*args: Any, **options: Any) -> None:
+        with suppress(httpx.HTTPError):
+            function(*args, **options)
+
+    return call
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_the_server_also_while_it_generates(
+    tiny_dir: Path, number: signal.Signals, code: int
+) -> None:
+    with command(tiny_dir, "--max-model-len", "200000") as (process, url):
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        body = {"prompt": "a", "max_tokens": 200_000, "ignore_eos": True}
+        ask = Thread(
+            target=ignoring(httpx.post), args=[f"{url}/v1/completions"], kwargs={"json": body}
+        )
+        ask.start()
+        while not httpx.get(f"{url}/engine/health").json()["running"]:
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) == code
+        ask.join()
+        assert process.stderr is not None
+        assert process.stderr.read().strip().splitlines()[-1] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_run_over_a_server_trains_and_ends(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    with command(tmp_path / "model", "--max-model-len", "128") as (_, url):
+        config["explorer"]["rollout_model"] = {"engine_type": "remote", "base_urls": [url]}
+        ended = subprocess.run(
+            run_command(tmp_path, config),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=environment(),
+            cwd=tmp_path,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert httpx.get(f"{url}/engine/health").json()["version"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_run_whose_server_dies_ends_with_one_sentence(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    config = small_config(tmp_path)
+    config["buffer"]["total_steps"] = 10_000
+    config["explorer"] |= {"max_timeout": 5, "max_retry_times": 1}
+    with command(tmp_path / "model", "--max-model-len", "128") as (server, url):
+        config["explorer"]["rollout_model"] = {"engine_type": "remote", "base_urls": [url]}
+        process = subprocess.Popen(
+            run_command(tmp_path, config),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            cwd=tmp_path,
+        )
+        try:
+            while httpx.get(f"{url}/engine/health", timeout=30).json()["version"] < 2:
+                assert process.poll() is None, process.communicate()
+            server.send_signal(number)
+            _, said = process.communicate(timeout=80)
+        finally:
+            if process.poll() is None:
+                process.kill()
+        assert process.returncode == 1
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, said
+        assert url in errors[0] or "took longer than explorer.max_timeout" in errors[0], said
