@@ -12,15 +12,16 @@ from dataclasses import asdict
 from typing import Any
 
 from trireme.experience import Experience, group_by
-from trireme.model.conversation import experience_of
+from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
 from trireme.rewards.orm import Judge, Row
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.names import MULTI_TURNS
+from trireme.workflows.outputs import Ended
 from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
-from trireme.workflows.turns import Ended, play
+from trireme.workflows.turns import play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
 
@@ -90,20 +91,21 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
     rewrote its history. What a call sampled is trained in one of them only.
     """
     decode = model.chat_tokens.decode
-    leaves = [(dialogue.call, dialogue) for dialogue in ended]
-    if len(ended) == 1:
-        orphans, only = model.recorder.orphans(), ended[0]
-        ends = [c for c in model.recorder if not c.extended and c not in orphans]
-        leaves = [(c, only) for c in ends if c is not only.call] + leaves
-    done: set[Call] = set()
+    last = {dialogue.call for dialogue in ended}
+    leaves = {
+        call: dialogue
+        for dialogue in ended
+        for call in (*dialogue.earlier, dialogue.call)
+        if call is dialogue.call or call not in last
+    }
+    done: dict[Call, int] = {}
     out: list[Experience] = []
-    for leaf, dialogue in leaves:
+    for leaf, dialogue in leaves.items():
         path = leaf.path
         if scale == "last_round" and leaf is not dialogue.call:
             continue
         loss_scale.weigh(path, scale, decode)
-        experience = experience_of(path, [c for c in path if c not in done], decode)
-        done.update(path)
+        experience = experience_of(path, untrained(path, done), decode)
         if leaf is dialogue.call:
             experience.messages = dialogue.messages
         experience.info |= {

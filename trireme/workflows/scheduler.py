@@ -89,6 +89,10 @@ class MultiTurnScheduler:
     infer_engine: InferEngine | None = None
     """Asks the model, for an overridden `run`."""
     tokenizer: Any = None
+    drops_retries: bool = True
+    """A reply that `step` took out of the messages, to ask for another, was never said. False: it
+    is a sample of its own.
+    """
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
         """`max_turns`: None or 0 is no limit of the scheduler's own."""
