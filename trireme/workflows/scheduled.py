@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trireme.experience import Experience, group_by
+from trireme.experience import Experience
 from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
@@ -49,12 +49,17 @@ class ScheduledWorkflow:
         _judge(task)
 
     async def judge(self, task: Task, experiences: Sequence[Experience]) -> None:
-        """Give each rollout of a task its reward; all rollouts are there, in run order."""
+        """Give each rollout of a task its reward; all rollouts are there, in run order.
+
+        Outputs of a `run` that have a `request_id` of their own are judged by themselves.
+        """
         judge = _judge(task)
-        runs = sorted(group_by(experiences, "run").values(), key=lambda own: own[0].eid.run)
-        rows = [_as_row(sorted(own, key=lambda e: e.eid.step)) for own in runs]
-        rewards, parts = await judge.rewards(task, rows)
-        for own, reward, found in zip(runs, rewards, parts, strict=True):
+        trajectories: dict[Any, list[Experience]] = {}
+        for experience in sorted(experiences, key=lambda e: (e.eid.run, e.eid.step)):
+            name = experience.eid.run, experience.info.get("request_id")
+            trajectories.setdefault(name, []).append(experience)
+        rewards, parts = await judge.rewards(task, [_as_row(own) for own in trajectories.values()])
+        for own, reward, found in zip(trajectories.values(), rewards, parts, strict=True):
             for experience in own:
                 # a prompt that was too long keeps its reward of 0
                 experience.reward = reward if experience.reward is None else experience.reward
@@ -111,7 +116,7 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
         experience.info |= {
             "completion": dialogue.choice.message.content,
             "rollout_infos": dialogue.infos,
-            "request_id": request_id,
+            "request_id": dialogue.infos.get("request_id", request_id),
         }
         experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
         out.append(experience)

@@ -76,6 +76,7 @@ class RolloutOutput:
     response_token_ids: list[Any] = field(default_factory=list)
     response_loss_mask: list[Any] = field(default_factory=list)
     rollout_infos: dict[str, Any] = field(default_factory=dict)
+    """A `request_id` among them gives this sample a reward of its own."""
     rollout_logprobs: list[Any] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
