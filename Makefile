@@ -40,7 +40,7 @@ test: lint
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
 test-extras: setup
 	$(BIN)/python -m venv $(ENVS)
-	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs]'
+	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py
 
 clean:

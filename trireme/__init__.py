@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from trireme.rewards.orm import ORM, AsyncORM
     from trireme.rewards.reward import RewardFn
     from trireme.task import Task
+    from trireme.workflows.gym_scheduler import ContextManager, Env
     from trireme.workflows.multi_turn import MultiTurnWorkflow
+    from trireme.workflows.names import CONTEXT_MANAGERS as context_managers
+    from trireme.workflows.names import ENVS as gym_envs
     from trireme.workflows.names import MULTI_TURNS as multi_turns
     from trireme.workflows.names import WORKFLOWS, workflow
     from trireme.workflows.scheduler import (
@@ -47,7 +50,9 @@ __all__ = [
     "Completion",
     "Config",
     "ConfigError",
+    "ContextManager",
     "Engine",
+    "Env",
     "Experience",
     "MathAccuracy",
     "Model",
@@ -69,7 +74,9 @@ __all__ = [
     "advantage",
     "algorithm",
     "by_group",
+    "context_managers",
     "group_by",
+    "gym_envs",
     "kl_loss",
     "load_config",
     "make_plans",
@@ -91,7 +98,9 @@ _NAMES = {
     "Completion": "trireme.engines.engine",
     "Config": "trireme.config",
     "ConfigError": "trireme.config",
+    "ContextManager": "trireme.workflows.gym_scheduler",
     "Engine": "trireme.engines.engine",
+    "Env": "trireme.workflows.gym_scheduler",
     "Experience": "trireme.experience",
     "MathAccuracy": "trireme.rewards.group",
     "Model": "trireme.model.model",
@@ -113,7 +122,9 @@ _NAMES = {
     "advantage": "trireme.algorithms.names",
     "algorithm": "trireme.algorithms.recipes",
     "by_group": "trireme.algorithms.advantage",
+    "context_managers": "trireme.workflows.names:CONTEXT_MANAGERS",
     "group_by": "trireme.experience",
+    "gym_envs": "trireme.workflows.names:ENVS",
     "kl_loss": "trireme.algorithms.names",
     "load_config": "trireme.config",
     "make_plans": "trireme.config",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trireme.envs.extras import extra
 from trireme.envs.gym import TextGym
 from trireme.envs.reasoning_gym import Problems
 from trireme.envs.textarena import ArenaGame
@@ -27,3 +28,9 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install trireme\[envs\]"):
         make()
+
+
+def test_a_missing_package_names_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install trireme\[mcp\]"):
+        extra("mcp", "the MCP client", "mcp")

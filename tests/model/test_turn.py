@@ -108,12 +108,25 @@ def test_two_branches_from_one_reply_train_its_beginning_once() -> None:
         [text for on, text in spans(experience) if on]
         for experience in model.experiences(reward=1.0)
     ]
-    assert [text for texts in trained for text in texts].count("abcdef") <= 2
+    assert [text for texts in trained for text in texts].count("abcdef") == 1
     assert {text for texts in trained for text in texts} == {
         "abcdef",
         "XY<|im_end|>",
         "UV<|im_end|>",
     }
+
+
+def test_branches_that_begin_at_once_train_what_they_share_once() -> None:
+    model = make(["abcdef", "XY", "UV", "ST"])
+
+    async def talk() -> None:
+        await model.chat(ASK)
+        begun = ("abc", "abcd", "ab")
+        await asyncio.gather(*(model.chat([*ASK, assistant(text)]) for text in begun))
+
+    asyncio.run(talk())
+    found = [text for e in model.experiences(reward=1.0) for on, text in spans(e) if on]
+    assert found == ["abcXY<|im_end|>", "dUV<|im_end|>", "ST<|im_end|>"]
 
 
 def test_edited_ids_keep_their_weights() -> None:

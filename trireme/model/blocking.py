@@ -156,7 +156,7 @@ class BlockingModel:
             experience.messages, matched = given, 0
         else:
             path = call.path
-            trained = [c for c in path if c.temperature == call.temperature]
+            trained = {c: 0 for c in path if c.temperature == call.temperature}
             experience = _lengthened(experience_of(path, trained, chat.decode), tail)
             experience.messages, matched = given, len(path)
         replies = sum(message["role"] == "assistant" for message in given)

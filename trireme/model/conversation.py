@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trireme.experience import EID, Experience
@@ -21,6 +21,7 @@ def experiences_of(
 ) -> list[Experience]:
     """One experience for each conversation among `calls`; other calls are its prompt."""
     left = {call for call in calls if call not in orphans}
+    done: dict[Call, int] = {}
     out = []
     for leaf in calls:
         if leaf not in left or any(other.parent is leaf for other in left):
@@ -30,14 +31,28 @@ def experiences_of(
         for temperature in dict.fromkeys(call.temperature for call in own):
             trained = [call for call in own if call.temperature == temperature]
             upto = path[: path.index(trained[-1]) + 1]
-            out.append(experience_of(upto, trained, decode))
+            out.append(experience_of(upto, untrained(trained, done), decode))
         # a branch that comes later has these calls as its prompt
         left -= set(own[:-1])
     return out
 
 
-def experience_of(path: Sequence[Call], trained: Sequence[Call], decode: Decode) -> Experience:
-    """The experience of a conversation in which what the calls `trained` sampled is trained."""
+def untrained(calls: Sequence[Call], done: dict[Call, int]) -> dict[Call, int]:
+    """From which token on each call is trained, where `done` says how many of what was sampled are
+    trained elsewhere; and they are `done` then. Calls that were cut share their beginning.
+    """
+    found = {}
+    for call in calls:
+        origin = call.origin or call
+        found[call] = done.get(origin, 0)
+        done[origin] = max(found[call], len(call.completion.ids))
+    return found
+
+
+def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Decode) -> Experience:
+    """The experience of a conversation in which what the calls `trained` sampled is trained, each
+    from a token on.
+    """
     last = path[-1]
     if len(path) == 1 and last.truncated:
         return _prompt_truncated(last, decode)
@@ -49,7 +64,8 @@ def experience_of(path: Sequence[Call], trained: Sequence[Call], decode: Decode)
     weights: list[float] = []
     for call in path:
         c, size = call.completion, len(call.inserted)
-        own = (call.weights or [1.0] * len(c.ids)) if call in trained else [0.0] * len(c.ids)
+        start = min(trained.get(call, len(c.ids)), len(c.ids))
+        own = [0.0] * start + (call.weights or [1.0] * len(c.ids))[start:]
         tokens += [*call.inserted, *c.ids]
         mask += [False] * size + [weight != 0 for weight in own]
         weights += [0.0] * size + own
@@ -80,7 +96,7 @@ def experience_of(path: Sequence[Call], trained: Sequence[Call], decode: Decode)
 
 def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
     """The experience of one call alone: what went before is its prompt."""
-    experience = experience_of(call.path, [call], decode)
+    experience = experience_of(call.path, {call: 0}, decode)
     experience.response_text = call.completion.text
     experience.eid = EID(run=run)
     if experience.versions is not None:

@@ -37,6 +37,8 @@ class Call:
     """Weight of each sampled token in the loss, 0: not trained; None: all 1."""
     extended: bool = False
     """A later call continues it."""
+    origin: Call | None = None
+    """The call that this one is the beginning of."""
 
     @property
     def path(self) -> list[Call]:

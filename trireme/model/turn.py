@@ -45,7 +45,10 @@ def cut(call: Call, count: int, decode: Decode) -> Call:
     )
     weights = None if call.weights is None else call.weights[:count]
     reply = {"role": "assistant", "content": text_before(call) + text}
-    return replace(call, completion=shorter, weights=weights, reply=reply, extended=False)
+    origin = call.origin or call
+    return replace(
+        call, completion=shorter, weights=weights, reply=reply, extended=False, origin=origin
+    )
 
 
 def inserted(parent: Call, ids: Sequence[int], content: str) -> Call:
@@ -61,6 +64,7 @@ def inserted(parent: Call, ids: Sequence[int], content: str) -> Call:
         reply=reply,
         prompt_text=None,
         extended=False,
+        origin=None,
     )
 
 

@@ -17,9 +17,10 @@ from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.model.sampling import with_options
+from trireme.workflows.outputs import Ended
 from trireme.workflows.scheduled import make_scheduler, samples
 from trireme.workflows.scheduler import RolloutInferRequest
-from trireme.workflows.turns import Ended, TurnBarrier, play
+from trireme.workflows.turns import TurnBarrier, play
 
 TOKEN_FIELDS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
 

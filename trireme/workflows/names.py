@@ -44,6 +44,10 @@ MULTI_TURNS = Registry(
 )
 """Schedulers of conversations: see workflows/scheduler.py. `multi_turns` for plug-ins."""
 
+ENVS = Registry("environment")
+"""Those of the gym scheduler. `gym_envs` for plug-ins."""
+CONTEXT_MANAGERS = Registry("context manager")
+
 
 def workflow(name: str) -> Callable[[Any], Any]:
     """Decorator: an async function `(task, model)`, or a Workflow class, by this name."""

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trireme.experience import Experience, group_by
-from trireme.model.conversation import experience_of
+from trireme.experience import Experience
+from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
 from trireme.rewards.orm import Judge, Row
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.names import MULTI_TURNS
+from trireme.workflows.outputs import Ended
 from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
-from trireme.workflows.turns import Ended, play
+from trireme.workflows.turns import play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
 
@@ -48,12 +49,17 @@ class ScheduledWorkflow:
         _judge(task)
 
     async def judge(self, task: Task, experiences: Sequence[Experience]) -> None:
-        """Give each rollout of a task its reward; all rollouts are there, in run order."""
+        """Give each rollout of a task its reward; all rollouts are there, in run order.
+
+        Outputs of a `run` that have a `request_id` of their own are judged by themselves.
+        """
         judge = _judge(task)
-        runs = sorted(group_by(experiences, "run").values(), key=lambda own: own[0].eid.run)
-        rows = [_as_row(sorted(own, key=lambda e: e.eid.step)) for own in runs]
-        rewards, parts = await judge.rewards(task, rows)
-        for own, reward, found in zip(runs, rewards, parts, strict=True):
+        trajectories: dict[Any, list[Experience]] = {}
+        for experience in sorted(experiences, key=lambda e: (e.eid.run, e.eid.step)):
+            name = experience.eid.run, experience.info.get("request_id")
+            trajectories.setdefault(name, []).append(experience)
+        rewards, parts = await judge.rewards(task, [_as_row(own) for own in trajectories.values()])
+        for own, reward, found in zip(trajectories.values(), rewards, parts, strict=True):
             for experience in own:
                 # a prompt that was too long keeps its reward of 0
                 experience.reward = reward if experience.reward is None else experience.reward
@@ -90,26 +96,27 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
     rewrote its history. What a call sampled is trained in one of them only.
     """
     decode = model.chat_tokens.decode
-    leaves = [(dialogue.call, dialogue) for dialogue in ended]
-    if len(ended) == 1:
-        orphans, only = model.recorder.orphans(), ended[0]
-        ends = [c for c in model.recorder if not c.extended and c not in orphans]
-        leaves = [(c, only) for c in ends if c is not only.call] + leaves
-    done: set[Call] = set()
+    last = {dialogue.call for dialogue in ended}
+    leaves = {
+        call: dialogue
+        for dialogue in ended
+        for call in (*dialogue.earlier, dialogue.call)
+        if call is dialogue.call or call not in last
+    }
+    done: dict[Call, int] = {}
     out: list[Experience] = []
-    for leaf, dialogue in leaves:
+    for leaf, dialogue in leaves.items():
         path = leaf.path
         if scale == "last_round" and leaf is not dialogue.call:
             continue
         loss_scale.weigh(path, scale, decode)
-        experience = experience_of(path, [c for c in path if c not in done], decode)
-        done.update(path)
+        experience = experience_of(path, untrained(path, done), decode)
         if leaf is dialogue.call:
             experience.messages = dialogue.messages
         experience.info |= {
             "completion": dialogue.choice.message.content,
             "rollout_infos": dialogue.infos,
-            "request_id": request_id,
+            "request_id": dialogue.infos.get("request_id", request_id),
         }
         experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
         out.append(experience)

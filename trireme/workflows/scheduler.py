@@ -76,6 +76,7 @@ class RolloutOutput:
     response_token_ids: list[Any] = field(default_factory=list)
     response_loss_mask: list[Any] = field(default_factory=list)
     rollout_infos: dict[str, Any] = field(default_factory=dict)
+    """A `request_id` among them gives this sample a reward of its own."""
     rollout_logprobs: list[Any] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,6 +90,10 @@ class MultiTurnScheduler:
     infer_engine: InferEngine | None = None
     """Asks the model, for an overridden `run`."""
     tokenizer: Any = None
+    drops_retries: bool = True
+    """A reply that `step` took out of the messages, to ask for another, was never said. False: it
+    is a sample of its own.
+    """
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
         """`max_turns`: None or 0 is no limit of the scheduler's own."""

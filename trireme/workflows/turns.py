@@ -13,7 +13,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from trireme.model.model import Model, Reply
@@ -21,12 +21,12 @@ from trireme.model.openai_wire import token_logprobs
 from trireme.model.recorder import Call
 from trireme.threads import OwnThread
 from trireme.workflows.classes import settled
+from trireme.workflows.outputs import Ended, dialogues
 from trireme.workflows.scheduler import (
     ChatMessage,
     InferEngine,
     MultiTurnScheduler,
     RolloutInferRequest,
-    RolloutOutput,
     RolloutResponseChoice,
 )
 
@@ -34,17 +34,6 @@ _STEP_KEYS = (
     *("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs"),
     "rollout_infos",
 )
-
-
-@dataclass
-class Ended:
-    """One dialogue that is a sample of its own."""
-
-    messages: list[dict[str, Any]]
-    choice: RolloutResponseChoice
-    call: Call
-    """The one that gave its last reply."""
-    infos: dict[str, Any] = field(default_factory=dict)
 
 
 async def play(
@@ -122,8 +111,10 @@ class _Trajectory:
         self._request = request
         await self._call(self._scheduler.on_trajectory_start, held)
         [request] = held
+        self._request = request
         if (run := getattr(self._scheduler, "run", None)) is not None:
-            return self._outputs(await self._call(run, request, {}))
+            found = await self._call(run, request, {})
+            return dialogues(self._name, found, self._given, self._model.recorder)
         turn = 1
         while True:
             self._request = request
@@ -133,9 +124,14 @@ class _Trajectory:
             request = await self._next(request, choice, turn)
             turn += 1
         choice.messages = copy.deepcopy(request.messages)
-        self._model.recorder.drop_branches()
+        recorder, last = self._model.recorder, self._given[-1][1]
+        gone: set[Call] = set()
+        if self._scheduler.drops_retries:
+            recorder.drop_branches()
+            gone = recorder.orphans()
+        ends = [c for c in recorder if not c.extended and c is not last and c not in gone]
         infos = {**self._infos, "num_turns": turn}
-        return [Ended(choice.messages, choice, self._call_of(choice), infos)]
+        return [Ended(choice.messages, choice, last, ends, infos)]
 
     async def close(self) -> None:
         """Tell the scheduler that it is over, and end its thread."""
@@ -245,42 +241,6 @@ class _Trajectory:
         if ids is not None or (content != old and len(after) > place + 1):
             tools = self._request.tools if self._request else None
             self._model.edit_reply(after[:place], content, ids, weights, tools)
-
-    def _outputs(self, found: Any) -> list[Ended]:
-        """What an overridden `run` returned."""
-        outputs = list(found) if isinstance(found, list | tuple) else [found]
-        for output in outputs:
-            if not isinstance(output, RolloutOutput):
-                raise TypeError(
-                    f"{self._name}.run returned {type(output).__name__}: expected a RolloutOutput, "
-                    "or a list of them"
-                )
-            if not output.messages or not output.response.choices:
-                raise TypeError(
-                    f"{self._name}.run returned a RolloutOutput without messages, or without a "
-                    "choice in its response"
-                )
-        if not outputs:
-            raise TypeError(f"{self._name}.run returned an empty list: expected RolloutOutputs")
-        return [
-            Ended(
-                output.messages or [],
-                output.response.choices[0],
-                self._call_of(output.response.choices[0]),
-                {"num_turns": len(outputs), **output.rollout_infos},
-            )
-            for output in outputs
-        ]
-
-    def _call_of(self, choice: RolloutResponseChoice) -> Call:
-        """The recorded call of a choice. Raises ValueError where the model did not give it."""
-        for known, call in reversed(self._given):
-            if known is choice or (choice.token_ids and known.token_ids == choice.token_ids):
-                return call
-        raise ValueError(
-            f"{self._name}.run returned a reply that the model did not give: "
-            f"{choice.message.content!r:.80}"
-        )
 
     def _add_infos(self, infos: Any) -> None:
         if infos:

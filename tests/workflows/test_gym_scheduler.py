@@ -1,0 +1,218 @@
+"""Gym scheduler: an environment's conversation and reward, and its close on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.model.fake import TOKENIZER, Say, engine_of, make, user
+from tests.workflows.test_scheduler import run, trained
+from trireme import ContextManager, Env, Experience, Task, context_managers, gym_envs
+from trireme.model.model import Model
+from trireme.workflows.scheduled import multi_turn_scheduler
+
+ROW = {"messages": [user("<placeholder>")], "env_config": {"name": "guess", "secret": "3"}}
+CLOSED: list[Env] = []
+
+
+@pytest.fixture(autouse=True)
+def none_closed() -> None:
+    CLOSED.clear()
+
+
+class Guess(Env):
+    """A number is to be guessed; plain methods, which run in a thread."""
+
+    def reset(self, config: Any) -> Any:
+        self.thread = threading.current_thread()
+        return "Guess.", {}, self.env_config.get("system", "")
+
+    def step(self, action: list[dict[str, Any]]) -> Any:
+        said = action[-1]["content"]
+        if said == "break":
+            raise RuntimeError("the environment broke")
+        right = said == self.env_config["secret"]
+        return "No.", 1.0 if right else -0.25, right, {}
+
+    def close(self) -> None:
+        CLOSED.append(self)
+
+
+class AsyncGuess(Guess):
+    async def reset(self, config: Any) -> Any:
+        return super().reset(config)
+
+    async def step(self, action: list[dict[str, Any]]) -> Any:
+        return super().step(action)
+
+    async def close(self) -> None:
+        super().close()
+
+
+class LastOnly(ContextManager):
+    def manage_context(self, history: list[dict[str, Any]], trajectory_id: str) -> Any:
+        return history[-int(self.ctx_config["keep"]) :]
+
+
+gym_envs["guess"] = Guess
+context_managers["last_only"] = LastOnly
+
+
+def task_of(row: dict[str, Any] | None = None, **args: Any) -> Task:
+    return Task(row or ROW, workflow_args={"scheduler": "gym_scheduler", "max_turns": 5, **args})
+
+
+def play(replies: Any, env: Any = Guess, **args: Any) -> list[Experience]:
+    row = {**ROW, "env_config": {"secret": "3"}}
+    return run(
+        replies if isinstance(replies, Model) else make(replies), task_of(row, env=env, **args)
+    )
+
+
+def closed() -> int:
+    """How often an environment was closed; a plain close is not waited for."""
+    until = time.monotonic() + 1
+    while not CLOSED and time.monotonic() < until:
+        time.sleep(0.01)
+    return len(CLOSED)
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_the_environments_reward_is_the_rollouts(env: type[Env]) -> None:
+    [experience] = play(["1", "3"], env)
+    assert experience.reward == 0.75
+    infos = experience.info["rollout_infos"]
+    rewards = {"total_reward": 0.75, "step_rewards": [-0.25, 1.0], "gym_done": True}
+    assert infos == {**rewards, "num_turns": 2}
+    assert experience.messages is not None
+    assert [m["content"] for m in experience.messages] == ["Guess.", "1", "No.", "3"]
+    assert trained(experience) == ["1<|im_end|>", "3<|im_end|>"]
+    assert closed() == 1
+
+
+def test_the_row_names_its_environment_and_goes_over_the_configuration() -> None:
+    task = task_of(env_config={"secret": "7", "system": "Be quick."})
+    [experience] = run(make(["3"]), task)
+    assert experience.reward == 1.0
+    assert experience.messages is not None
+    assert experience.messages[0] == {"role": "system", "content": "Be quick."}
+
+
+def test_plain_methods_run_in_a_thread_of_their_own() -> None:
+    play(["3"])
+    assert closed() and getattr(CLOSED[0], "thread").name.startswith("gym-")  # noqa: B009
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_it_is_closed_where_max_turns_ends_it(env: type[Env]) -> None:
+    [experience] = play(["1"] * 9, env, max_turns=2)
+    assert experience.reward == -0.5 and not experience.info["rollout_infos"]["gym_done"]
+    assert closed() == 1
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_it_is_closed_where_a_reply_was_cut(env: type[Env]) -> None:
+    [experience] = play([Say("1", stop_reason="length")], env)
+    assert experience.truncate_status == "response_truncated" and experience.reward == -0.25
+    assert closed() == 1
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_it_is_closed_where_there_is_no_room(env: type[Env]) -> None:
+    [experience] = play(make(["1"], max_model_len=40, max_prompt_tokens=3), env)
+    assert experience.reward == 0 and experience.truncate_status == "prompt_truncated"
+    assert experience.info["rollout_infos"]["step_rewards"] == []
+    assert closed() == 1
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_it_is_closed_where_it_breaks(env: type[Env]) -> None:
+    with pytest.raises(RuntimeError, match="the environment broke"):
+        play(["break"], env)
+    assert closed() == 1
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_it_is_closed_where_the_engine_breaks(env: type[Env]) -> None:
+    def fail(prompt: str) -> str:
+        raise RuntimeError("engine broke")
+
+    with pytest.raises(RuntimeError, match="engine broke"):
+        play(make(fail), env)
+    assert closed() == 1
+
+
+@pytest.mark.parametrize("env", [Guess, AsyncGuess])
+def test_it_is_closed_where_the_rollout_is_cancelled(env: type[Env]) -> None:
+    row = {**ROW, "env_config": {"secret": "3"}}
+
+    async def main() -> None:
+        rollout = multi_turn_scheduler(task_of(row, env=env), make(["1"], wait=30))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(rollout, 0.2)
+
+    asyncio.run(main())
+    assert closed() == 1
+
+
+def test_a_reset_that_hangs_ends_with_the_rollout_and_is_closed_when_it_returns() -> None:
+    class Hangs(Guess):
+        def reset(self, config: Any) -> Any:
+            time.sleep(0.5)
+
+    async def main() -> None:
+        row = {**ROW, "env_config": {}}
+        start = time.monotonic()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(multi_turn_scheduler(task_of(row, env=Hangs), make([])), 0.1)
+        assert time.monotonic() - start < 0.4
+
+    asyncio.run(main())
+    assert closed() == 1
+
+
+def test_a_close_that_fails_costs_no_trajectory(caplog: pytest.LogCaptureFixture) -> None:
+    class Leaks(AsyncGuess):
+        async def close(self) -> None:
+            raise RuntimeError("no")
+
+    [experience] = play(["3"], Leaks)
+    assert experience.reward == 1.0
+    assert "Leaks.close failed" in caplog.text
+
+
+def test_a_shortened_conversation_gives_a_sample_a_turn_also_where_prompts_are_equal() -> None:
+    model = make(["1", "2", "3"])
+    found = play(model, context_manager="last_only", ctx_config={"keep": 1})
+    shown = [TOKENIZER.decode(prompt) for prompt in engine_of(model).prompts]
+    assert shown[1] == shown[2] and "Guess." not in shown[1]
+    assert [trained(e) for e in found] == [["1<|im_end|>"], ["2<|im_end|>"], ["3<|im_end|>"]]
+    assert {e.reward for e in found} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"env": "gues"}, "unknown environment 'gues'; did you mean 'guess'"),
+        ({"context_manager": "last"}, "unknown context manager 'last'"),
+    ],
+)
+def test_unknown_names_are_errors_before_the_run(args: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        multi_turn_scheduler.examine(task_of(**args))
+
+
+def test_a_row_without_an_environment_is_an_error() -> None:
+    with pytest.raises(ValueError, match="gym_scheduler has no environment"):
+        run(make(["1"]), task_of({"messages": [user("x")]}))
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_what_an_environment_may_not_return(method: str) -> None:
+    wrong = type("Wrong", (Guess,), {method: lambda self, given: "text"})
+    with pytest.raises(TypeError, match=rf"Wrong.{method} returned 'text': expected \(observation"):
+        play(["1"], wrong)

@@ -1,0 +1,191 @@
+"""Gym scheduler: an environment leads the conversation, and gives its reward.
+
+- The environment's first observation replaces the row's messages.
+- It is closed on every way out, also by `max_turns`, a cut reply, an error or a time-out.
+- Its methods are plain (they run in a thread of the trajectory's own) or coroutines.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from trireme.threads import OwnThread
+from trireme.workflows.classes import settled
+from trireme.workflows.names import CONTEXT_MANAGERS, ENVS
+from trireme.workflows.scheduler import (
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+)
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+
+class Env:
+    """Base of environments that see the whole conversation. Give `reset` and `step`."""
+
+    def __init__(self, env_config: Mapping[str, Any]) -> None:
+        """`env_config`: that of `workflow_args`, and over it the row's."""
+        self.env_config = env_config
+
+    def reset(self, config: RolloutInferRequest) -> Any:
+        """`(observation, info, system)` for a row's request; `system` may be empty."""
+        raise NotImplementedError(f"{type(self).__name__} must define `reset(self, config)`")
+
+    def step(self, action: Messages) -> Any:
+        """`(observation, reward, done, info)` after a conversation whose last message is the
+        model's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define `step(self, action)`")
+
+    def close(self) -> Any:
+        """Free what it holds."""
+
+
+class ContextManager:
+    """Base of what shortens a conversation before each turn. Give `manage_context`."""
+
+    def __init__(self, ctx_config: Mapping[str, Any]) -> None:
+        self.ctx_config = ctx_config
+
+    def manage_context(self, history: Messages, trajectory_id: str) -> Any:
+        """The messages that the next turn is sampled from."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `manage_context(self, history, trajectory_id)`"
+        )
+
+
+class GymScheduler(MultiTurnScheduler):
+    """Plays an environment until it is done.
+
+    `env`: a name of `gym_envs` or a path, which the row's `env_config.name` goes over; `env_config`
+    likewise. `context_manager` (and `ctx_config`) may shorten the conversation before each turn.
+    """
+
+    drops_retries = False
+
+    def __init__(
+        self,
+        max_turns: int | None = None,
+        env: Any = None,
+        env_config: Mapping[str, Any] | None = None,
+        context_manager: Any = None,
+        ctx_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(max_turns)
+        self._env_name, self._env_config = env, dict(env_config or {})
+        found = CONTEXT_MANAGERS.get(context_manager) if _named(context_manager) else None
+        make: Any = found or context_manager
+        self._context = None if make is None else make(dict(ctx_config or {}))
+        if _named(env):
+            ENVS.get(env)  # an unknown one is an error before the run
+        self._env: Any = None
+        self._thread: OwnThread | None = None
+        self._observation = ""
+        self._rewards: list[float] = []
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        """Make and reset the environment; its observation is the conversation's beginning."""
+        [request] = requests
+        config = {**self._env_config, **(request.data_dict.get("env_config") or {})}
+        name = config.get("name") or self._env_name
+        if name is None:
+            raise ValueError(
+                "gym_scheduler has no environment: give workflow_args.env, or the row's "
+                f"env_config.name. Known: {', '.join(ENVS.names()) or 'none yet'}"
+            )
+        make: Any = ENVS.get(name) if _named(name) else name
+
+        def made() -> None:  # kept by its own thread, which closes it
+            self._env = make(config)
+
+        await self._call(made)
+        given = await self._call(self._env.reset, request)
+        if not isinstance(given, tuple) or len(given) != 3:
+            raise TypeError(
+                f"{type(self._env).__name__}.reset returned {given!r:.80}: expected (observation, "
+                "info, system)"
+            )
+        observation, _, system = given
+        messages = [{"role": "system", "content": system}] if system else []
+        request.messages = [*messages, {"role": "user", "content": str(observation)}]
+        await self._shorten(request)
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """Act by the reply. One that had no room is none."""
+        done = False
+        if result.finish_reason != "length" or result.token_ids:
+            action = copy.deepcopy(infer_request.messages)
+            given = await self._call(self._env.step, action)
+            if not isinstance(given, tuple) or len(given) != 4:
+                raise TypeError(
+                    f"{type(self._env).__name__}.step returned {given!r:.80}: expected "
+                    "(observation, reward, done, info)"
+                )
+            observation, reward, done, _ = given
+            self._observation = str(observation)
+            self._rewards.append(float(reward or 0.0))
+        infos = {
+            "total_reward": sum(self._rewards),
+            "step_rewards": list(self._rewards),
+            "gym_done": bool(done),
+        }
+        return {"rollout_infos": infos, **({"done": True} if done else {})}
+
+    async def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
+        """What the environment showed is the user's next message."""
+        infer_request.messages.append({"role": "user", "content": self._observation})
+        await self._shorten(infer_request)
+        return infer_request
+
+    async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
+        """Close the environment. What fails in that is logged: the trajectory was lived through."""
+        close = getattr(self._env, "close", None)
+        waits = inspect.iscoroutinefunction(close)
+        if self._thread is not None:
+            # not waited for, as it may hang; there may be an environment only when it gets to it
+            self._thread.close(None if waits else self._close)
+        if waits and close is not None:
+            with _logged(self._env):
+                await close()
+
+    def _close(self) -> None:
+        with _logged(self._env):
+            getattr(self._env, "close", lambda: None)()
+
+    async def _shorten(self, request: RolloutInferRequest) -> None:
+        if self._context is not None:
+            history = copy.deepcopy(request.messages)
+            request.messages = await self._call(
+                self._context.manage_context, history, request.uuid or ""
+            )
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A method of the user's; a plain one in the thread."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        self._thread = self._thread or OwnThread(f"gym-{id(self)}")
+        return await settled(await self._thread.run(lambda: function(*args)))
+
+
+@contextmanager
+def _logged(env: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.warning("%s.close failed", type(env).__name__, exc_info=True)
+
+
+def _named(given: Any) -> bool:
+    return isinstance(given, str)
