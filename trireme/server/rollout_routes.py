@@ -75,6 +75,13 @@ class BucketBody(BaseModel):
     metadatas: list[Part]
 
 
+class AdapterBody(BaseModel):
+    """LoRA tensors in one broadcast of bytes, and peft's configuration of them."""
+
+    peft_config: dict[str, Any]
+    metadatas: list[Part]
+
+
 class PathBody(BaseModel):
     """A folder of safetensors."""
 
@@ -105,7 +112,7 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter()
-    group = WeightGroup(rollouts.engine)
+    group = WeightGroup(rollouts.engine, model_path=rollouts.model_path)
 
     async def health() -> dict[str, str]:
         rollouts.engine.health()
@@ -128,7 +135,7 @@ def make_router(rollouts: Rollouts) -> APIRouter:
             "engine_type": "AsyncLLMEngine" if rollouts.use_async_engine else "LLMEngine",
             "enable_multi_turn": rollouts.multi_turn,
             "use_gym_env": rollouts.scheduler.get("scheduler") == "gym_scheduler",
-            "enable_lora": False,
+            "enable_lora": True,
         }
 
     @router.post("/infer/")
@@ -164,6 +171,11 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     async def update_flattened_params(body: BucketBody) -> dict[str, str]:
         await group.receive_bucket(body.metadatas)
         return {"message": f"waiting for {len(body.metadatas)} tensors"}
+
+    @router.post("/update_adapter_flattened_param/")
+    async def update_adapter_flattened_param(body: AdapterBody) -> dict[str, str]:
+        await group.receive_bucket(body.metadatas, body.peft_config)
+        return {"message": f"waiting for {len(body.metadatas)} tensors of an adapter"}
 
     @router.post("/update_weights_from_path/")
     async def update_weights_from_path(body: PathBody) -> dict[str, str]:

@@ -8,7 +8,7 @@ when the client ends its update. A failed broadcast is told there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trireme.engines.engine import Engine
+from trireme.server.adapter import base_weights, merge_adapter
 from trireme.threads import in_thread
 
 TIMEOUT_S = 120.0
@@ -37,8 +38,12 @@ class Part:
 class WeightGroup:
     """The server's side of the group: rank 0 of two, the trainer is the last."""
 
-    def __init__(self, engine: Engine, *, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, engine: Engine, *, model_path: str = "", timeout: float = TIMEOUT_S) -> None:
+        """`model_path`: what adapters belong to until full weights come."""
         self._engine = engine
+        self._model_path = model_path
+        self._base: dict[str, Tensor] | None = None
+        self._adapter: Mapping[str, Any] | None = None
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
         self._last: asyncio.Future[None] | None = None
@@ -63,8 +68,12 @@ class WeightGroup:
             await self._after_last()
             self._background(receive)
 
-    async def receive_bucket(self, parts: Sequence[Part]) -> None:
-        """Wait for a bucket of bytes, in the background."""
+    async def receive_bucket(
+        self, parts: Sequence[Part], adapter: Mapping[str, Any] | None = None
+    ) -> None:
+        """Wait for a bucket of bytes, in the background. `adapter`: they are LoRA weights of this
+        configuration.
+        """
         bucket = torch.empty(max((p.end_idx for p in parts), default=0), dtype=torch.uint8)
         empty = {p.name: torch.empty(tuple(p.shape), dtype=_dtype(p.dtype)) for p in parts}
         for p in parts:
@@ -82,12 +91,14 @@ class WeightGroup:
                 self._tensors[p.name] = own.reshape(tuple(p.shape))
 
         async with self._one_by_one:
-            await self._after_last()
+            await (self._after_last() if adapter is None else self._apply())
+            self._adapter = adapter
             self._background(receive)
 
     async def load(self, path: str) -> None:
         """Take the weights of a folder."""
         await self._engine.update_weights(path, self._engine.health().version + 1)
+        self._model_path, self._base = path, None
 
     async def ready(self) -> int:
         """Put to use what has come; the version then. Raises what a broadcast has raised."""
@@ -107,6 +118,12 @@ class WeightGroup:
         await self._after_last()
         if self._tensors:
             tensors, self._tensors = self._tensors, {}
+            if self._adapter is not None:
+                config, self._adapter = self._adapter, None
+                self._base = self._base or base_weights(self._model_path)
+                tensors = merge_adapter(self._base, tensors, config)
+            else:
+                self._base = tensors
             await self._engine.update_weights(tensors, self._engine.health().version + 1)
 
     def _connect(self, host: str, port: int) -> None:
@@ -127,7 +144,7 @@ class WeightGroup:
                 "there is no group to receive weights in: call init_communicator first"
             )
         try:
-            self._group.broadcast([tensor], 1).wait()
+            self._group.broadcast(tensor, 1).wait()
         except RuntimeError as error:
             self._group, self._tensors = None, {}
             raise RuntimeError(
