@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.model.fake import Say, make
+from tests.model.fake import make
 from tests.model.test_turn import spans
 from tests.workflows.test_scheduler import run
 from trireme import Experience, Task
@@ -63,23 +62,6 @@ def test_the_best_branch_alone_trains_the_shared_half_and_its_own() -> None:
     assert best.logprobs is not None
     own = best.logprobs[best.mask].tolist()
     assert own[: len(HALF)] == pytest.approx([-0.5 - 0.01 * i for i in range(len(HALF))])
-
-
-def test_branches_that_come_back_in_another_order_keep_their_own_replies() -> None:
-    model = make([FIRST, Say("wer>4</answer>"), Say("wer>9</answer>")])
-    found = asyncio.run(_late(model))
-    assert [text for e in found for text in trained([e])] == [
-        FIRST + "<|im_end|>",
-        "wer>4</answer><|im_end|>",
-        "wer>9</answer><|im_end|>",
-    ]
-
-
-async def _late(model: Model) -> list[Experience]:
-    from trireme.workflows.scheduled import multi_turn_scheduler
-
-    args = {"scheduler": "tree_search:TreeSearch", "branches": 2}
-    return await multi_turn_scheduler(Task(raw_task=ROW, workflow_args=args), model)
 
 
 def test_the_plug_in_is_short() -> None:
