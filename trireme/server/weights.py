@@ -37,9 +37,9 @@ class Part:
 class WeightGroup:
     """The server's side of the group: rank 0 of two, the trainer is the last."""
 
-    def __init__(self, engine: Engine, *, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, engine: Engine, *, timeout: float | None = None) -> None:
         self._engine = engine
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout or TIMEOUT_S)
         self._group: Any = None
         self._last: asyncio.Future[None] | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ class WeightGroup:
                 "there is no group to receive weights in: call init_communicator first"
             )
         try:
-            self._group.broadcast([tensor], 1).wait()
+            self._group.broadcast(tensor, 1).wait()
         except RuntimeError as error:
             self._group, self._tensors = None, {}
             raise RuntimeError(
