@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
-from trireme.model.openai_client import answer
+from trireme.model.model import Reply
+from trireme.model.openai_answer import respond, stream
+from trireme.model.openai_client import DONE, event
 from trireme.server.app import until_gone
+from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts, experience_to_wire
 from trireme.server.sessions import Session, Sessions, Ship
 
@@ -43,18 +47,20 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
             raise ValueError(f"the request's body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise ValueError("the request's body must be a JSON object")
-        before = len(session.model.recorder)
-        found = await until_gone(request, answer(session.model, request.url.path, body))
-        kind = found.headers.get("content-type", "")
-        if found.status_code == 200 and len(session.model.recorder) > before:
-            text = found.text
-            first = (
-                text.partition("data: ")[2].partition("\n")[0] if "event-stream" in kind else text
-            )
-            calls = session.model.recorder.calls[before:]
-            sessions.note(session, str(json.loads(first).get("id")), calls)
-        headers = {"content-type": kind, "x-session-id": session.name}
-        return Response(found.content, found.status_code, headers=headers)
+
+        def note(reply_id: str, replies: Sequence[Reply]) -> None:
+            sessions.note(session, reply_id, [reply.call for reply in replies])
+
+        chat = request.url.path.endswith("/chat/completions")
+        headers = {"x-session-id": session.name}
+        if not body.get("stream"):
+            work = respond(session.model, body, chat=chat, note=note)
+            return JSONResponse(await until_gone(request, work), headers=headers)
+        chunks = stream(session.model, body, chat=chat, note=note)
+        first = await until_gone(request, anext(chunks))  # what cannot be served is refused here
+        return StreamingResponse(
+            _events(first, chunks), media_type="text/event-stream", headers=headers
+        )
 
     @router.post("/v1/chat/completions")
     @router.post("/v1/completions")
@@ -111,3 +117,16 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     return router
+
+
+async def _events(
+    first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]
+) -> AsyncIterator[str]:
+    """The chunks as events; a failure in the middle is the last of them."""
+    yield event(first)
+    try:
+        async for chunk in chunks:
+            yield event(chunk)
+    except (ValueError, RuntimeError) as error:
+        yield event(error_body(500, str(error)))
+    yield DONE
