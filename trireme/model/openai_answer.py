@@ -135,7 +135,9 @@ class _Chunks:
         if calls:
             numbered = [{"index": n, **call} for n, call in enumerate(calls)]
             chunks.append(self._chunk(index, {"tool_calls": numbered}))
-        return [*chunks, self._chunk(index, {}, choice["finish_reason"])]
+        end = self._chunk(index, {}, choice["finish_reason"])
+        end["choices"][0] |= {"stop_reason": c.stop}
+        return [*chunks, end]
 
     def _of(self, sample: int) -> Pieces:
         shown = partial(self._decode, skip_special=True)

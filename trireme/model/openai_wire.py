@@ -88,6 +88,7 @@ def chat_response(
             "message": message,
             "finish_reason": "length" if reply.stop_reason == "length" else ended,
             "logprobs": None,
+            "stop_reason": reply.call.completion.stop,
             "token_ids": reply.tokens,
         }
         if body.get("logprobs"):

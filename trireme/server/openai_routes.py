@@ -1,4 +1,4 @@
-"""OpenAI routes: chat and completions for any agent program, each call recorded by its session."""
+"""Agents' routes: the APIs that agent programs speak, each call recorded by its session."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pydantic import BaseModel, Field
 from trireme.model.model import Reply
 from trireme.model.openai_answer import respond, stream
 from trireme.model.openai_client import DONE, event
+from trireme.server import messages, responses
 from trireme.server.app import until_gone
 from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts, experience_to_wire
-from trireme.server.sessions import Session, Sessions, Ship
+from trireme.server.sessions import Sessions, Ship
 
 
 class FeedbackBody(BaseModel):
@@ -40,39 +41,44 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
     router = APIRouter()
     sessions = Sessions(lambda name: rollouts.model(("session", name, 0)))
 
-    async def serve(request: Request, session: Session) -> Response:
-        try:
-            body = json.loads(await request.body() or b"{}")
-        except ValueError as error:
-            raise ValueError(f"the request's body is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ValueError("the request's body must be a JSON object")
+    async def serve(request: Request, name: str | None) -> Response:
+        body, path = await _body(request), request.url.path
+        session, before = sessions.open(name), []
+        if path.endswith("/responses") and body.get("previous_response_id"):
+            session, call = sessions.reply(str(body["previous_response_id"]))
+            before = call.conversation
 
         def note(reply_id: str, replies: Sequence[Reply]) -> None:
             sessions.note(session, reply_id, [reply.call for reply in replies])
 
-        chat = request.url.path.endswith("/chat/completions")
+        asked = body
+        if path.endswith("/messages"):
+            asked = messages.chat_body(body)
+        elif path.endswith("/responses"):
+            asked = responses.chat_body(body, before)
+        chat = not path.endswith("/v1/completions")
         headers = {"x-session-id": session.name}
-        if not body.get("stream"):
-            work = respond(session.model, body, chat=chat, note=note)
-            return JSONResponse(await until_gone(request, work), headers=headers)
-        chunks = stream(session.model, body, chat=chat, note=note)
+        if not asked.get("stream"):
+            work = respond(session.model, asked, chat=chat, note=note)
+            found = _whole(path, await until_gone(request, work), body)
+            return JSONResponse(found, headers=headers)
+        chunks = stream(session.model, asked, chat=chat, note=note)
         first = await until_gone(request, anext(chunks))  # what cannot be served is refused here
-        return StreamingResponse(
-            _events(first, chunks), media_type="text/event-stream", headers=headers
-        )
+        events = _events(path, _all_of(first, chunks), body)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-    @router.post("/v1/chat/completions")
-    @router.post("/v1/completions")
     async def v1(request: Request) -> Response:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        headers = request.headers
+        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         own = key.removeprefix("session:") if key.startswith("session:") else None
-        return await serve(request, sessions.open(request.headers.get("x-session-id", own)))
+        return await serve(request, headers.get("x-session-id", own))
 
-    @router.post("/s/{name}/v1/chat/completions")
-    @router.post("/s/{name}/v1/completions")
     async def of_session(name: str, request: Request) -> Response:
-        return await serve(request, sessions.open(name))
+        return await serve(request, name)
+
+    for path in ("chat/completions", "completions", "messages", "responses"):
+        router.add_api_route(f"/v1/{path}", v1, methods=["POST"])
+        router.add_api_route(f"/s/{{name}}/v1/{path}", of_session, methods=["POST"])
 
     @router.get("/v1/models")
     @router.get("/s/{name}/v1/models")
@@ -119,14 +125,45 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
     return router
 
 
-async def _events(
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except ValueError as error:
+        raise ValueError(f"the request's body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError("the request's body must be a JSON object")
+    return body
+
+
+def _whole(path: str, found: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """A chat completion in the form of the path."""
+    if path.endswith("/messages"):
+        return messages.message_of(found)
+    return responses.response_of(found, body) if path.endswith("/responses") else found
+
+
+async def _all_of(
     first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]
+) -> AsyncIterator[dict[str, Any]]:
+    yield first
+    async for chunk in chunks:
+        yield chunk
+
+
+async def _events(
+    path: str, chunks: AsyncIterator[dict[str, Any]], body: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """The chunks as events; a failure in the middle is the last of them."""
-    yield event(first)
+    """The chunks as events in the form of the path; a failure in the middle is the last one."""
+    named = path.endswith(("/messages", "/responses"))
+    if path.endswith("/messages"):
+        chunks = messages.events_of(chunks)
+    elif path.endswith("/responses"):
+        chunks = responses.events_of(chunks, body)
     try:
         async for chunk in chunks:
-            yield event(chunk)
+            yield f"event: {chunk['type']}\n{event(chunk)}" if named else event(chunk)
     except (ValueError, RuntimeError) as error:
-        yield event(error_body(500, str(error)))
-    yield DONE
+        failure = {"type": "error", **error_body(500, str(error))}
+        yield f"event: error\n{event(failure)}" if named else event(failure)
+    if not named:
+        yield DONE

@@ -100,6 +100,13 @@ class Sessions:
                 owner.rewards |= dict.fromkeys(calls, reward)
         return len(replies)
 
+    def reply(self, reply_id: str) -> tuple[Session, Call]:
+        """The session and the call of a reply. Raises ValueError where it is not known."""
+        if reply_id not in self._replies:
+            raise ValueError(f"reply '{reply_id}' is not known, or was sent already")
+        name, calls = self._replies[reply_id]
+        return self.open(name), calls[0]
+
     def take(self, session: str | None = None) -> list[Experience]:
         """The experiences of a session, or of all that have a reward; they are forgotten here."""
         chosen = [self._known(session)] if session else list(self._sessions.values())
