@@ -40,6 +40,34 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
     """`ship` takes the experiences of a commit; without it the client gets them."""
     router = APIRouter()
     sessions = Sessions(lambda name: rollouts.model(("session", name, 0)))
+    _add_apis(router, sessions)
+    _add_figures(router, rollouts, sessions)
+
+    @router.post("/feedback")
+    async def feedback(body: FeedbackBody) -> dict[str, int]:
+        count = sessions.reward(
+            body.reward,
+            session=body.session_id,
+            replies=body.msg_ids,
+            task=body.task_id,
+            run=body.run_id,
+        )
+        return {"rewarded": count}
+
+    @router.post("/commit")
+    async def commit(body: CommitBody) -> dict[str, Any]:
+        experiences = sessions.take(body.session_id)
+        if ship is not None:
+            await ship(experiences)
+            return {"committed": len(experiences)}
+        wires = [experience_to_wire(e) | {"eid": e.eid.uid} for e in experiences]
+        return {"committed": len(experiences), "experiences": wires}
+
+    return router
+
+
+def _add_apis(router: APIRouter, sessions: Sessions) -> None:
+    """What agent programs call."""
 
     async def serve(request: Request, name: str | None) -> Response:
         body, path = await _body(request), request.url.path
@@ -80,31 +108,15 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
         router.add_api_route(f"/v1/{path}", v1, methods=["POST"])
         router.add_api_route(f"/s/{{name}}/v1/{path}", of_session, methods=["POST"])
 
+
+def _add_figures(router: APIRouter, rollouts: Rollouts, sessions: Sessions) -> None:
+    """What may be looked at."""
+
     @router.get("/v1/models")
     @router.get("/s/{name}/v1/models")
     async def models() -> dict[str, Any]:
         entry = {"id": rollouts.model_path, "object": "model", "created": 0, "owned_by": "trireme"}
         return {"object": "list", "data": [entry]}
-
-    @router.post("/feedback")
-    async def feedback(body: FeedbackBody) -> dict[str, int]:
-        count = sessions.reward(
-            body.reward,
-            session=body.session_id,
-            replies=body.msg_ids,
-            task=body.task_id,
-            run=body.run_id,
-        )
-        return {"rewarded": count}
-
-    @router.post("/commit")
-    async def commit(body: CommitBody) -> dict[str, Any]:
-        experiences = sessions.take(body.session_id)
-        if ship is not None:
-            await ship(experiences)
-            return {"committed": len(experiences)}
-        wires = [experience_to_wire(e) | {"eid": e.eid.uid} for e in experiences]
-        return {"committed": len(experiences), "experiences": wires}
 
     @router.get("/metrics")
     async def metrics() -> PlainTextResponse:
@@ -121,8 +133,6 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
         }
         lines = [f"# TYPE {name} {kind}\n{name} {value}" for name, (kind, value) in rows.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
-
-    return router
 
 
 async def _body(request: Request) -> dict[str, Any]:
