@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tests.tiny import make_tokenizer
-from trireme.engines.engine import Completion, Health, Sampling, StopReason
+from trireme.engines.engine import Completion, Health, OnToken, Sampling, StopReason
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
@@ -42,7 +42,12 @@ class FakeEngine:
         self._replies = replies if callable(replies) else iter(replies)
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
     ) -> list[Completion]:
         self.prompts.append(list(ids))
         self.samplings.append(sampling)

@@ -138,6 +138,7 @@ def test_health_answers_while_the_engine_generates(tiny_dir: Path) -> None:
         ("/generate/", {"prompts": ["a"], "max_tokens": 100_000}),
         ("/engine/generate", {"ids": [5], "sampling": ENDLESS}),
         ("/v1/completions", {"prompt": "a", **ENDLESS}),
+        ("/v1/completions", {"prompt": "a", "stream": True, **ENDLESS}),
     ],
 )
 def test_a_client_that_goes_away_frees_the_engine(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -63,6 +63,10 @@ class Completion:
     """
 
 
+OnToken = Callable[[int, int, float, dict[int, float]], None]
+"""Told a token: which sample it is of, its id, its log-probability, and the alternatives."""
+
+
 @dataclass(frozen=True)
 class Health:
     """A snapshot for progress displays and watchdogs."""
@@ -80,13 +84,19 @@ class Engine(Protocol):
     """Generates from token ids. All methods are safe to call from the event loop that owns it."""
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
     ) -> list[Completion]:
         """`sampling.n` completions of one prompt.
 
         `key` is (batch, task, run, call): in deterministic mode requests enter in its order, and it
-        seeds the random stream. Cancelling the call aborts its rows. Raises ValueError for a prompt
-        that leaves no room, RuntimeError when the engine has failed or is closed.
+        seeds the random stream. `on_token` is called on the event loop for each token as it comes;
+        an engine that cannot tell leaves it. Cancelling the call aborts its rows. Raises ValueError
+        for a prompt that leaves no room, RuntimeError when the engine has failed or is closed.
         """
         ...
 

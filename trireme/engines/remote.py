@@ -22,7 +22,7 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from trireme.engines.engine import Completion, Health, Sampling
+from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.outbox import Outbox
 from trireme.log import get_logger
 
@@ -108,7 +108,12 @@ class RemoteEngine:
             )
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
     ) -> list[Completion]:
         """See Engine. Of an aborted request nothing comes back."""
         self._check()

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trireme.engines.engine import Completion, Health, Sampling, StopReason
+from trireme.engines.engine import Completion, Health, OnToken, Sampling, StopReason
 
 LOGPROB = math.log(0.5)
 """Reported for every token."""
@@ -42,7 +42,12 @@ class ScriptedEngine:
         self._aborts: dict[asyncio.Future[None], tuple[Any, ...]] = {}
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
     ) -> list[Completion]:
         """See Engine. Raises RuntimeError when the script has no reply left."""
         self._check()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trireme.engines.engine import Completion, Engine, Sampling
+from trireme.engines.engine import Completion, Engine, OnToken, Sampling
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens, Prompt
 from trireme.model.conversation import experiences_of, of_call, with_metrics
@@ -100,9 +100,14 @@ class Model:
         return _only(replies, "chat_samples")
 
     async def chat_samples(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        on_token: OnToken | None = None,
+        **sampling: Any,
     ) -> list[Reply]:
-        """`n` independent replies to one conversation."""
+        """`n` independent replies to one conversation; `on_token`: see Engine."""
         options = with_options(self.sampling, sampling)
         given = [plain_message(message) for message in messages]
         if not given:
@@ -117,7 +122,7 @@ class Model:
             parent, prompt, begun = self._prompt(asked, tools)
         # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
-        calls = await self._sample(parent, prompt, options, limit)
+        calls = await self._sample(parent, prompt, options, limit, on_token)
         for call in calls:
             call.messages = given
             call.reply = {"role": "assistant", "content": prefix + call.completion.text}
@@ -128,7 +133,9 @@ class Model:
         """What follows plain text, or ids."""
         return _only(await self.generate_samples(prompt, **sampling), "generate_samples")
 
-    async def generate_samples(self, prompt: str | Sequence[int], **sampling: Any) -> list[Reply]:
+    async def generate_samples(
+        self, prompt: str | Sequence[int], *, on_token: OnToken | None = None, **sampling: Any
+    ) -> list[Reply]:
         """`n` independent continuations of plain text, or of ids."""
         options = with_options(self.sampling, sampling)
         text = prompt if isinstance(prompt, str) else None
@@ -139,7 +146,7 @@ class Model:
         parent, size = self.recorder.by_ids(ids)
         limit = self.max_prompt_tokens if parent is None else self.max_model_len - 1
         return self._record(
-            await self._sample(parent, Prompt(ids[size:], text=text), options, limit)
+            await self._sample(parent, Prompt(ids[size:], text=text), options, limit, on_token)
         )
 
     async def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -312,7 +319,12 @@ class Model:
         return cut(call, count, self.chat_tokens.decode)
 
     async def _sample(
-        self, parent: Call | None, prompt: Prompt, options: Sampling, limit: int
+        self,
+        parent: Call | None,
+        prompt: Prompt,
+        options: Sampling,
+        limit: int,
+        on_token: OnToken | None,
     ) -> list[Call]:
         """Ask the engine. A prompt of more than `limit` tokens gives empty replies, or an error."""
         self._check_live()
@@ -323,7 +335,8 @@ class Model:
         ids = [*(parent.ids if parent else []), *prompt.ids]
         if len(ids) > limit:
             return self._too_long(parent, ids, options, limit, index)
-        completions = await self.engine.generate(ids, options, key=(*self.key, index))
+        told: Any = {} if on_token is None else {"on_token": on_token}
+        completions = await self.engine.generate(ids, options, key=(*self.key, index), **told)
         self._check_live()
         if any(c.stop_reason == "aborted" for c in completions):
             raise RuntimeError(f"the engine aborted request {(*self.key, index)}")

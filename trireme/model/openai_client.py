@@ -9,19 +9,19 @@ is, or as the cause of its connection error. Nothing is retried.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 
 from trireme.model.blocking import on_loop, wait_for
-from trireme.model.openai_wire import chat_chunks, chat_response, options_of, text_response
+from trireme.model.openai_answer import respond, stream
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
-    from trireme.model.model import Model, Reply
+    from trireme.model.model import Model
 
+DONE = "data: [DONE]\n\n"
 BASE_URL = "http://rollout.invalid/v1"
 
 
@@ -82,11 +82,14 @@ class _SyncTransport(httpx.BaseTransport):
 
 async def answer(model: Model, path: str, body: dict[str, Any]) -> httpx.Response:
     """The response to one request."""
+    chat = path.endswith("/chat/completions")
     try:
-        if path.endswith("/chat/completions"):
-            return await _answer_chat(model, body)
         if path.endswith("/completions"):
-            return await _answer_text(model, body)
+            if not body.get("stream"):
+                return httpx.Response(200, json=await respond(model, body, chat=chat))
+            lines = [event(chunk) async for chunk in stream(model, body, chat=chat)]
+            headers = {"content-type": "text/event-stream"}
+            return httpx.Response(200, headers=headers, content="".join([*lines, DONE]).encode())
         if path.endswith("/models"):
             entry = {"id": model.model_path, "object": "model", "created": 0, "owned_by": "trireme"}
             return httpx.Response(200, json={"object": "list", "data": [entry]})
@@ -95,40 +98,9 @@ async def answer(model: Model, path: str, body: dict[str, Any]) -> httpx.Respons
     return _refusal(404, f"{path} is not served: expected chat/completions, completions or models")
 
 
-async def _answer_chat(model: Model, body: dict[str, Any]) -> httpx.Response:
-    options = options_of(body, chat=True)
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        raise ValueError("the request has no 'messages'")
-    replies = await model.chat_samples(messages, body.get("tools"), **options)
-    decode = model.chat_tokens.decode
-    response = chat_response(replies, body, model.model_path, decode)
-    if not body.get("stream"):
-        return httpx.Response(200, json=response)
-    usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    return _events(chat_chunks(response, with_usage=usage))
-
-
-async def _answer_text(model: Model, body: dict[str, Any]) -> httpx.Response:
-    if body.get("stream"):
-        raise ValueError("'stream' is served for chat/completions only")
-    prompt = body.get("prompt")
-    if not isinstance(prompt, str) and not (
-        isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt)
-    ):
-        raise ValueError("'prompt' must be one text, or one list of token ids")
-    options = options_of(body, chat=False)
-    replies: list[Reply] = await model.generate_samples(prompt, **options)
-    return httpx.Response(
-        200, json=text_response(replies, body, model.model_path, model.chat_tokens.decode)
-    )
-
-
-def _events(chunks: Iterable[dict[str, Any]]) -> httpx.Response:
-    """Server-sent events."""
-    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-    content = "".join([*lines, "data: [DONE]\n\n"]).encode()
-    return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=content)
+def event(chunk: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _refusal(status: int, message: str) -> httpx.Response:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trireme.model.tool_calls import OPENING
 
 if TYPE_CHECKING:
     from trireme.model.model import Reply
 
-Decode = Callable[[Sequence[int]], str]
+
+class Decode(Protocol):
+    """Text of ids."""
+
+    def __call__(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """With `skip_special` without the special ones."""
+        ...
+
 
 _SAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
@@ -68,11 +77,18 @@ def chat_response(
     """A `chat.completion`; each choice has its `token_ids` too."""
     choices = []
     for index, reply in enumerate(replies):
+        calls = (reply.call.reply or {}).get("tool_calls")
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+        if calls:
+            before = reply.text.partition(OPENING)[0]
+            message |= {"content": before or None, "tool_calls": calls}
+        ended = "tool_calls" if calls else "stop"
         choice = {
             "index": index,
-            "message": {"role": "assistant", "content": reply.text},
-            "finish_reason": "length" if reply.stop_reason == "length" else "stop",
+            "message": message,
+            "finish_reason": "length" if reply.stop_reason == "length" else ended,
             "logprobs": None,
+            "stop_reason": reply.call.completion.stop,
             "token_ids": reply.tokens,
         }
         if body.get("logprobs"):
@@ -95,32 +111,9 @@ def text_response(
             "token_ids": reply.tokens,
         }
         if body.get("logprobs") is not None:
-            rows = token_logprobs(reply, decode)
-            choice["logprobs"] = {
-                "tokens": [row["token"] for row in rows],
-                "token_logprobs": reply.logprobs,
-                "top_logprobs": [
-                    {top["token"]: top["logprob"] for top in row["top_logprobs"]} for row in rows
-                ],
-                "text_offset": list(
-                    itertools.accumulate((len(row["token"]) for row in rows[:-1]), initial=0)
-                ),
-            }
+            choice["logprobs"] = text_logprobs(token_logprobs(reply, decode))
         choices.append(choice)
     return _response("text_completion", "cmpl", choices, replies, model)
-
-
-def chat_chunks(response: Mapping[str, Any], *, with_usage: bool) -> Iterator[dict[str, Any]]:
-    """A response as the chunks of a stream: for each choice its text, then its end."""
-    base = {key: response[key] for key in ("id", "created", "model")}
-    base["object"] = "chat.completion.chunk"
-    for choice in response["choices"]:
-        piece = {"index": choice["index"], "delta": choice["message"], "finish_reason": None}
-        yield {**base, "choices": [{**piece, "logprobs": choice["logprobs"]}]}
-        end = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield {**base, "choices": [end]}
-    if with_usage:
-        yield {**base, "choices": [], "usage": response["usage"]}
 
 
 def _response(
@@ -128,7 +121,7 @@ def _response(
 ) -> dict[str, Any]:
     prompt, sampled = replies[0].prompt_tokens, sum(len(reply.tokens) for reply in replies)
     return {
-        "id": f"{prefix}-{next(_ids)}",
+        "id": new_id(prefix),
         "object": kind,
         "created": 0,
         "model": model,
@@ -144,13 +137,34 @@ def _response(
 def token_logprobs(reply: Reply, decode: Decode) -> list[dict[str, Any]]:
     """Each sampled token with its log-probability and the alternatives that were asked for."""
     alternatives = reply.call.completion.alternatives or [{} for _ in reply.tokens]
-    return [
-        {
-            **_token(token, logprob, decode),
-            "top_logprobs": [_token(t, p, decode) for t, p in others.items()],
-        }
-        for token, logprob, others in zip(reply.tokens, reply.logprobs, alternatives, strict=True)
-    ]
+    each = zip(reply.tokens, reply.logprobs, alternatives, strict=True)
+    return [token_row(*one, decode) for one in each]
+
+
+def token_row(
+    token: int, logprob: float, others: Mapping[int, float], decode: Decode
+) -> dict[str, Any]:
+    """One token, as chat completions have it."""
+    top = [_token(other, p, decode) for other, p in others.items()]
+    return {**_token(token, logprob, decode), "top_logprobs": top}
+
+
+def text_logprobs(rows: Sequence[dict[str, Any]], offset: int = 0) -> dict[str, Any]:
+    """Tokens as text completions have them."""
+    sizes = (len(row["token"]) for row in rows[:-1])
+    return {
+        "tokens": [row["token"] for row in rows],
+        "token_logprobs": [row["logprob"] for row in rows],
+        "top_logprobs": [
+            {top["token"]: top["logprob"] for top in row["top_logprobs"]} for row in rows
+        ],
+        "text_offset": list(itertools.accumulate(sizes, initial=offset)),
+    }
+
+
+def new_id(prefix: str) -> str:
+    """A name that no other response of this process has."""
+    return f"{prefix}-{next(_ids)}"
 
 
 def _token(token: int, logprob: float, decode: Decode) -> dict[str, Any]:

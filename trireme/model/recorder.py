@@ -6,7 +6,9 @@ that a path from a root down is one conversation, token for token as it was samp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,4 +194,23 @@ def _same(given: Message, recorded: Message | None) -> bool:
         return False
     one, two = dict(given), dict(recorded)
     texts = (one.pop("content", None) or "", two.pop("content", None) or "")
-    return one == two and isinstance(texts[0], str) and texts[0].strip() == str(texts[1]).strip()
+    calls = (_plain_calls(one.pop("tool_calls", None)), _plain_calls(two.pop("tool_calls", None)))
+    return (
+        one == two
+        and calls[0] == calls[1]
+        and isinstance(texts[0], str)
+        and texts[0].strip() == str(texts[1]).strip()
+    )
+
+
+def _plain_calls(calls: Any) -> list[Any]:
+    """Name and arguments of tool calls, however a client writes their JSON again."""
+    out = []
+    for call in calls or ():
+        function = call.get("function", {})
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        out.append((call.get("id"), function.get("name"), arguments))
+    return out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -47,7 +47,7 @@ async def _failed(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(status, f"{error}" or type(error).__name__), status)
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; it is cancelled, its generation aborted, when the client has gone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))

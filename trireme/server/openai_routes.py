@@ -1,18 +1,23 @@
-"""OpenAI routes: chat and completions for any agent program, each call recorded by its session."""
+"""Agents' routes: the APIs that agent programs speak, each call recorded by its session."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
-from trireme.model.openai_client import answer
+from trireme.model.model import Reply
+from trireme.model.openai_answer import respond, stream
+from trireme.model.openai_client import DONE, event
+from trireme.server import messages, responses
 from trireme.server.app import until_gone
+from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts, experience_to_wire
-from trireme.server.sessions import Session, Sessions, Ship
+from trireme.server.sessions import Sessions, Ship
 
 
 class FeedbackBody(BaseModel):
@@ -35,44 +40,8 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
     """`ship` takes the experiences of a commit; without it the client gets them."""
     router = APIRouter()
     sessions = Sessions(lambda name: rollouts.model(("session", name, 0)))
-
-    async def serve(request: Request, session: Session) -> Response:
-        try:
-            body = json.loads(await request.body() or b"{}")
-        except ValueError as error:
-            raise ValueError(f"the request's body is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise ValueError("the request's body must be a JSON object")
-        before = len(session.model.recorder)
-        found = await until_gone(request, answer(session.model, request.url.path, body))
-        kind = found.headers.get("content-type", "")
-        if found.status_code == 200 and len(session.model.recorder) > before:
-            text = found.text
-            first = (
-                text.partition("data: ")[2].partition("\n")[0] if "event-stream" in kind else text
-            )
-            calls = session.model.recorder.calls[before:]
-            sessions.note(session, str(json.loads(first).get("id")), calls)
-        headers = {"content-type": kind, "x-session-id": session.name}
-        return Response(found.content, found.status_code, headers=headers)
-
-    @router.post("/v1/chat/completions")
-    @router.post("/v1/completions")
-    async def v1(request: Request) -> Response:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        own = key.removeprefix("session:") if key.startswith("session:") else None
-        return await serve(request, sessions.open(request.headers.get("x-session-id", own)))
-
-    @router.post("/s/{name}/v1/chat/completions")
-    @router.post("/s/{name}/v1/completions")
-    async def of_session(name: str, request: Request) -> Response:
-        return await serve(request, sessions.open(name))
-
-    @router.get("/v1/models")
-    @router.get("/s/{name}/v1/models")
-    async def models() -> dict[str, Any]:
-        entry = {"id": rollouts.model_path, "object": "model", "created": 0, "owned_by": "trireme"}
-        return {"object": "list", "data": [entry]}
+    _add_apis(router, sessions)
+    _add_figures(router, rollouts, sessions)
 
     @router.post("/feedback")
     async def feedback(body: FeedbackBody) -> dict[str, int]:
@@ -94,6 +63,61 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
         wires = [experience_to_wire(e) | {"eid": e.eid.uid} for e in experiences]
         return {"committed": len(experiences), "experiences": wires}
 
+    return router
+
+
+def _add_apis(router: APIRouter, sessions: Sessions) -> None:
+    """What agent programs call."""
+
+    async def serve(request: Request, name: str | None) -> Response:
+        body, path = await _body(request), request.url.path
+        session, before = sessions.open(name), []
+        if path.endswith("/responses") and body.get("previous_response_id"):
+            session, call = sessions.reply(str(body["previous_response_id"]))
+            before = call.conversation
+
+        def note(reply_id: str, replies: Sequence[Reply]) -> None:
+            sessions.note(session, reply_id, [reply.call for reply in replies])
+
+        asked = body
+        if path.endswith("/messages"):
+            asked = messages.chat_body(body)
+        elif path.endswith("/responses"):
+            asked = responses.chat_body(body, before)
+        chat = not path.endswith("/v1/completions")
+        headers = {"x-session-id": session.name}
+        if not asked.get("stream"):
+            work = respond(session.model, asked, chat=chat, note=note)
+            found = _whole(path, await until_gone(request, work), body)
+            return JSONResponse(found, headers=headers)
+        chunks = stream(session.model, asked, chat=chat, note=note)
+        first = await until_gone(request, anext(chunks))  # what cannot be served is refused here
+        events = _events(path, _all_of(first, chunks), body)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    async def v1(request: Request) -> Response:
+        headers = request.headers
+        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        own = key.removeprefix("session:") if key.startswith("session:") else None
+        return await serve(request, headers.get("x-session-id", own))
+
+    async def of_session(name: str, request: Request) -> Response:
+        return await serve(request, name)
+
+    for path in ("chat/completions", "completions", "messages", "responses"):
+        router.add_api_route(f"/v1/{path}", v1, methods=["POST"])
+        router.add_api_route(f"/s/{{name}}/v1/{path}", of_session, methods=["POST"])
+
+
+def _add_figures(router: APIRouter, rollouts: Rollouts, sessions: Sessions) -> None:
+    """What may be looked at."""
+
+    @router.get("/v1/models")
+    @router.get("/s/{name}/v1/models")
+    async def models() -> dict[str, Any]:
+        entry = {"id": rollouts.model_path, "object": "model", "created": 0, "owned_by": "trireme"}
+        return {"object": "list", "data": [entry]}
+
     @router.get("/metrics")
     async def metrics() -> PlainTextResponse:
         """For Prometheus, in its text form."""
@@ -110,4 +134,46 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
         lines = [f"# TYPE {name} {kind}\n{name} {value}" for name, (kind, value) in rows.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
 
-    return router
+
+async def _body(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except ValueError as error:
+        raise ValueError(f"the request's body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError("the request's body must be a JSON object")
+    return body
+
+
+def _whole(path: str, found: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """A chat completion in the form of the path."""
+    if path.endswith("/messages"):
+        return messages.message_of(found)
+    return responses.response_of(found, body) if path.endswith("/responses") else found
+
+
+async def _all_of(
+    first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]
+) -> AsyncIterator[dict[str, Any]]:
+    yield first
+    async for chunk in chunks:
+        yield chunk
+
+
+async def _events(
+    path: str, chunks: AsyncIterator[dict[str, Any]], body: dict[str, Any]
+) -> AsyncIterator[str]:
+    """The chunks as events in the form of the path; a failure in the middle is the last one."""
+    named = path.endswith(("/messages", "/responses"))
+    if path.endswith("/messages"):
+        chunks = messages.events_of(chunks)
+    elif path.endswith("/responses"):
+        chunks = responses.events_of(chunks, body)
+    try:
+        async for chunk in chunks:
+            yield f"event: {chunk['type']}\n{event(chunk)}" if named else event(chunk)
+    except (ValueError, RuntimeError) as error:
+        failure = {"type": "error", **error_body(500, str(error))}
+        yield f"event: error\n{event(failure)}" if named else event(failure)
+    if not named:
+        yield DONE

@@ -24,8 +24,8 @@ class Session:
     name: str
     model: Model
     reward: float | None = None
-    rewards: dict[int, float] = field(default_factory=dict)
-    """Of single calls, by their place among the session's."""
+    rewards: dict[Call, float] = field(default_factory=dict)
+    """Of single calls."""
     task: str = ""
     run: int = 0
     touched: float = field(default_factory=time.monotonic)
@@ -38,7 +38,7 @@ class Session:
         if self.rewards:
             calls = self.model.recorder.fresh()
             whole = self.reward or 0.0
-            given = [self.rewards.get(place, whole) for place in range(len(calls))]
+            given = [self.rewards.get(call, whole) for call in calls]
             return self.model.experiences(reward=given) if calls else []
         return [] if self.reward is None else self.model.experiences(reward=self.reward)
 
@@ -50,7 +50,7 @@ class Sessions:
         self._make = make_model
         self._most = most
         self._sessions: dict[str, Session] = {}
-        self._replies: dict[str, tuple[str, int]] = {}
+        self._replies: dict[str, tuple[str, list[Call]]] = {}
         self._count = 0
 
     def open(self, name: str | None = None) -> Session:
@@ -69,8 +69,7 @@ class Sessions:
 
     def note(self, session: Session, reply_id: str, calls: Sequence[Call]) -> None:
         """Remember which calls a response with this id came from."""
-        for call in calls:
-            self._replies[reply_id] = session.name, session.model.recorder.calls.index(call)
+        self._replies[reply_id] = session.name, list(calls)
 
     def reward(
         self,
@@ -92,14 +91,21 @@ class Sessions:
         for reply in replies:
             if reply not in self._replies:
                 raise ValueError(f"reply '{reply}' is not known, or was sent already")
-            name, place = self._replies[reply]
+            name, calls = self._replies[reply]
             owner = self._known(name)
             owner.task, owner.run = task or owner.task, run
             if name.startswith("call-"):
                 owner.reward = reward
             else:
-                owner.rewards[place] = reward
+                owner.rewards |= dict.fromkeys(calls, reward)
         return len(replies)
+
+    def reply(self, reply_id: str) -> tuple[Session, Call]:
+        """The session and the call of a reply. Raises ValueError where it is not known."""
+        if reply_id not in self._replies:
+            raise ValueError(f"reply '{reply_id}' is not known, or was sent already")
+        name, calls = self._replies[reply_id]
+        return self.open(name), calls[0]
 
     def take(self, session: str | None = None) -> list[Experience]:
         """The experiences of a session, or of all that have a reward; they are forgotten here."""

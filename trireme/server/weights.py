@@ -38,13 +38,15 @@ class Part:
 class WeightGroup:
     """The server's side of the group: rank 0 of two, the trainer is the last."""
 
-    def __init__(self, engine: Engine, *, model_path: str = "", timeout: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, engine: Engine, *, model_path: str = "", timeout: float | None = None
+    ) -> None:
         """`model_path`: what adapters belong to until full weights come."""
         self._engine = engine
         self._model_path = model_path
         self._base: dict[str, Tensor] | None = None
         self._adapter: Mapping[str, Any] | None = None
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timedelta(seconds=timeout or TIMEOUT_S)
         self._group: Any = None
         self._last: asyncio.Future[None] | None = None
         self._tensors: dict[str, Tensor] = {}

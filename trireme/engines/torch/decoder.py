@@ -233,6 +233,9 @@ class Decoder:
                 top = drawn.full[row].topk(min(request.sampling.logprobs, drawn.full.shape[1]))
                 best = zip(top.indices.tolist(), top.values.tolist(), strict=True)
                 request.alternatives.append(dict(best))
+            if request.on_token is not None:
+                told = request.alternatives[-1] if request.alternatives else {}
+                request.on_token(tokens[row], logprobs[row], told)
             if request.add(tokens[row], logprobs[row], sampler[row], self.version, self.tokenizer):
                 finished.append(request)
         self.generated += len(tokens)

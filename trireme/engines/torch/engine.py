@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.device import Device
-from trireme.engines.engine import Completion, Health, Sampling
+from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.fingerprint import fingerprint
 from trireme.engines.gate import Gate
 from trireme.engines.sampling import Stream
@@ -94,12 +95,21 @@ class TorchEngine:
         return self._decoder.version
 
     async def generate(
-        self, ids: Sequence[int], sampling: Sampling, *, key: tuple[Any, ...] = ()
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
     ) -> list[Completion]:
         """See Engine."""
         self._check()
         requests = self._make(list(ids), sampling, key)
         loop = asyncio.get_running_loop()
+        if on_token is not None:
+            for request in requests:
+                tell: Any = loop.call_soon_threadsafe
+                request.on_token = partial(tell, on_token, request.sample)
         futures = [loop.create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             self._futures[id(request)] = future

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class Request:
     sampler_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     alternatives: list[dict[int, float]] = field(default_factory=list)
+    on_token: Callable[[int, float, dict[int, float]], object] | None = None
+    """Told each token, in the device's thread."""
     cached: int = 0
     """Tokens whose keys and values the row holds."""
     stop_reason: StopReason | None = None

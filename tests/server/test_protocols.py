@@ -1,0 +1,188 @@
+"""Messages and responses: other protocols onto the same recorded conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+
+from tests.model.fake import TOKENIZER, FakeEngine, Say
+from tests.server.made import client_of, rollouts_over
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+SCHEMA: Any = {"type": "object", "properties": {}}
+
+
+def rollouts(*replies: str | Say) -> tuple[FakeEngine, Any]:
+    engine = FakeEngine(replies)
+    return engine, rollouts_over(engine, TOKENIZER, max_model_len=4000)
+
+
+async def recorded(http: httpx.AsyncClient) -> list[dict[str, Any]]:
+    await http.post("/feedback", json={"reward": 1.0, "session_id": "one"})
+    return (await http.post("/commit", json={"session_id": "one"})).json()["experiences"]
+
+
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> dict[str, Any]:
+    """A message, put together from events where it is streamed."""
+    answer = await http.post("/s/one/v1/messages", json=body | {"stream": stream})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return answer.json()
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:5] == "data:"]
+    names = [line[7:] for line in answer.text.splitlines() if line[:6] == "event:"]
+    assert names == [e["type"] for e in events]
+    assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
+    blocks: list[Any] = []
+    for e in events:
+        if e["type"] == "content_block_start":
+            assert e["index"] == len(blocks)
+            blocks.append(dict(e["content_block"]))
+        elif e["type"] == "content_block_delta":
+            if e["delta"]["type"] == "text_delta":
+                blocks[e["index"]]["text"] += e["delta"]["text"]
+            else:
+                blocks[e["index"]]["input"] = json.loads(e["delta"]["partial_json"])
+    assert names.count("content_block_stop") == len(blocks)
+    end = events[-2]
+    return {**events[0]["message"], "content": blocks, **end["delta"], "usage": end["usage"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_with_tools_go_on_from_the_sampled_ids(stream: bool) -> None:
+    async def main() -> None:
+        engine, made = rollouts(f"I look.{CALL}", "A cat.")
+        async with client_of(made) as http:
+            body: dict[str, Any] = {
+                "model": "m",
+                "max_tokens": 99,
+                "system": [{"type": "text", "text": "Be brief."}],
+                "tools": [{"name": "look", "input_schema": SCHEMA}],
+                "messages": [{"role": "user", "content": "hi"}],
+            }
+            first = await ask(http, body, stream)
+            assert first["stop_reason"] == "tool_use" and first["role"] == "assistant"
+            text, use = first["content"]
+            assert text == {"type": "text", "text": "I look."}
+            assert (use["name"], use["input"]) == ("look", {"at": "x"})
+            assert first["usage"]["output_tokens"] == len(f"I look.{CALL}") + 1
+            result = {"type": "tool_result", "tool_use_id": use["id"], "content": "cat"}
+            body["messages"] += [
+                {"role": "assistant", "content": first["content"]},
+                {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+            ]
+            second = await ask(http, body, stream)
+            assert second["content"] == [{"type": "text", "text": "A cat."}]
+            assert (second["stop_reason"], second["stop_sequence"]) == ("end_turn", None)
+            prompt = TOKENIZER.decode(engine.prompts[1])
+            assert "system\nBe brief.<|im_end|>" in prompt and "tool\ncat<|im_end|>" in prompt
+            (experience,) = await recorded(http)
+            assert experience["tokens"][: len(engine.prompts[1])] == engine.prompts[1]
+            assert sum(experience["mask"]) == len(f"I look.{CALL}A cat.") + 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_says_why_it_ended(stream: bool) -> None:
+    async def main() -> None:
+        _, made = rollouts(Say("ab", stop_reason="length"), Say("ab", stop="X", behind="X"))
+        async with client_of(made) as http:
+            body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "1"}]}
+            assert (await ask(http, body, stream))["stop_reason"] == "max_tokens"
+            found = await ask(http, body | {"stop_sequences": ["X"]}, stream)
+            assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "X")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"messages": None}, "has no 'messages'"),
+        ({"thinkin": 1}, "unknown key 'thinkin'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice 'any' is not served"),
+        ({"tools": [{}]}, "a tool needs 'name'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'"),
+    ],
+)
+def test_a_message_that_cannot_be_served_is_refused(change: Any, message: str) -> None:
+    async def main() -> None:
+        _, made = rollouts()
+        async with client_of(made) as http:
+            body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "1"}]}
+            answer = await http.post("/v1/messages", json=body | change)
+            assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+async def respond(client: openai.AsyncOpenAI, stream: bool, **options: Any) -> Any:
+    if not stream:
+        return await client.responses.create(model="m", **options)
+    last, text = None, ""
+    async for event in await client.responses.create(model="m", stream=True, **options):
+        text += event.delta if event.type == "response.output_text.delta" else ""
+        last = event
+    assert last is not None and last.type == "response.completed"
+    assert text == last.response.output_text
+    return last.response
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_responses_with_tools_go_on_from_the_sampled_ids(stream: bool, by_id: bool) -> None:
+    async def main() -> None:
+        engine, made = rollouts(f"I look.{CALL}", "A cat.")
+        async with client_of(made) as http:
+            client = openai.AsyncOpenAI(
+                api_key="x", base_url="http://server/s/one/v1", http_client=cast(Any, http)
+            )
+            options: dict[str, Any] = {
+                "instructions": "Be brief.",
+                "tools": [{"type": "function", "name": "look", "parameters": SCHEMA}],
+            }
+            first = await respond(client, stream, input="hi", **options)
+            assert first.output_text == "I look." and first.status == "completed"
+            call = first.output[1]
+            assert (call.type, call.name, json.loads(call.arguments)) == (
+                *("function_call", "look"),
+                {"at": "x"},
+            )
+            assert first.usage.output_tokens == len(f"I look.{CALL}") + 1
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "cat"}
+            given: list[Any] = [result]
+            if by_id:
+                options["previous_response_id"] = first.id
+            else:
+                made_before = [item.model_dump() for item in first.output]
+                given = [{"role": "user", "content": "hi"}, *made_before, result]
+            second = await respond(client, stream, input=given, **options)
+            assert second.output_text == "A cat."
+            (experience,) = await recorded(http)
+            assert experience["tokens"][: len(engine.prompts[1])] == engine.prompts[1]
+            assert sum(experience["mask"]) == len(f"I look.{CALL}A cat.") + 2
+
+    asyncio.run(main())
+
+
+def test_a_response_that_cannot_be_served_is_refused() -> None:
+    async def main() -> None:
+        _, made = rollouts()
+        async with client_of(made) as http:
+            for body, message in (
+                ({"input": 3}, "'input' must be text"),
+                ({"input": "a", "inputs": 1}, "unknown key 'inputs'"),
+                ({"input": "a", "previous_response_id": "x"}, "reply 'x' is not known"),
+                ({"input": [{"type": "image"}]}, "of type 'image'"),
+                ({"input": "a", "tools": [{"type": "web"}]}, "a tool of type 'web'"),
+            ):
+                answer = await http.post("/v1/responses", json=body)
+                assert answer.status_code == 400
+                assert message in answer.json()["error"]["message"]
+
+    asyncio.run(main())

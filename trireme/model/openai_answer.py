@@ -1,0 +1,165 @@
+"""OpenAI answers: what the Model replies to a request's body, as one response or chunk by chunk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trireme.engines.engine import OnToken
+from trireme.model.openai_wire import (
+    chat_response,
+    new_id,
+    options_of,
+    text_logprobs,
+    text_response,
+    token_row,
+)
+from trireme.model.pieces import Pieces
+from trireme.model.tool_calls import OPENING, record_tool_calls, wants_tool_calls
+
+if TYPE_CHECKING:
+    from trireme.model.model import Model, Reply
+
+Note = Callable[[str, "Sequence[Reply]"], None]
+"""Told the id of a response, and the replies in it."""
+
+
+async def respond(
+    model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
+) -> dict[str, Any]:
+    """The whole response. Raises ValueError for what cannot be served."""
+    replies = await _ask(model, body, chat, None)
+    make = chat_response if chat else text_response
+    response = make(replies, body, model.model_path, model.chat_tokens.decode)
+    if note is not None:
+        note(response["id"], replies)
+    return response
+
+
+async def stream(
+    model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """The response in chunks, each as soon as its text is known. Ending early aborts."""
+    tokens: asyncio.Queue[tuple[int, int, float, dict[int, float]] | None] = asyncio.Queue()
+    work = asyncio.ensure_future(_ask(model, body, chat, lambda *t: tokens.put_nowait(t)))
+    work.add_done_callback(lambda _: tokens.put_nowait(None))
+    chunks = _Chunks(model, body, chat)
+    try:
+        while (token := await tokens.get()) is not None:
+            chunk = chunks.add(*token)
+            if chunk is not None:
+                yield chunk
+        replies = await work
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    make = chat_response if chat else text_response
+    response = {**make(replies, body, model.model_path, model.chat_tokens.decode), "id": chunks.id}
+    if note is not None:
+        note(chunks.id, replies)
+    for choice, reply in zip(response["choices"], replies, strict=True):
+        for chunk in chunks.end(choice, reply):
+            yield chunk
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**chunks.base, "choices": [], "usage": response["usage"]}
+
+
+async def _ask(
+    model: Model, body: Mapping[str, Any], chat: bool, on_token: OnToken | None
+) -> list[Reply]:
+    options = options_of(body, chat=chat)
+    if not chat:
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt)
+        ):
+            raise ValueError("'prompt' must be one text, or one list of token ids")
+        return await model.generate_samples(prompt, on_token=on_token, **options)
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("the request has no 'messages'")
+    replies = await model.chat_samples(messages, body.get("tools"), on_token=on_token, **options)
+    if wants_tool_calls(body):
+        for reply in replies:
+            record_tool_calls(reply.call)
+    return replies
+
+
+class _Chunks:
+    """The chunks of one response."""
+
+    def __init__(self, model: Model, body: Mapping[str, Any], chat: bool) -> None:
+        self._chat = chat
+        self._decode = model.chat_tokens.decode
+        stop = body.get("stop") or ()
+        self._barriers = [*([stop] if isinstance(stop, str) else stop)]
+        if chat and wants_tool_calls(body):
+            self._barriers.append(OPENING)
+        logprobs = body.get("logprobs")
+        self._logprobs = bool(logprobs) if chat else logprobs is not None
+        self._pieces: dict[int, Pieces] = {}
+        self._rows: dict[int, list[dict[str, Any]]] = {}
+        self._told: dict[int, int] = {}
+        self.id = new_id("chatcmpl" if chat else "cmpl")
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        self.base = {"id": self.id, "object": kind, "created": 0, "model": model.model_path}
+
+    def add(
+        self, sample: int, token: int, logprob: float, others: dict[int, float]
+    ) -> dict[str, Any] | None:
+        """The chunk that a token completes, if it does."""
+        self._rows.setdefault(sample, []).append(token_row(token, logprob, others, self._decode))
+        piece = self._of(sample).add(token)
+        return self._chunk(sample, {"content": piece}) if piece else None
+
+    def end(self, choice: Mapping[str, Any], reply: Reply) -> list[dict[str, Any]]:
+        """What of a choice has not been told: the rest of its text, its tool calls, its end."""
+        index, calls = choice["index"], None
+        if self._chat:
+            calls = choice["message"].get("tool_calls")
+            whole = choice["message"]["content"] or ""
+        else:
+            whole = choice["text"]
+        c = reply.call.completion
+        known = self._told.get(index, 0) + len(self._rows.get(index, ()))
+        alternatives = c.alternatives or [{}] * len(c.ids)
+        late = list(zip(c.ids, c.logprobs, alternatives, strict=True))[known:]
+        rows = self._rows.setdefault(index, [])
+        rows += [token_row(*one, self._decode) for one in late]
+        rest = self._of(index).rest(whole)
+        chunks = []
+        if rest or (rows and self._logprobs) or index not in self._told:
+            chunks.append(self._chunk(index, {"content": rest}))
+        if calls:
+            numbered = [{"index": n, **call} for n, call in enumerate(calls)]
+            chunks.append(self._chunk(index, {"tool_calls": numbered}))
+        end = self._chunk(index, {}, choice["finish_reason"])
+        end["choices"][0] |= {"stop_reason": c.stop}
+        return [*chunks, end]
+
+    def _of(self, sample: int) -> Pieces:
+        shown = partial(self._decode, skip_special=True)
+        return self._pieces.setdefault(sample, Pieces(shown, self._barriers))
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], finish: str | None = None
+    ) -> dict[str, Any]:
+        rows = self._rows.pop(index, [])
+        first = index not in self._told
+        offset = len(self._of(index).shown) - len(delta.get("content", ""))
+        self._told[index] = self._told.get(index, 0) + len(rows)
+        logprobs: dict[str, Any] | None = None
+        if self._logprobs and rows:
+            logprobs = (
+                {"content": rows, "refusal": None}
+                if self._chat
+                else text_logprobs(rows, max(offset, 0))
+            )
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": logprobs}
+        if self._chat:
+            choice["delta"] = {"role": "assistant", **delta} if first else delta
+        else:
+            choice["text"] = delta.get("content", "")
+        return {**self.base, "choices": [choice]}

@@ -1,0 +1,167 @@
+"""Messages: Anthropic's `/v1/messages` in the terms of a chat completion, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The request as one for chat completions. Raises ValueError for what is not served."""
+    known = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata"}
+    for name in sorted(set(body) - known - {"thinking", "service_tier"}):
+        raise ValueError(f"the request has an unknown key '{name}'")
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("the request has no 'messages'")
+    chat: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
+    chat["messages"] = [m for message in messages for m in _messages(message)]
+    if body.get("system"):
+        system = {"role": "system", "content": _text(body["system"])}
+        chat["messages"].insert(0, system)
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+    choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
+    if choice not in ("auto", "none"):
+        raise ValueError(f"tool_choice '{choice}' is not served: expected auto or none")
+    chat["tool_choice"] = choice
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def message_of(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion as a message."""
+    choice, usage = response["choices"][0], response["usage"]
+    content: list[dict[str, Any]] = []
+    if choice["message"]["content"]:
+        content.append({"type": "text", "text": choice["message"]["content"]})
+    for call in choice["message"].get("tool_calls") or ():
+        content.append(_tool_use(call, json.loads(call["function"]["arguments"])))
+    return {
+        **_empty(response["id"], response["model"]),
+        "content": content,
+        **_end(choice),
+        "usage": _usage(usage),
+    }
+
+
+async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """A stream's chunks as the events of a message."""
+    index, opened, begun = 0, False, False
+    end: dict[str, Any] = {}
+    usage = {"prompt_tokens": 0, "completion_tokens": 0}
+    async for chunk in chunks:
+        if not begun:
+            begun = True
+            yield {"type": "message_start", "message": _empty(chunk["id"], chunk["model"])}
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            if choice["finish_reason"]:
+                end = _end(choice)
+            if text := choice["delta"].get("content"):
+                if not opened:
+                    opened = True
+                    yield _start(index, {"type": "text", "text": ""})
+                yield _delta(index, {"type": "text_delta", "text": text})
+            for call in choice["delta"].get("tool_calls") or ():
+                if opened:
+                    yield {"type": "content_block_stop", "index": index}
+                    index, opened = index + 1, False
+                yield _start(index, _tool_use(call, {}))
+                given = call["function"]["arguments"]
+                yield _delta(index, {"type": "input_json_delta", "partial_json": given})
+                yield {"type": "content_block_stop", "index": index}
+                index += 1
+    if opened:
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": end, "usage": _usage(usage)}
+    yield {"type": "message_stop"}
+
+
+def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One message as those of a chat: results of tools are messages of their own."""
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        return [{"role": message.get("role"), "content": content or ""}]
+    out, texts, calls = [], [], []
+    for block in content:
+        match block.get("type"):
+            case "text":
+                texts.append(block["text"])
+            case "tool_use":
+                arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+                function = {"name": block["name"], "arguments": arguments}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+            case "tool_result":
+                result = {"role": "tool", "tool_call_id": block["tool_use_id"]}
+                out.append({**result, "content": _text(block.get("content") or "")})
+            case kind:
+                raise ValueError(f"a message holds '{kind}': expected text, tool_use, tool_result")
+    if texts or calls:
+        said = {"role": message.get("role"), "content": "".join(texts)}
+        out.append({**said, "tool_calls": calls} if calls else said)
+    return out
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.get("type") != "text":
+            raise ValueError(f"only text is supported, and this holds '{block.get('type')}'")
+    return "".join(block["text"] for block in content)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if "name" not in tool or "input_schema" not in tool:
+        raise ValueError("a tool needs 'name' and 'input_schema'")
+    function = {"name": tool["name"], "description": tool.get("description", "")}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _tool_use(call: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": call["function"]["name"],
+        "input": given,
+    }
+
+
+def _empty(name: str, model: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    }
+
+
+def _usage(usage: Mapping[str, int]) -> dict[str, int]:
+    return {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+
+
+def _end(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Why a message ended."""
+    stop = choice["stop_reason"] if isinstance(choice.get("stop_reason"), str) else None
+    reason = "stop_sequence" if stop else _ENDS.get(choice["finish_reason"], "end_turn")
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _start(index: int, block: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}

@@ -1,0 +1,187 @@
+"""Responses: OpenAI's `/v1/responses` in the terms of a chat completion, and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+_SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
+_KNOWN = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store"}
+_ASIDE = {"metadata", "user", "truncation", "include", "reasoning", "text", "service_tier"}
+_ids = itertools.count()
+
+
+def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The request as one for chat completions, behind the messages `before`."""
+    for name in sorted(set(body) - {*_SAME, *_KNOWN, *_ASIDE}):
+        raise ValueError(f"the request has an unknown key '{name}'")
+    chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
+    messages = list(before)
+    if body.get("instructions"):
+        if messages and messages[0]["role"] == "system":
+            del messages[0]
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise ValueError("the request's 'input' must be text, or a list of items")
+    for item in given:
+        _add(messages, item)
+    chat["messages"] = messages
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+    if body.get("max_output_tokens"):
+        chat["max_tokens"] = body["max_output_tokens"]
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
+def response_of(found: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion as a response."""
+    choice = found["choices"][0]
+    output = []
+    if choice["message"]["content"]:
+        output.append(_message(choice["message"]["content"]))
+    output += [_call(call) for call in choice["message"].get("tool_calls") or ()]
+    return _response(found, body, output, choice["finish_reason"], found["usage"])
+
+
+async def events_of(
+    chunks: AsyncIterator[dict[str, Any]], body: Mapping[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """A stream's chunks as the events of a response."""
+    number = itertools.count()
+    output: list[dict[str, Any]] = []
+    item: dict[str, Any] | None = None
+    text, ended, usage, chunk, begun = "", "stop", None, None, False
+
+    def event(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "sequence_number": next(number), **fields}
+
+    async for chunk in chunks:
+        if not begun:
+            begun = True
+            yield event("response.created", response=_response(chunk, body, [], None, None))
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            ended = choice["finish_reason"] or ended
+            if piece := choice["delta"].get("content"):
+                if item is None:
+                    item = _message("")
+                    begin = {**item, "status": "in_progress", "content": []}
+                    yield event("response.output_item.added", output_index=0, item=begin)
+                    place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+                    part = item["content"][0]
+                    yield event("response.content_part.added", **place, part=part)
+                text += piece
+                place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+                yield event("response.output_text.delta", **place, delta=piece, logprobs=[])
+            for call in choice["delta"].get("tool_calls") or ():
+                output.append(_call(call))
+    if item is not None:
+        part = {"type": "output_text", "text": text, "annotations": []}
+        item = {**item, "content": [part]}
+        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        yield event("response.output_text.done", **place, text=text, logprobs=[])
+        yield event("response.content_part.done", **place, part=part)
+        yield event("response.output_item.done", output_index=0, item=item)
+    for index, call in enumerate(output, start=item is not None):
+        begin = {**call, "status": "in_progress", "arguments": ""}
+        given = {"item_id": call["id"], "output_index": index}
+        yield event("response.output_item.added", output_index=index, item=begin)
+        yield event(
+            "response.function_call_arguments.done",
+            **given,
+            name=call["name"],
+            arguments=call["arguments"],
+        )
+        yield event("response.output_item.done", output_index=index, item=call)
+    assert chunk is not None
+    whole = _response(chunk, body, [*([item] if item else []), *output], ended, usage)
+    kind = "response.incomplete" if ended == "length" else "response.completed"
+    yield event(kind, response=whole)
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    """One item behind the messages; a call belongs to the assistant's message before it."""
+    match item.get("type", "message"):
+        case "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            content = item.get("content")
+            if isinstance(content, list):
+                content = "".join(_part(part) for part in content)
+            messages.append({"role": role, "content": content or ""})
+        case "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            last = messages[-1]
+            messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
+        case "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else "".join(map(_part, output or ()))
+            result = {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+            messages.append(result)
+        case "reasoning":
+            pass
+        case kind:
+            raise ValueError(f"an input item of type '{kind}' is not served")
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    if part.get("type") not in ("input_text", "output_text", "text"):
+        raise ValueError(f"only text is supported, and this holds '{part.get('type')}'")
+    return part["text"]
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise ValueError(f"a tool of type '{tool.get('type')}' is not served: expected function")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
+
+
+def _message(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    about = {"id": f"msg_{next(_ids)}", "type": "message", "role": "assistant"}
+    return {**about, "status": "completed", "content": [part]}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    about = {"id": f"fc_{next(_ids)}", "type": "function_call", "status": "completed"}
+    return {**about, "call_id": call["id"], **call["function"]}
+
+
+def _response(
+    found: Mapping[str, Any], body: Mapping[str, Any], output: Any, ended: Any, usage: Any
+) -> dict[str, Any]:
+    cut = ended == "length"
+    status = "in_progress" if ended is None else "incomplete" if cut else "completed"
+    counts = usage and {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
+    return {
+        "id": found["id"],
+        "object": "response",
+        "created_at": 0,
+        "model": found["model"],
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": body.get("instructions"),
+        "previous_response_id": body.get("previous_response_id"),
+        "output": output,
+        "usage": counts,
+        "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": True,
+        "metadata": body.get("metadata") or {},
+    }
