@@ -71,12 +71,11 @@ async def _ask(
 ) -> list[Reply]:
     options = options_of(body, chat=chat)
     if not chat:
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str) and not (
-            isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt)
-        ):
-            raise ValueError("'prompt' must be one text, or one list of token ids")
-        return await model.generate_samples(prompt, on_token=on_token, **options)
+        prompts = _prompts(body.get("prompt"))
+        if len(prompts) > 1 and on_token is not None:
+            raise ValueError("'stream' is served for one prompt only")
+        asked = (model.generate_samples(p, on_token=on_token, **options) for p in prompts)
+        return [reply for replies in await asyncio.gather(*asked) for reply in replies]
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise ValueError("the request has no 'messages'")
@@ -85,6 +84,17 @@ async def _ask(
         for reply in replies:
             record_tool_calls(reply.call)
     return replies
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """One or several prompts, each a text or ids."""
+    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    prompts = given if several else [given]
+    for prompt in prompts:
+        is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        if not isinstance(prompt, str) and not is_ids:
+            raise ValueError("'prompt' must be a text, a list of token ids, or a list of either")
+    return prompts
 
 
 class _Chunks:

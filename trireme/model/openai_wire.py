@@ -26,8 +26,9 @@ _SAME = (
     *("repetition_penalty", "stop_token_ids", "ignore_eos"),
 )
 _RENAMED = {"max_completion_tokens": "max_tokens"}
-_USED = {"model", "messages", "prompt", "tools", "stream", "stream_options", "logprobs"} | {
-    "top_logprobs"
+_USED = {
+    *("model", "messages", "prompt", "tools", "stream", "stream_options", "logprobs"),
+    *("top_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
 }
 # Labels and switches that change nothing of what is sampled.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier"} | {
@@ -44,6 +45,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
+    "chat_template_kwargs": ({},),
 }
 _ids = itertools.count()
 
@@ -92,9 +94,15 @@ def chat_response(
             "token_ids": reply.tokens,
         }
         if body.get("logprobs"):
-            choice["logprobs"] = {"content": token_logprobs(reply, decode), "refusal": None}
+            choice["logprobs"] = {
+                "content": token_logprobs(reply, _shown(body, decode)),
+                "refusal": None,
+            }
         choices.append(choice)
-    return _response("chat.completion", "chatcmpl", choices, replies, model)
+    response = _response("chat.completion", "chatcmpl", choices, replies, model)
+    if body.get("return_token_ids"):
+        response["prompt_token_ids"] = _prompt_ids(replies[0])
+    return response
 
 
 def text_response(
@@ -111,15 +119,31 @@ def text_response(
             "token_ids": reply.tokens,
         }
         if body.get("logprobs") is not None:
-            choice["logprobs"] = text_logprobs(token_logprobs(reply, decode))
+            choice["logprobs"] = text_logprobs(token_logprobs(reply, _shown(body, decode)))
+        if body.get("return_token_ids"):
+            choice["prompt_token_ids"] = _prompt_ids(reply)
         choices.append(choice)
     return _response("text_completion", "cmpl", choices, replies, model)
+
+
+def _prompt_ids(reply: Reply) -> list[int]:
+    return reply.call.ids[: reply.prompt_tokens]
+
+
+def _shown(body: Mapping[str, Any], decode: Decode) -> Decode:
+    """How tokens are named in log-probabilities: by their text, or as vLLM names ids."""
+
+    def by_id(ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return f"token_id:{ids[0]}"
+
+    return by_id if body.get("return_tokens_as_token_ids") else decode
 
 
 def _response(
     kind: str, prefix: str, choices: list[Any], replies: Sequence[Reply], model: str
 ) -> dict[str, Any]:
-    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.tokens) for reply in replies)
+    calls = {reply.call.index: reply.prompt_tokens for reply in replies}
+    prompt, sampled = sum(calls.values()), sum(len(reply.tokens) for reply in replies)
     return {
         "id": new_id(prefix),
         "object": kind,
