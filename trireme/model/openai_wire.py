@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
 }
+_process = secrets.token_hex(4)  # an id of a server that was restarted is of no reply of this one
 _ids = itertools.count()
 
 
@@ -128,7 +130,7 @@ def _response(
 ) -> dict[str, Any]:
     prompt, sampled = replies[0].prompt_tokens, sum(len(reply.tokens) for reply in replies)
     return {
-        "id": f"{prefix}-{next(_ids)}",
+        "id": f"{prefix}-{_process}-{next(_ids)}",
         "object": kind,
         "created": 0,
         "model": model,
