@@ -42,6 +42,17 @@ def test_a_port_that_is_taken_is_told_before_anything_is_served(tmp_path: Path) 
     assert not (tmp_path / serving.URL_FILE).exists()
 
 
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    here = session(tmp_path)
+    for _ in range(2):
+        with (
+            serving._alone(here),
+            pytest.raises(ValueError, match="is served by another process already"),
+            serving._alone(here),
+        ):
+            pass
+
+
 def test_the_address_is_in_the_folder_while_it_is_served(tmp_path: Path) -> None:
     with serving._listening(session(tmp_path)) as own:
         url = (tmp_path / serving.URL_FILE).read_text()

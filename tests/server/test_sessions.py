@@ -177,6 +177,25 @@ def test_sessions_without_a_reward_are_dropped_when_quiet() -> None:
     assert [e.eid.task for e in sessions.take()] == ["kept"]
 
 
+def test_a_call_under_way_in_a_session_that_is_committed_fails_and_is_no_experience() -> None:
+    async def main() -> Shipped:
+        rollouts, shipped = make_rollouts(lambda _: "yes"), Shipped()
+        engine: Any = rollouts.engine
+        sessions = Sessions(rollouts.session_model, ship=shipped)
+        async with make_client(rollouts, sessions) as client:
+            await play(client, "one", 1)
+            engine.wait = 0.2
+            late = asyncio.ensure_future(client.post(f"/s/one/{CHAT}", json=asks("and?")))
+            while len(engine.prompts) < 2:
+                await asyncio.sleep(0.001)
+            assert await post(client, "commit", session_id="one") == {"committed": 1}
+            assert (await late).status_code == 500 and "is over" in (await late).text
+            assert len(sessions) == 0
+        return shipped
+
+    assert len(asyncio.run(main()).commits[0]) == 1
+
+
 def test_a_name_that_is_used_again_has_another_stream_of_chance() -> None:
     async def script(client: httpx.AsyncClient) -> None:
         for _ in range(2):

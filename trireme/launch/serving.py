@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
@@ -19,18 +20,19 @@ from trireme.explorer.intake import Intake
 from trireme.files import write_text
 from trireme.launch.parts import make_raw_record, sampling_of
 from trireme.launch.session import Session, StageResult
-from trireme.log import get_logger
 from trireme.pipeline.pipeline import Pipeline
 from trireme.server.app import create_app
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
 from trireme.sync.checkpoint import PolledSync
 
-logger = get_logger("explorer")
-
 URL_FILE = "explorer_server_url.txt"
 GRACE = 30
 """Seconds that requests under way get to end when the server stops."""
+
+KEEP_ALIVE = 120
+"""Seconds of a quiet connection: longer than clients keep it, so that none sends into one that is
+being closed."""
 
 
 class Server(uvicorn.Server):
@@ -49,6 +51,11 @@ class Server(uvicorn.Server):
 
 async def run_serve(session: Session) -> StageResult:
     """Serve until Ctrl-C, SIGTERM, or the trainer's end. Raises the first cause of a failure."""
+    with _alone(session):
+        return await _run(session)
+
+
+async def _run(session: Session) -> StageResult:
     plan, sync = session.plan, session.polled_sync()
     sync.forget()
     try:
@@ -59,13 +66,17 @@ async def run_serve(session: Session) -> StageResult:
         sessions.ship = intake.ship
         key = plan.config.explorer.rollout_model.api_key
         app = create_app(rollouts, key=key, sessions=sessions)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE,
+            timeout_keep_alive=KEEP_ALIVE,
+        )
         with _listening(session) as own_socket, _stopped_by_signals(server := Server(config)):
             await _serve(server, own_socket, _watch(session, sync, sessions))
-        left = len(sessions)
         session.console.note(
             f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped, "
-            f"{left} open ones forgotten"
+            f"{len(sessions)} open ones forgotten"
         )
         if intake.unstored:
             raise RuntimeError(f"{intake.unstored} experiences of unanswered commits are lost")
@@ -136,6 +147,19 @@ async def _watch(session: Session, sync: PolledSync, sessions: Sessions) -> None
         await sync.load_latest()
         sessions.drop_quiet()
         await asyncio.sleep(session.plan.config.explorer.service_status_check_interval)
+
+
+@contextlib.contextmanager
+def _alone(session: Session) -> Iterator[None]:
+    """Two servers on one folder would give the same numbers to their commits."""
+    with (session.folder.root / ".serve.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{session.folder.root} is served by another process already"
+            ) from error
+        yield
 
 
 @contextlib.contextmanager
