@@ -247,3 +247,35 @@ def test_one_gpu_is_shared(tmp_path, monkeypatch):
     plan = plan_of(tmp_path)
     assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
     assert plan.gpus == {"explorer": 1, "trainer": 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "address", "says"),
+    [
+        ([], "127.0.0.1", "for this machine alone"),
+        (["explorer.rollout_model.api_key=secret"], "0.0.0.0", ""),
+        (["explorer.listen_address=localhost"], "localhost", ""),
+    ],
+)
+def test_a_server_without_a_key_is_on_loopback(tmp_path, overrides, address, says):
+    config = config_of(tmp_path, values(tmp_path), "mode=serve", *overrides)
+    [plan] = make_plans(config)
+    assert plan.listen_address == address
+    noted = [note for note in plan.notes if note.startswith("explorer.listen_address")]
+    assert all(says in note for note in noted) and len(noted) == bool(says)
+    assert (plan.buffer_type, plan.sync_method) == ("sql", "checkpoint")
+
+
+def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
+    given = values(tmp_path)
+    del given["buffer"]["explorer_input"]
+    [plan] = make_plans(
+        config_of(
+            tmp_path,
+            given,
+            "mode=serve",
+            "algorithm.repeat_times=1",
+            "trainer.trainer_config={a: 1}",
+        )
+    )
+    assert plan.mode == "serve"

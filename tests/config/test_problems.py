@@ -238,7 +238,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("mode=serve", "mode"),
         ("mode=colocate", "mode"),
         ("explorer.auxiliary_models=[{model_path: x}]", "explorer.auxiliary_models"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
@@ -300,3 +299,8 @@ def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
     array.write_text(json.dumps([{"question": "q", "answer": "a"}] * 16))
     (plan,) = make_plans(config_of(tmp_path, values(tmp_path), f"{TASKSET}.path={array}"))
     assert plan.explore_steps == 2
+
+
+def test_a_server_for_other_machines_needs_a_key(tmp_path):
+    problem = only_problem(tmp_path, "mode=serve", "explorer.listen_address=10.0.0.1")
+    assert problem.startswith("explorer.listen_address is 10.0.0.1: other machines need")

@@ -40,7 +40,7 @@ class ModelFacts(NamedTuple):
 def check_stage(stage: Stage) -> None:
     """Looks at all that a stage names; problems are noted, and what the files tell."""
     _check_algorithm(stage)
-    if stage.config.mode != "train" or stage.evaluates:
+    if stage.config.mode not in ("train", "serve") or stage.evaluates:
         check_tasksets(stage)
     if stage.reads_file:
         check_train_data(stage)
@@ -56,7 +56,7 @@ def _check_algorithm(stage: Stage) -> None:
         part = getattr(algorithm, key)
         if part is not None:
             check_name(stage, kind, part, f"algorithm.{key}")
-    if name in _GROUP_ALGORITHMS and repeats < 2 and config.mode != "train":
+    if name in _GROUP_ALGORITHMS and repeats < 2 and config.mode not in ("train", "serve"):
         stage.problem(
             "algorithm.repeat_times",
             f"is {repeats}: expected at least 2, since {name} compares the rollouts of one task",

@@ -21,6 +21,7 @@ _STYLES: dict[str, SyncStyle] = {
     "dynamic_by_trainer": "trainer_driven",
     "fully_async": "fully_async",
 }
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
 
 
@@ -68,6 +69,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         deterministic=(lock_step or stage.reads_file) and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
+        listen_address=_listen_address(stage),
         gpus={"explorer": min(gpus, 1), "trainer": min(gpus, 1)},
         notes=(*stage.notes, *stage.file_notes),
         **lengths._asdict(),
@@ -145,6 +147,25 @@ def _note_engine(stage: Stage) -> None:
         )
 
 
+def _listen_address(stage: Stage) -> str:
+    """Where `mode: serve` listens: this machine alone can reach it, unless there is a key."""
+    explorer = stage.config.explorer
+    given, key = explorer.listen_address, "explorer.listen_address"
+    if stage.config.mode != "serve" or explorer.rollout_model.api_key or given in _LOOPBACK:
+        return given
+    if given == "0.0.0.0":
+        stage.notes.append(
+            f"{key} ({given}): without explorer.rollout_model.api_key the server listens on "
+            f"{_LOOPBACK[0]}, for this machine alone"
+        )
+    else:
+        stage.problem(
+            key,
+            f"is {given}: other machines need explorer.rollout_model.api_key, or {_LOOPBACK[0]}",
+        )
+    return _LOOPBACK[0]
+
+
 def _style(stage: Stage, train_batch_size: int) -> SyncStyle:
     """The style by its one name; a fixed beat that would stop for ever is a problem."""
     config, made = stage.config, stage.rollouts
@@ -176,7 +197,7 @@ def _method(stage: Stage) -> SyncMethod:
     how = "explorer and trainer share one process, so weights are handed over in memory"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
-    if mode in ("explore", "train") or (mode == "both" and asked == "nccl"):
+    if mode in ("explore", "train", "serve") or (mode == "both" and asked == "nccl"):
         stage.notes.append(f"synchronizer.sync_method ({given}): {how}")
     return "memory" if mode == "both" else "checkpoint"
 

@@ -65,6 +65,8 @@ class Plan:
     buffer_type: BufferType
     buffer_path: str
     """A store's URL, a queue's copy (URL or .jsonl), or a data set's path."""
+    listen_address: str
+    """Where `mode: serve` listens."""
     gpus: dict[str, int]
     """GPUs of each role."""
     notes: tuple[str, ...]

@@ -81,7 +81,7 @@ def steps_of(stage: Stage) -> Steps:
         path = buffer.trainer_input.experience_buffer.path or ""
         steps = given or _epochs(stage, "buffer.train_batch_size", wanted, rows, path)
         return Steps(wanted, None, steps, steps, None if rows is None else rows // wanted)
-    if config.mode == "bench":
+    if config.mode in ("bench", "serve"):
         return Steps(wanted)
     rows, size = stage.task_rows, buffer.batch_size
     path = ", ".join(stage.task_paths)

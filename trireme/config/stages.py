@@ -54,8 +54,10 @@ class Stage:
 
     @property
     def evaluates(self) -> bool:
-        """Whether evaluation tasksets are tried; a trainer that awaits explorers has no engine."""
-        alone = self.config.mode == "train" and not self.reads_file
+        """Whether evaluation tasksets are tried: not by a server, nor by a trainer that awaits
+        explorers.
+        """
+        alone = self.config.mode in ("train", "serve") and not self.reads_file
         return not alone and bool(self.config.buffer.explorer_input.eval_tasksets)
 
     @property

@@ -26,7 +26,7 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
             stage.problem(f"{_KEY}.path", f"is not given: expected the data that {learner} learns")
         return ("sql", _placed(path, job_dir)) if is_url else ("file", path)
     kind = buffer.storage_type or "queue"
-    if config.mode in ("explore", "train") and kind != "sql":
+    if config.mode in ("explore", "train", "serve") and kind != "sql":
         stage.notes.append(
             f"{_KEY}.storage_type ({kind}): explorer and trainer are two processes, so experiences "
             f"go through SQLite in the job's folder"

@@ -55,8 +55,7 @@ REFUSED: dict[str, str] = {
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "Config.mode": {
-        "serve": "is not supported yet: expected both, explore, train or bench",
-        "colocate": "is not supported yet: expected both, explore, train or bench",
+        "colocate": "is not supported yet: expected both, explore, train, bench or serve",
     },
     "DataSelectorConfig.selector_type": {
         name: "is not supported yet: expected sequential, shuffle or random"
@@ -96,10 +95,7 @@ HINTS: frozenset[str] = frozenset(
         "ExperienceBufferConfig.max_retry_interval",
         "ExperienceBufferConfig.max_retry_times",
         "ExplorerConfig.db_url",
-        "ExplorerConfig.listen_address",
         "ExplorerConfig.min_running_model_num",
-        "ExplorerConfig.proxy_port",
-        "ExplorerConfig.service_status_check_interval",
         "LogConfig.group_by_node",
         "LoraConfig.base_model_name",
         "LoraConfig.lora_dtype",
@@ -173,6 +169,8 @@ def _idle(stage: Stage) -> tuple[str, ...]:
     """Sections that the mode does not use."""
     if stage.config.mode == "train":
         return () if stage.evaluates else ("explorer", "buffer.explorer_input")
+    if stage.config.mode == "serve":
+        return ("trainer", "buffer.explorer_input")
     return () if stage.config.mode == "both" else ("trainer",)
 
 

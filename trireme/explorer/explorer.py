@@ -258,9 +258,9 @@ class Explorer:
         """Go on where an explorer without a trainer beside it left off."""
         if self.folder is not None and self.folder.explorer_meta.exists():
             meta = json.loads(self.folder.explorer_meta.read_text())
-            self.load_state(
-                {"step": meta["latest_iteration"], "taskset": meta["taskset_states"][0]}
-            )
+            self.step = meta["latest_iteration"]
+            if states := meta["taskset_states"]:  # none: a server was the explorer so far
+                self.load_state({"step": self.step, "taskset": states[0]})
 
     def _keep_own_state(self) -> None:
         """Written after the step's experiences are safe in the store of another process."""

@@ -14,6 +14,7 @@ from typing import Any
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config import Plan
 from trireme.engines.device import Device
+from trireme.launch.serving import run_serve
 from trireme.launch.session import Session, StageResult
 from trireme.monitor.console import Console
 
@@ -28,6 +29,7 @@ async def run_plan(
     """
     started = time.monotonic()
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
+    modes |= {"serve": run_serve}
     device = Device()
     try:
         with Session(plan, model_path, console, device, measure_end) as session:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def make_scheduler(
             engine,
             text.chat,
             key=key,
-            sampling=sampling_of(plan, task),
+            sampling=sampling_of(plan, task.rollout_args),
             max_model_len=plan.max_model_len,
             max_prompt_tokens=plan.max_prompt_tokens,
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
@@ -165,9 +165,9 @@ def make_scheduler(
     )
 
 
-def sampling_of(plan: Plan, task: Task) -> Sampling:
-    """How the rollouts of a task sample: its `rollout_args`, else the model section's defaults."""
-    model, args = plan.config.model, task.rollout_args
+def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
+    """How a task samples: its `rollout_args`, else the model section's defaults."""
+    model = plan.config.model
 
     def given(name: str, default: Any) -> Any:
         value = args.get(name)
@@ -235,7 +235,7 @@ def make_training_taskset(plan: Plan) -> Taskset | None:
 
 def make_eval_tasksets(plan: Plan) -> list[Taskset]:
     """All evaluation tasksets of the plan."""
-    configs = plan.config.buffer.explorer_input.eval_tasksets
+    configs = plan.config.buffer.explorer_input.eval_tasksets if plan.mode != "serve" else []
     return [make_taskset(plan, c, place=i, is_eval=True) for i, c in enumerate(configs)]
 
 
@@ -250,12 +250,12 @@ def make_buffer(
     if plan.buffer_type == "file":
         return _make_file_buffer(plan, config, text, end_ids), None
     if plan.buffer_type == "sql":
-        roles: dict[str, Any] = {"explore": "explore", "train": "train"}
+        roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
         store = SqlBuffer(
             config.name,
             resolve_url(plan.buffer_path, folder.buffer),
             role=roles.get(plan.mode, "both"),
-            party=plan.config.explorer.name if plan.mode == "explore" else None,
+            party=plan.config.explorer.name if plan.mode in ("explore", "serve") else None,
             capacity=config.capacity,
             max_read_timeout=config.max_read_timeout,
         )

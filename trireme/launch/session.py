@@ -193,7 +193,7 @@ class Session(AbstractContextManager["Session"]):
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
         buffer, record = parts.make_buffer(self.plan, self.folder, self.text, end_ids=ends)
         if record is not None:
-            self._keep(record)
+            self.keep(record)
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer
@@ -239,7 +239,7 @@ class Session(AbstractContextManager["Session"]):
         plan = self.plan
         raw = parts.make_raw_record(plan, self.folder)
         if raw is not None:
-            self._keep(raw)
+            self.keep(raw)
         config = plan.config.explorer
         self._explorer = Explorer(
             taskset=self.taskset,
@@ -332,7 +332,7 @@ class Session(AbstractContextManager["Session"]):
             result.model_dir = str(self.folder.hf_dir(trainer.step))
         return result
 
-    def _keep(self, record: Record) -> None:
+    def keep(self, record: Record) -> None:
         """Close it with the session; what a killed run wrote after its checkpoint goes."""
         self._records.append(record)
         if self.plan.mode == "both":

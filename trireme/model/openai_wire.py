@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,6 +48,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "chat_template_kwargs": ({},),
 }
+_process = secrets.token_hex(4)  # an id of a server that was restarted is of no reply of this one
 _ids = itertools.count()
 
 
@@ -187,8 +189,8 @@ def text_logprobs(rows: Sequence[dict[str, Any]], offset: int = 0) -> dict[str, 
 
 
 def new_id(prefix: str) -> str:
-    """A name that no other response of this process has."""
-    return f"{prefix}-{next(_ids)}"
+    """A name that no other response has."""
+    return f"{prefix}-{_process}-{next(_ids)}"
 
 
 def _token(token: int, logprob: float, decode: Decode) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -14,25 +15,43 @@ from starlette.exceptions import HTTPException as StarletteError
 
 from trireme.server.limits import Limits, error_body
 from trireme.server.rollouts import Rollouts
+from trireme.server.sessions import Sessions
 
 T = TypeVar("T")
 STATUS = ((ValueError, 400), (TimeoutError, 504), (TypeError, 400), (FileNotFoundError, 400))
 
 
-def create_app(rollouts: Rollouts, *, key: str | None = None, most: int = 4096) -> FastAPI:
-    """All endpoints over one engine. `key`: what clients must show; `most`: requests in flight."""
+def create_app(
+    rollouts: Rollouts,
+    *,
+    key: str | None = None,
+    most: int = 4096,
+    sessions: Sessions | None = None,
+) -> FastAPI:
+    """All endpoints over one engine. `key`: what clients must show; `most`: requests in flight.
+
+    With `sessions` those of agents alone: nobody else may steer the engine.
+    """
     from trireme.server import engine_routes, openai_routes, rollout_routes, stream_routes
 
     app = FastAPI(title="Trireme rollout server", version="1")
     app.state.rollouts = rollouts
     app.state.instance = secrets.token_hex(8)
-    for routes in (engine_routes, stream_routes, rollout_routes, openai_routes):
+    for path in ("/health", "/health/"):
+        app.add_api_route(path, partial(_health, rollouts), methods=["GET"])
+    app.include_router(openai_routes.make_router(rollouts, sessions))
+    for routes in (engine_routes, stream_routes, rollout_routes) if sessions is None else ():
         app.include_router(routes.make_router(rollouts))
     app.add_middleware(Limits, key=key, most=most, instance=app.state.instance)
     for kind in (Exception, RuntimeError, *(kind for kind, _ in STATUS), StarletteError):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(RequestValidationError, _failed)
     return app
+
+
+async def _health(rollouts: Rollouts) -> dict[str, str]:
+    rollouts.engine.health()
+    return {"status": "ok"}
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:

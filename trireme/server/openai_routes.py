@@ -17,29 +17,30 @@ from trireme.server import messages, responses
 from trireme.server.app import until_gone
 from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts, experience_to_wire
-from trireme.server.sessions import Sessions, Ship
+from trireme.server.sessions import Sessions
 
 
 class FeedbackBody(BaseModel):
     """A reward for a session, or for single replies by their ids."""
 
-    reward: float
+    reward: float = Field(allow_inf_nan=False)
     session_id: str | None = None
     msg_ids: list[str] = Field(default_factory=list)
     task_id: str = ""
-    run_id: int = 0
+    run_id: int | None = Field(default=None, ge=0)
 
 
 class CommitBody(BaseModel):
-    """Which session; not given: all that have a reward."""
+    """Which session's or task's group; neither given: all that have a reward."""
 
     session_id: str | None = None
+    task_id: str | None = None
 
 
-def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
-    """`ship` takes the experiences of a commit; without it the client gets them."""
+def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRouter:
+    """`recorded`: whose sessions these are; None: the router's own."""
     router = APIRouter()
-    sessions = Sessions(lambda name: rollouts.model(("session", name, 0)))
+    sessions = Sessions(rollouts.session_model) if recorded is None else recorded
     _add_apis(router, sessions)
     _add_figures(router, rollouts, sessions)
 
@@ -56,9 +57,9 @@ def make_router(rollouts: Rollouts, ship: Ship | None = None) -> APIRouter:
 
     @router.post("/commit")
     async def commit(body: CommitBody) -> dict[str, Any]:
-        experiences = sessions.take(body.session_id)
-        if ship is not None:
-            await ship(experiences)
+        experiences = sessions.take(body.session_id, body.task_id)
+        if sessions.ship is not None:
+            await sessions.ship(experiences)
             return {"committed": len(experiences)}
         wires = [experience_to_wire(e) | {"eid": e.eid.uid} for e in experiences]
         return {"committed": len(experiences), "experiences": wires}
@@ -130,6 +131,7 @@ def _add_figures(router: APIRouter, rollouts: Rollouts, sessions: Sessions) -> N
             "trireme_tokens_prefilled_total": ("counter", health.prefilled_tokens),
             "trireme_tokens_from_prefix_cache_total": ("counter", health.cached_tokens),
             "trireme_sessions_open": ("gauge", len(sessions)),
+            "trireme_sessions_dropped_total": ("counter", sessions.dropped),
         }
         lines = [f"# TYPE {name} {kind}\n{name} {value}" for name, (kind, value) in rows.items()]
         return PlainTextResponse("\n".join(lines) + "\n")

@@ -114,13 +114,6 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     router = APIRouter()
     group = WeightGroup(rollouts.engine, model_path=rollouts.model_path)
 
-    async def health() -> dict[str, str]:
-        rollouts.engine.health()
-        return {"status": "ok"}
-
-    for path in ("/health", "/health/"):
-        router.add_api_route(path, health, methods=["GET"])
-
     @router.get("/get_world_size/")
     async def world_size() -> dict[str, int]:
         return {"world_size": 1}

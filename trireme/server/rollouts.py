@@ -37,6 +37,10 @@ class Rollouts:
     """`scheduler` and `max_turns`, as in `workflow_args`."""
     use_async_engine: bool = True
     seed: int = 42
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=512))
+    """For requests that say nothing else."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of each Model."""
     _count: Any = field(default_factory=itertools.count)
     _one_batch: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -51,10 +55,15 @@ class Rollouts:
             self.engine,
             self.chat,
             key=key or ("request", next(self._count), 0),
-            sampling=with_options(Sampling(max_tokens=512), options or {}),
+            sampling=with_options(self.sampling, options or {}),
             max_model_len=self.max_model_len,
             model_path=self.model_path,
+            **self.limits,
         )
+
+    def session_model(self, name: str, times: int) -> Model:
+        """The Model of a session; `times` others had its name."""
+        return self.model(("session", name, times))
 
     async def infer(
         self,

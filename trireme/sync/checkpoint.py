@@ -115,16 +115,24 @@ class PolledSync:
         self._dtype = dtype
         self._loaded_step = 0
         self._waited = 0.0
+        self._old_news: int | None = None
         self.version = 0
 
     @property
     def finished(self) -> bool:
         """Whether the trainer has said that it stopped. Raises RuntimeError where it failed."""
         path = self._folder.root / STATE_FILE
-        state = json.loads(path.read_text())["trainer"] if path.exists() else "running"
+        if not path.exists() or path.stat().st_mtime_ns == self._old_news:
+            return False
+        state = json.loads(path.read_text())["trainer"]
         if state.startswith("failed"):
             raise RuntimeError(f"the trainer of {self._folder.root} has {state}")
         return state == "stopped"
+
+    def forget(self) -> None:
+        """What a trainer has said before now is of an earlier run: this one begins first, say."""
+        path = self._folder.root / STATE_FILE
+        self._old_news = path.stat().st_mtime_ns if path.exists() else None
 
     def due(self, step: int) -> bool:
         """See ExplorerSync."""
@@ -148,9 +156,15 @@ class PolledSync:
 
     async def load_latest(self) -> None:
         """Take the newest weights if they are newer than ours, and compare the probe."""
-        step = self._latest()
-        if step <= self._loaded_step:
-            return
+        while (step := self._latest()) > self._loaded_step:
+            try:
+                await self._load(step)
+            except (OSError, ValueError):
+                if self._latest() == step:
+                    raise
+                logger.info("the weights of train step %d made way for newer ones", step)
+
+    async def _load(self, step: int) -> None:
         weights = self._folder.weights_dir(step)
         path = self._folder.step_dir(step) / "probe.json"
         probe = json.loads(path.read_text()) if path.exists() else None

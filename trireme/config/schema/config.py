@@ -58,7 +58,7 @@ class Config:
     name: str = "rft"
     """Last folder: together they are the job's."""
     mode: Mode = "both"
-    """Explore and train together, one of them alone, or measure checkpoints (bench)."""
+    """Explore and train together, or one of them; measure checkpoints; explore by an OpenAI API."""
     seed: int = number(42, at_least=0)
     """All that is random derives from it."""
     deterministic: bool | None = None

@@ -71,7 +71,7 @@ class RolloutModelConfig:
     base_urls: list[str] = field(default_factory=list)
     """Rollout servers of `engine_type: remote`, started with `trireme rollout`."""
     api_key: str | None = None
-    """Key of a remote engine."""
+    """Key of a remote engine, and of `mode: serve`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ExplorerConfig:
     runner_per_model: int = number(8, at_least=1)
     """Runners of each engine; runners are engine_num times this."""
     max_timeout: float = number(1800, above=0)
-    """Seconds of one attempt at a task."""
+    """Seconds of one attempt at a task; in `mode: serve` of a session that gets no reward."""
     max_retry_times: int = number(2, at_least=0)
     """Further attempts after a failed one."""
     max_failures: float = number(1.0, above=0, at_most=1)
@@ -135,9 +135,9 @@ class ExplorerConfig:
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)
     """Time-out that follows the tasks."""
     proxy_port: int = number(8010, at_least=0, at_most=65535)
-    """Port of `mode: serve`."""
+    """Port of `mode: serve`; 0: any that is free."""
     listen_address: str = "0.0.0.0"
-    """Address of `mode: serve`."""
+    """Address of `mode: serve`; loopback where there is no `rollout_model.api_key`."""
     service_status_check_interval: float = number(60, above=0)
     """Seconds between looks for new weights in `mode: serve`."""
     min_running_model_num: int = number(1, at_least=0)

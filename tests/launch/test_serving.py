@@ -1,0 +1,127 @@
+"""Serving: how a server begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from trireme.checkpoint.layout import JobFolder
+from trireme.launch import serving
+
+
+def session(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
+    explorer = SimpleNamespace(proxy_port=port, service_status_check_interval=0.01)
+    plan = SimpleNamespace(listen_address=host, config=SimpleNamespace(explorer=explorer))
+    notes: list[str] = []
+    return SimpleNamespace(
+        plan=plan,
+        folder=JobFolder(folder),
+        model_path="model",
+        console=SimpleNamespace(note=notes.append),
+        engine=SimpleNamespace(health=lambda: None),
+    )
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_served(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(OSError, match=rf"port {port} .*set explorer.proxy_port"),
+            serving._listening(session(tmp_path, port=port)),
+        ):
+            pass
+    assert not (tmp_path / serving.URL_FILE).exists()
+
+
+def test_a_folder_has_one_server(tmp_path: Path) -> None:
+    here = session(tmp_path)
+    for _ in range(2):
+        with (
+            serving._alone(here),
+            pytest.raises(ValueError, match="is served by another process already"),
+            serving._alone(here),
+        ):
+            pass
+
+
+def test_the_address_is_in_the_folder_while_it_is_served(tmp_path: Path) -> None:
+    with serving._listening(session(tmp_path)) as own:
+        url = (tmp_path / serving.URL_FILE).read_text()
+        assert url == f"http://127.0.0.1:{own.getsockname()[1]}"
+    assert not (tmp_path / serving.URL_FILE).exists()
+
+
+async def slow(scope: Any, receive: Any, send: Any) -> None:
+    """An application whose answers take a moment."""
+    if scope["type"] != "http":
+        return
+    await asyncio.sleep(0.2)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"done"})
+
+
+async def served(folder: Path, ended: asyncio.Event, *, kill: bool) -> str:
+    """One request, during which the server is told to end; what came of the request."""
+    config = uvicorn.Config(slow, lifespan="off", log_level="warning")
+
+    async def watch() -> None:
+        await ended.wait()
+
+    here, server = session(folder), serving.Server(config)
+    with serving._listening(here) as own, serving._stopped_by_signals(server):
+        url = (folder / serving.URL_FILE).read_text()
+        running = asyncio.ensure_future(serving._serve(server, own, watch()))
+        async with httpx.AsyncClient() as client:
+            asking = asyncio.ensure_future(client.get(url))
+            while not server.server_state.tasks:
+                await asyncio.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGTERM) if kill else ended.set()
+            text = (await asking).text
+        await running
+    return text
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_signal_and_the_trainers_end_let_requests_finish(tmp_path: Path, kill: bool) -> None:
+    async def main() -> str:
+        return await served(tmp_path, asyncio.Event(), kill=kill)
+
+    assert asyncio.run(main()) == "done"
+
+
+def test_a_server_ends_when_the_trainer_stops_or_with_its_failure(tmp_path: Path) -> None:
+    class Sync:
+        looks = 0
+
+        @property
+        def finished(self) -> bool:
+            self.looks += 1
+            return self.looks > 3
+
+        async def load_latest(self) -> None:
+            if broken:
+                raise RuntimeError("wrong weights")
+
+    async def main() -> int:
+        sync: Any = Sync()
+        sessions: Any = SimpleNamespace(drop_quiet=lambda: 0)
+        server = serving.Server(uvicorn.Config(slow, lifespan="off", log_level="warning"))
+        here = session(tmp_path)
+        with serving._listening(here) as own:
+            await serving._serve(server, own, serving._watch(here, sync, sessions))
+        return sync.looks
+
+    broken = False
+    assert asyncio.run(main()) == 4
+    broken = True
+    with pytest.raises(RuntimeError, match="wrong weights"):
+        asyncio.run(main())

@@ -1,0 +1,70 @@
+"""PolledSync: what the trainer of another process has left in the folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.checkpoint.layout import JobFolder
+from trireme.sync.checkpoint import STATE_FILE, PolledSync
+
+
+class Engine:
+    """Takes weights; the first folder has made way when it is read."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        self.folder = folder
+        self.took: list[str] = []
+
+    async def update_weights(self, source: Path, version: int) -> None:
+        if source == self.folder.actor_dir(1):
+            publish(self.folder, 2)
+            raise FileNotFoundError(source)
+        self.took.append(f"{source.parent.name} as {version}")
+
+
+def publish(folder: JobFolder, step: int) -> None:
+    actor = folder.actor_dir(step)
+    actor.mkdir(parents=True)
+    (actor / "model.safetensors").touch()
+    folder.latest_weights.write_text(str(step))
+
+
+def polled(folder: Path) -> tuple[PolledSync, Engine]:
+    job = JobFolder(folder)
+    engine: Any = Engine(job)
+    options: dict[str, Any] = {"style": "fixed", "interval": 1, "offset": 0, "timeout": 1.0}
+    return PolledSync(engine, job, dtype="float32", **options), engine
+
+
+def test_weights_that_made_way_for_newer_ones_are_not_missed(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path)
+    publish(JobFolder(tmp_path), 1)
+    asyncio.run(sync.load_latest())
+    assert (engine.took, sync.version) == (["global_step_2 as 1"], 1)
+
+
+def say(folder: Path, state: str, time: int) -> None:
+    path = folder / STATE_FILE
+    path.write_text(json.dumps({"trainer": state, "step": 1}))
+    os.utime(path, ns=(time, time))
+
+
+@pytest.mark.parametrize("old", ["stopped", "failed: ValueError: no"])
+def test_what_an_earlier_trainer_said_is_no_news(tmp_path: Path, old: str) -> None:
+    sync, _ = polled(tmp_path)
+    say(tmp_path, old, 1)
+    sync.forget()
+    assert not sync.finished
+    say(tmp_path, "running", 2)
+    assert not sync.finished
+    say(tmp_path, "failed: ValueError: why", 3)
+    with pytest.raises(RuntimeError, match="why"):
+        assert sync.finished
+    say(tmp_path, "stopped", 4)
+    assert sync.finished

@@ -1,0 +1,198 @@
+"""Serving: `mode: serve`, where applications of other processes are the explorer's tasks.
+
+They chat through the OpenAI API, say by POST /feedback what it was worth and by POST /commit that
+it may be trained. The trainer is another process on the same folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+
+from trireme.explorer.intake import Intake
+from trireme.files import write_text
+from trireme.launch.parts import make_raw_record, sampling_of
+from trireme.launch.session import Session, StageResult
+from trireme.pipeline.pipeline import Pipeline
+from trireme.server.app import create_app
+from trireme.server.rollouts import Rollouts
+from trireme.server.sessions import Sessions
+from trireme.sync.checkpoint import PolledSync
+
+URL_FILE = "explorer_server_url.txt"
+GRACE = 30
+"""Seconds that requests under way get to end when the server stops."""
+
+KEEP_ALIVE = 120
+"""Seconds of a quiet connection: longer than clients keep it, so that none sends into one that is
+being closed."""
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, with signals left to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None of them."""
+        yield
+
+    def stop(self) -> None:
+        """Let requests under way end; asked a second time: end them."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+async def run_serve(session: Session) -> StageResult:
+    """Serve until Ctrl-C, SIGTERM, or the trainer's end. Raises the first cause of a failure."""
+    with _alone(session):
+        return await _run(session)
+
+
+async def _run(session: Session) -> StageResult:
+    plan, sync = session.plan, session.polled_sync()
+    sync.forget()
+    try:
+        await sync.load_latest()
+        rollouts = _rollouts(session)
+        sessions = Sessions(rollouts.session_model, keep=plan.config.explorer.max_timeout)
+        intake = _intake(session, sync, sessions)
+        sessions.ship = intake.ship
+        key = plan.config.explorer.rollout_model.api_key
+        app = create_app(rollouts, key=key, sessions=sessions)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE,
+            timeout_keep_alive=KEEP_ALIVE,
+        )
+        with _listening(session) as own_socket, _stopped_by_signals(server := Server(config)):
+            await _serve(server, own_socket, _watch(session, sync, sessions))
+        session.console.note(
+            f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped, "
+            f"{len(sessions)} open ones forgotten"
+        )
+        if intake.unstored:
+            raise RuntimeError(f"{intake.unstored} experiences of unanswered commits are lost")
+    except Exception as error:
+        await session.buffer.fail(error)
+        raise
+    finally:
+        await session.engine.close()
+    await session.buffer.close()
+    result = session.result(None, None)
+    result.steps = intake.step
+    return result
+
+
+def _rollouts(session: Session) -> Rollouts:
+    """What is done with requests, by the model section's defaults and limits."""
+    plan, model = session.plan, session.plan.config.model
+    limits = {"enable_prompt_truncation": model.enable_prompt_truncation}
+    return Rollouts(
+        session.engine,
+        session.text.chat,
+        session.model_path,
+        plan.max_model_len,
+        sampling=sampling_of(plan, {}),
+        limits={"max_prompt_tokens": plan.max_prompt_tokens, **limits},
+    )
+
+
+def _intake(session: Session, sync: PolledSync, sessions: Sessions) -> Intake:
+    raw = make_raw_record(session.plan, session.folder)
+    if raw is not None:
+        session.keep(raw)
+    return Intake(
+        pipeline=Pipeline(session.recipe, raw=raw),
+        buffer=session.buffer,
+        sync=sync,
+        folder=session.folder,
+        report=session.report,
+        dropped=lambda: sessions.dropped,
+    )
+
+
+async def _serve(
+    server: Server, own_socket: socket.socket, watch: Coroutine[Any, Any, None]
+) -> None:
+    """Until the server has ended; what the watch raises ends it."""
+
+    async def watched() -> None:
+        try:
+            await watch
+        finally:
+            server.should_exit = True
+
+    watching = asyncio.ensure_future(watched())
+    try:
+        await server.serve(sockets=[own_socket])
+        if watching.done():
+            watching.result()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch(session: Session, sync: PolledSync, sessions: Sessions) -> None:
+    """New weights, also while requests are under way, until the trainer stops."""
+    while not sync.finished:
+        session.engine.health()
+        await sync.load_latest()
+        sessions.drop_quiet()
+        await asyncio.sleep(session.plan.config.explorer.service_status_check_interval)
+
+
+@contextlib.contextmanager
+def _alone(session: Session) -> Iterator[None]:
+    """Two servers on one folder would give the same numbers to their commits."""
+    with (session.folder.root / ".serve.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{session.folder.root} is served by another process already"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _listening(session: Session) -> Iterator[socket.socket]:
+    """A socket that clients may connect to already, its address in the job's folder."""
+    host, port = session.plan.listen_address, session.plan.config.explorer.proxy_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        own = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on {host}, port {port} ({error.strerror}): set explorer.proxy_port "
+            "(0: any that is free) or listen_address"
+        ) from error
+    reached = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{own.getsockname()[1]}"
+    path = session.folder.root / URL_FILE
+    with own:
+        write_text(path, url)
+        session.console.note(f"serving {session.model_path} on {url} ({path})")
+        try:
+            yield own
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: Server) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
