@@ -119,12 +119,12 @@ def test_a_server_that_was_started_again_ends_the_engine(tiny_dir: Path) -> None
 
 def test_a_server_that_is_gone_ends_the_engine(tiny_dir: Path) -> None:
     async def main() -> None:
-        async with torch_rollouts(tiny_dir, max_model_len=100_000) as rollouts:
+        async with torch_rollouts(tiny_dir, max_model_len=20_000) as rollouts:
             async with on_port(rollouts) as url:
                 engine = RemoteEngine([url])
                 long = Sampling(max_tokens=100_000, ignore_eos=True)
                 calls = [asyncio.ensure_future(engine.generate(PROMPT, long)) for _ in range(3)]
-                await until(lambda: rollouts.engine.health().running > 0)
+                await until(lambda: rollouts.engine.health().running == 3)  # all are connected
             for call in calls:
                 with pytest.raises(RuntimeError, match=f"the rollout server {url} is gone"):
                     await asyncio.wait_for(call, 10)

@@ -173,7 +173,10 @@ class RemoteEngine:
         """See Engine. Raises RuntimeError where the servers have different weights."""
         self._check()
         await self.connect()
-        found = await self._all(self._get(url, "/engine/fingerprint") for url in self._urls)
+        path = "/engine/fingerprint"
+        found = await self._all(
+            self._ask(url, path, self._client.get(url + path)) for url in self._urls
+        )
         for url, other in zip(self._urls[1:], found[1:], strict=True):
             if other != found[0]:
                 raise RuntimeError(f"{url} has other weights than {self._urls[0]}")
@@ -257,9 +260,6 @@ class RemoteEngine:
         sent: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
         return await self._ask(url, path, self._client.post(f"{url}{path}", **sent))
 
-    async def _get(self, url: str, path: str) -> Any:
-        return await self._ask(url, path, self._client.get(f"{url}{path}"))
-
     async def _ask(self, url: str, path: str, call: Awaitable[httpx.Response]) -> Any:
         """The answer to one request. What the server refuses is a ValueError or a RuntimeError; a
         server that is gone ends the engine.
@@ -293,8 +293,7 @@ class RemoteEngine:
         return check
 
     def _same_instance(self, url: str, response: httpx.Response) -> None:
-        instance = response.headers.get(INSTANCE)
-        if instance is not None and instance != self._instances[url]:
+        if response.headers.get(INSTANCE, self._instances[url]) != self._instances[url]:
             self._failure = RuntimeError(
                 f"the rollout server {url} was started again: the weights of version "
                 f"{self._version} are lost there"

@@ -150,6 +150,13 @@ def make_router(rollouts: Rollouts) -> APIRouter:
         await group.ready()
         return await until_gone(request, _complete(rollouts, body, chat=True))
 
+    _add_weights(router, group)
+    return router
+
+
+def _add_weights(router: APIRouter, group: WeightGroup) -> None:
+    """How new weights come."""
+
     @router.post("/init_communicator/")
     async def init_communicator(body: GroupBody) -> dict[str, str]:
         await group.join(body.host, body.port)
@@ -188,8 +195,6 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     async def close_communicator() -> dict[str, str]:
         await group.close()
         return {"message": "closed"}
-
-    return router
 
 
 async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dict[str, Any]:
