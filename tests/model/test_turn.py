@@ -202,3 +202,18 @@ def test_whatever_is_cut_and_inserted_the_trained_tokens_are_sampled_ones(
     assert experience.versions is not None and experience.logprobs is not None
     assert (experience.versions >= 0).tolist() == experience.mask.tolist()
     assert (experience.logprobs != 0).tolist() == experience.mask.tolist()
+
+
+def test_an_edit_that_cuts_a_continued_reply_away_comes_after_its_continuation() -> None:
+    model = make(["a", "b", "c"])
+
+    async def talk() -> None:
+        await model.chat(ASK)
+        await model.chat([*ASK, assistant("a")])
+        model.edit_reply(ASK, "")
+        await model.chat([*ASK, assistant(""), user("R")])
+
+    asyncio.run(talk())
+    model.recorder.drop_branches()
+    [experience] = model.experiences(reward=1.0)
+    assert [text for on, text in spans(experience) if on] == ["c<|im_end|>"]

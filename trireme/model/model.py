@@ -279,7 +279,8 @@ class Model:
             parent, rest = self._cut(last, count), list(ids[count:])
             if weights is not None:
                 parent.weights = [float(weight) for weight in weights[:count]]
-        self.recorder.add(inserted(parent, rest, content))
+        newest = self.recorder.calls[-1].index
+        self.recorder.add(inserted(parent, rest, content, index=newest))
 
     def _prompt(
         self, given: list[dict[str, Any]], tools: Sequence[Any] | None

@@ -51,14 +51,18 @@ def cut(call: Call, count: int, decode: Decode) -> Call:
     )
 
 
-def inserted(parent: Call, ids: Sequence[int], content: str) -> Call:
-    """A call in which nothing is sampled: `ids` behind the parent's, in a reply `content`."""
+def inserted(parent: Call, ids: Sequence[int], content: str, *, index: int) -> Call:
+    """A call in which nothing is sampled: `ids` behind the parent's, in a reply `content`.
+
+    `index` is that of the newest call: an edit comes after what it edits.
+    """
     nothing = Completion([], [], [], [], "length")
     reply = {"role": "assistant", "content": content}
     return replace(
         parent,
         parent=parent,
         inserted=list(ids),
+        index=index,
         completion=nothing,
         weights=None,
         reply=reply,
