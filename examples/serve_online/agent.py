@@ -31,8 +31,7 @@ class Application:
     """A client of one server."""
 
     def __init__(self, url: str, key: str, at_once: int) -> None:
-        self.url = url
-        self.key = key
+        self.client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=600)
         self.http = httpx.AsyncClient(
             base_url=url, timeout=600, headers={"authorization": f"Bearer {key}"}
         )
@@ -40,11 +39,9 @@ class Application:
 
     async def solve(self, problem: dict[str, str], session: str, temperature: float) -> float:
         """One run in a session of its own: 1 where its result is right, else 0."""
-        async with (
-            self.slots,
-            AsyncOpenAI(base_url=f"{self.url}/s/{session}/v1", api_key=self.key) as client,
-        ):
-            reply = await client.chat.completions.create(
+        async with self.slots:
+            reply = await self.client.chat.completions.create(
+                extra_headers={"x-session-id": session},
                 model="any",
                 messages=[{"role": "user", "content": problem["question"]}],
                 temperature=temperature,
@@ -116,7 +113,7 @@ if __name__ == "__main__":
     parser.add_argument("url_file", type=Path, help="explorer_server_url.txt in the job's folder")
     parser.add_argument("problems", type=Path, help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--first", type=int, default=0, help="number of the first problem")
-    parser.add_argument("--count", type=int, default=1920, help="problems to learn from")
+    parser.add_argument("--count", type=int, default=1280, help="problems to learn from")
     parser.add_argument("--at-once", type=int, default=64, help="runs under way at once")
     parser.add_argument("--key", default="none", help="explorer.rollout_model.api_key, if any")
     asyncio.run(main(parser.parse_args()))
