@@ -162,6 +162,12 @@ def rollout(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 42,
     max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="In flight.")] = 4096,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor_parallel_size", "--vllm_tensor_parallel_size", min=1)
+    ] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option("--data_parallel_size", "--vllm_data_parallel_size", min=1)
+    ] = 1,
 ) -> None:
     """Serve an engine for rollouts: the trainers' endpoints and the OpenAI API."""
     from trireme.cli.rollout import RolloutOptions
@@ -184,6 +190,8 @@ def rollout(
         external_plugins=[*(external_plugins or []), *(plugins or [])],
         seed=seed,
         max_requests=max_requests,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
     )
     raise typer.Exit(command(options))
 

@@ -42,6 +42,8 @@ class RolloutOptions:
     external_plugins: Sequence[Path] = ()
     seed: int = 42
     max_requests: int = 4096
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -72,6 +74,12 @@ def _examine(options: RolloutOptions) -> None:
         )
     if options.engine != "torch":
         raise ValueError(f"--engine {options.engine} is not supported yet: expected torch")
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if (size := getattr(options, name)) != 1:
+            raise ValueError(
+                f"--{name} {size}: the torch engine runs on one device, expected 1 (several "
+                "servers: start several commands, and name them all in base_urls)"
+            )
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
     if not (Path(options.model) / "config.json").exists() and Path(options.model).exists():

@@ -15,7 +15,7 @@ Answer with one number from 0 (useless) to 1 (perfect), and nothing else.
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 
 
-class Judge(ORM):
+class ModelJudge(ORM):
     """A number from 0 to 1 for each dialogue. A judge that says none gives None, and is counted
     by its absence from the metric.
     """

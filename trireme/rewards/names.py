@@ -25,7 +25,7 @@ ORM_PATHS = {
     "cosine": f"{_GROUP}.Cosine",
     "repetition": f"{_GROUP}.Repetition",
     "soft_overlong": f"{_GROUP}.SoftOverlong",
-    "judge": "trireme.rewards.judge.Judge",
+    "judge": "trireme.rewards.judge.ModelJudge",
 }
 
 ORMS = Registry("reward function", ORM_PATHS)
