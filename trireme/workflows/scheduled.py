@@ -7,10 +7,12 @@ rollout server has), `max_turns`, `loss_scale`, and further options of the sched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from trireme.engines.engine import Sampling
 from trireme.experience import Experience
 from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
@@ -29,16 +31,24 @@ _OWN = ("scheduler", "max_turns", "loss_scale")
 class ScheduledWorkflow:
     """See the module. One object serves all tasks."""
 
+    def __init__(self) -> None:
+        self._judges: dict[tuple[int, str], Judge] = {}
+
     async def __call__(self, task: Task, model: Model) -> list[Experience]:
         """One trajectory, one experience a dialogue, without its reward."""
         args = task.workflow_args
+        scale = args.get("loss_scale", "default")
         uuid = "/".join(str(part) for part in model.key)
         request = request_of(_row(task), _messages(task), uuid)
         scheduler = make_scheduler(args)
-        if scheduler is None and getattr(model.engine, "multi_turn", False):
-            return await _at_server(model, request, args.get("loss_scale", "default"))
+        if scheduler is None and isinstance(model.engine, LeadsTurns):
+            await model.engine.connect()
+            if model.engine.multi_turn:
+                return await _at_server(
+                    model.engine, model, request, args.get("loss_scale", "default")
+                )
         ended = await play(scheduler, request, model, max_turns=args.get("max_turns"))
-        return samples(model, ended, args.get("loss_scale", "default"), uuid)
+        return samples(model, ended, scale, uuid)
 
     def examine(self, task: Task) -> None:
         """Raise ValueError for a scheduler, loss scale or reward that there is not."""
@@ -53,7 +63,9 @@ class ScheduledWorkflow:
 
         Outputs of a `run` that have a `request_id` of their own are judged by themselves.
         """
-        judge = _judge(task)
+        # what a reward holds open (a judge's connections) belongs to one event loop
+        key = id(asyncio.get_running_loop()), f"{task.reward_fn} {task.reward_fn_args}"
+        judge = self._judges.get(key) or self._judges.setdefault(key, _judge(task))
         trajectories: dict[Any, list[Experience]] = {}
         for experience in sorted(experiences, key=lambda e: (e.eid.run, e.eid.step)):
             name = experience.eid.run, experience.info.get("request_id")
@@ -67,6 +79,28 @@ class ScheduledWorkflow:
 
 
 multi_turn_scheduler = ScheduledWorkflow()
+
+
+@runtime_checkable
+class LeadsTurns(Protocol):
+    """An engine that may have a scheduler of its own: rollout servers."""
+
+    multi_turn: bool
+
+    async def connect(self) -> None:
+        """Until that is known."""
+        ...
+
+    async def infer(
+        self,
+        request: Mapping[str, Any],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...],
+        loss_scale: Any,
+    ) -> list[dict[str, Any]]:
+        """A whole trajectory."""
+        ...
 
 
 def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
@@ -123,9 +157,10 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
     return out
 
 
-async def _at_server(model: Model, request: RolloutInferRequest, scale: Any) -> list[Experience]:
+async def _at_server(
+    engine: LeadsTurns, model: Model, request: RolloutInferRequest, scale: Any
+) -> list[Experience]:
     """The trajectory as the rollout server's own scheduler leads it."""
-    engine: Any = model.engine
     outputs = await engine.infer(asdict(request), model.sampling, key=model.key, loss_scale=scale)
     found = []
     for output in outputs:
