@@ -37,6 +37,7 @@ slice (object) with (object)
 An example:
 <think>The mug may be in the cabinet, which is closed.</think>
 <action>open cabinet 1</action>"""
+TASK = "Your task is to:"
 HINT = "That is not possible here. Use one of the actions, with names as they were shown."
 
 
@@ -48,6 +49,8 @@ def format_observation(observation: str) -> str:
 
 class AlfworldWorkflow(EpisodeWorkflow):
     """One conversation, one experience. A task that is not done in time has reward -0.1."""
+
+    task_said = ""
 
     blocking_env = False  # the pool's calls are coroutines
     max_env_steps = 30
@@ -65,8 +68,17 @@ class AlfworldWorkflow(EpisodeWorkflow):
         return pool.lend(key=str(self.task_desc), game_file=str(self.task_desc))
 
     def format_observation(self, seen: Seen) -> str:
-        """See the function of this name; `workflow_args.show_admissible` lists what is possible."""
-        text = format_observation(str(seen.observation).strip())
+        """See the function of this name.
+
+        `workflow_args`: `show_admissible` lists what is possible, `remind_task` says the task again
+        with every later observation.
+        """
+        observation = str(seen.observation).strip()
+        text = format_observation(observation)
+        if TASK in observation:
+            self.task_said = observation[observation.index(TASK) :]
+        elif self.workflow_args.get("remind_task"):
+            text += f"\n{self.task_said}"
         if self.workflow_args.get("show_admissible"):
             text += f"\nPossible: {', '.join(seen.info.get('admissible_commands', ()))}"
         return text

@@ -54,9 +54,19 @@ class Household:
         return "DeskLamp" if self.task == "look_at_obj_in_light" else ""
 
 
-def draw_household(task: str, rooms: str, source: random.Random, *, extra: int = 4) -> Household:
-    """A solvable household for a task: the target never lies at its goal."""
-    places = list(source.choices(FURNITURE[rooms], k=4 + source.randint(0, 2)))
+def draw_household(
+    task: str,
+    rooms: str,
+    source: random.Random,
+    *,
+    extra: int = 4,
+    furniture: tuple[int, int] = (4, 6),
+) -> Household:
+    """A solvable household for a task: the target never lies at its goal.
+
+    `extra` things lie about besides; `furniture` is the fewest and the most pieces of it.
+    """
+    places = list(source.choices(FURNITURE[rooms], k=source.randint(*furniture)))
     if "clean" in task:
         places.append("SinkBasin")
     if "heat" in task:
@@ -66,11 +76,11 @@ def draw_household(task: str, rooms: str, source: random.Random, *, extra: int =
     receptacles = tuple(
         (kind, _mangled(kind, number, source)) for number, kind in enumerate(places)
     )
-    furniture = [item for item in receptacles if item[0] in FURNITURE[rooms]]
-    goal = source.choice(furniture)[0]
-    elsewhere = [item for item in furniture if item[0] != goal]
+    usual = [item for item in receptacles if item[0] in FURNITURE[rooms]]
+    goal = source.choice(usual)[0]
+    elsewhere = [item for item in usual if item[0] != goal]
     if len(elsewhere) < 2:
-        return draw_household(task, rooms, source, extra=extra)
+        return draw_household(task, rooms, source, extra=extra, furniture=furniture)
     if "clean" in task:
         target = source.choice(CLEANABLE)
     elif "heat" in task or "cool" in task:
@@ -80,10 +90,10 @@ def draw_household(task: str, rooms: str, source: random.Random, *, extra: int =
     # two of a kind lie apart: the handcoded expert gets lost where they lie together
     wanted = [(target, name) for _, name in source.sample(elsewhere, 1 + ("two" in task))]
     if task == "look_at_obj_in_light":
-        tables = [item for item in furniture if item[0] not in OPENABLE] or furniture
+        tables = [item for item in usual if item[0] not in OPENABLE] or usual
         wanted.append(("DeskLamp", source.choice(tables)[1]))
     others = [kind for kind in (*FOODS, *THINGS, "Mug", "Plate") if kind != target]
-    wanted += [(source.choice(others), source.choice(furniture)[1]) for _ in range(extra)]
+    wanted += [(source.choice(others), source.choice(usual)[1]) for _ in range(extra)]
     objects = tuple(
         (kind, _mangled(kind, 40 + number, source), place)
         for number, (kind, place) in enumerate(wanted)
@@ -134,9 +144,16 @@ def pddl_problem(home: Household, goal: str) -> str:
 
 
 def make_games(
-    out: Path, split: str, count: int, seed: int, tasks: Sequence[str] = TASKS
+    out: Path,
+    split: str,
+    count: int,
+    seed: int,
+    tasks: Sequence[str] = TASKS,
+    *,
+    extra: int = 4,
+    furniture: tuple[int, int] = (4, 6),
 ) -> list[Path]:
-    """`count` games of a split, the task types in turn; their files."""
+    """`count` games of a split, the task types in turn; their files. See `draw_household`."""
     package = Path(engine("alfworld").__file__).parent / "data"
     domain, grammar = (package / "alfred.pddl").read_text(), (package / "alfred.twl2").read_text()
     gdict = engine("alfworld.gen.goal_library").gdict
@@ -145,7 +162,7 @@ def make_games(
     files, drawn = [], set()
     while len(files) < count:
         task = tasks[len(files) % len(tasks)]
-        home = draw_household(task, rooms, source)
+        home = draw_household(task, rooms, source, extra=extra, furniture=furniture)
         if home in drawn:
             continue
         drawn.add(home)
