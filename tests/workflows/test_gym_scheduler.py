@@ -21,11 +21,17 @@ CLOSED: list[Env] = []
 
 @pytest.fixture(autouse=True)
 def none_closed() -> None:
-    CLOSED.clear()
+    """A list of the test's own: a close that comes late is the last test's."""
+    global CLOSED
+    CLOSED = []
 
 
 class Guess(Env):
     """A number is to be guessed; plain methods, which run in a thread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.record = CLOSED
 
     def reset(self, config: Any) -> Any:
         self.thread = threading.current_thread()
@@ -39,7 +45,7 @@ class Guess(Env):
         return "No.", 1.0 if right else -0.25, right, {}
 
     def close(self) -> None:
-        CLOSED.append(self)
+        self.record.append(self)
 
 
 class AsyncGuess(Guess):
@@ -75,7 +81,7 @@ def play(replies: Any, env: Any = Guess, **args: Any) -> list[Experience]:
 
 def closed() -> int:
     """How often an environment was closed; a plain close is not waited for."""
-    until = time.monotonic() + 1
+    until = time.monotonic() + 30
     while not CLOSED and time.monotonic() < until:
         time.sleep(0.01)
     return len(CLOSED)
