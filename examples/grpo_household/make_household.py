@@ -2,8 +2,9 @@
 
     python examples/grpo_household/make_household.py [--seed 0] [--out FOLDER]
 
-The demonstrations are of someone clumsy, who does anything at all in one action of four and
-forgets where he has been; only those that came to the goal are kept.
+The demonstrations are of someone who knows the rules but forgets where he has been, mostly leaves
+what is closed as it is, and does anything at all in one action of ten; only those that came to the
+goal are kept.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.household import Household, Layout, clumsy_action
 
-NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 2000, 500, 500
-CLUMSINESS = 0.25
+NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 3000, 500, 1000
+CLUMSINESS, LAZINESS = 0.1, 0.85
 MAX_STEPS = 10
 
 
@@ -27,7 +28,7 @@ def demonstration(number: int, source: random.Random) -> list[dict[str, str]] | 
     seen, _ = env.reset()
     messages = []
     for _ in range(MAX_STEPS):
-        action = clumsy_action(env, source, clumsiness=CLUMSINESS)
+        action = clumsy_action(env, source, clumsiness=CLUMSINESS, laziness=LAZINESS)
         messages += [
             {"role": "user", "content": seen},
             {"role": "assistant", "content": action},
@@ -45,7 +46,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 def main() -> None:
     """Layouts of different numbers differ: test and training share none."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

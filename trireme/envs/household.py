@@ -13,7 +13,7 @@ from typing import Any
 
 PLACES = ("bed", "box", "chest", "desk", "shelf")
 CLOSED_PLACES = ("box", "chest")
-THINGS = ("apple", "ball", "book", "coat", "cup", "key", "lamp", "pen")
+THINGS = ("ball", "book", "cup", "key", "lamp", "pen")
 NOTHING = "nothing happens"
 
 
@@ -52,7 +52,7 @@ class Household:
         self.opened: set[str] = set()
         self.at: str | None = None
         self.held: str | None = None
-        return self._task, {"env_state_hash": self.state}
+        return f"start . {self._task}", {"env_state_hash": self.state}
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         """`go PLACE`, `open PLACE`, `take THING` or `put THING`. The reward is 1 when it is done.
@@ -110,18 +110,21 @@ class Household:
         if self.at is None or self.shut or thing != self.held:
             return None
         self.where[thing], self.held = self.at, None
-        return f"{thing} in {self.at}"
+        return self._look()
 
     def _look(self) -> str:
         if self.shut:
-            return f"{self.at} closed"
-        return f"{self.at} : {' '.join(self.here) or 'nothing'}"
+            return f"at {self.at} : closed"
+        return f"at {self.at} : {' '.join(self.here) or 'nothing'}"
 
 
-def clumsy_action(env: Household, source: random.Random, *, clumsiness: float) -> str:
-    """What someone does who knows the rules but forgets where he has been, and at times what for.
+def clumsy_action(
+    env: Household, source: random.Random, *, clumsiness: float = 0.0, laziness: float = 0.0
+) -> str:
+    """What someone does who knows the rules, but forgets where he has been.
 
-    With probability `clumsiness` it is anything that is possible here.
+    With probability `clumsiness` it is anything that is possible here; with `laziness` he leaves
+    what is closed as it is and goes somewhere else.
     """
     layout, target = env.layout, env.layout.target
     elsewhere = [place for place in PLACES if place != env.at]
@@ -130,6 +133,8 @@ def clumsy_action(env: Household, source: random.Random, *, clumsiness: float) -
         possible += [f"open {env.at}"] if env.shut else [f"take {t}" for t in env.here]
         possible += [f"put {env.held}"] if env.held and env.at and not env.shut else []
         return source.choice(possible)
+    if env.shut and source.random() < laziness:
+        return f"go {source.choice(elsewhere)}"
     if env.held is not None and (env.held != target or env.at == layout.goal) and env.at:
         return f"open {env.at}" if env.shut else f"put {env.held}"
     if env.held == target:
