@@ -5,14 +5,15 @@
 Makes games (pick and place in rooms of three or four pieces of furniture), demonstrations of the
 handcoded expert, here clumsy and lazy, and a tiny model; runs a warm-up and then multi-step GRPO
 through step_wise_alfworld_workflow, the engine in two worker processes. Prints success on unseen
-games before and after, and the time. Exits 1 where it did not rise by 5 points, 2 when the run fails.
+games before and after, and the time. Exits 1 where it did not rise by 5 points, 2 when the run
+fails.
 
 Measured so far (seed 0, two cores shared with other work; greedy, unseen games):
 
 - 60 games of all rooms, 400 warm-up steps on 300 demonstrations, 10 GRPO steps at 6e-4: 4 -> 6 of
   60; the warm-up knew its games by heart (loss 0.017).
 - Rooms of three or four pieces of furniture, the task said again with every observation, 600
-  demonstrations of a lazy expert, 500 warm-up steps; 100 games: 50 of 100 succeed after the warm-up.
+  demonstrations of a lazy expert, 500 warm-up steps; 100 games: 50 succeed after the warm-up.
   GRPO at 6e-4: 31 after 12 steps. At 2e-4: 47 after 10 steps, 57 after 20 (13 s a step).
 
 7 games of 100 are one standard error of such a difference: a rise, but not yet one to rely on.
