@@ -14,9 +14,10 @@ Measured so far (seed 0, two cores shared with other work; greedy, unseen games)
   60; the warm-up knew its games by heart (loss 0.017).
 - Rooms of three or four pieces of furniture, the task said again with every observation, 600
   demonstrations of a lazy expert, 500 warm-up steps; 100 games: 50 succeed after the warm-up.
-  GRPO at 6e-4: 31 after 12 steps. At 2e-4: 47 after 10 steps, 57 after 20 (13 s a step).
+  GRPO at 6e-4: 31 after 12 steps. At 2e-4: 47 after 10 steps, 57 after 20; in a
+  second run 60 after 25 (11 to 13 s a step).
 
-7 games of 100 are one standard error of such a difference: a rise, but not yet one to rely on.
+7 games of 100 are one standard error of such a difference: a rise, not yet one to rely on.
 """
 
 from __future__ import annotations
