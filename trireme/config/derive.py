@@ -63,6 +63,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         least_batch=1 if whole else steps.train_batch_size,
         runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
         engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
+        engine_key=explorer.rollout_model.api_key,
         eval_interval=max(explorer.eval_interval // sync.sync_interval, 1) * sync.sync_interval,
         max_token_len=config.trainer.max_token_len_per_gpu or two_rows,
         sync_method=method,

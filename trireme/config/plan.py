@@ -52,6 +52,8 @@ class Plan:
     runners: int
     engine_urls: tuple[str, ...]
     """Rollout servers that generate; none: the embedded engine does."""
+    engine_key: str | None
+    """What they ask for."""
     eval_interval: int
     """Explore steps between evaluations, a multiple of `sync_interval`."""
     max_token_len: int

@@ -124,6 +124,8 @@ class RemoteEngine:
         completions = [_completion(c) for c in found]
         self._prefilled += len(ids)
         self._generated += sum(len(c.ids) for c in completions)
+        # new weights may have come from another process
+        self._version = max([self._version, *(max(c.versions, default=0) for c in completions)])
         return completions
 
     async def infer(

@@ -138,11 +138,14 @@ class Explorer:
         """End the runners."""
         await self.scheduler.close()
 
-    def state(self) -> dict[str, Any]:
-        """Where to go on: before the first step whose experiences are not in the buffer."""
+    def state(self, *, putting: bool = False) -> dict[str, Any]:
+        """Where to go on: before the first step whose experiences are not in the buffer.
+
+        `putting`: as it will be once the step that is being put is there.
+        """
         assert self.taskset is not None
-        if self._pending:
-            first = self._pending[0]
+        if pending := self._pending[putting:]:
+            first = pending[0]
             return {"step": first - 1, "taskset": self._before[first]}
         return {"step": self.step, "taskset": self.taskset.state()}
 

@@ -27,6 +27,10 @@ async def run_plan(
     `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
     begins with the same evaluation.
     """
+    if plan.launcher == "ray":
+        from trireme.launch.ray.run import run_on_ray
+
+        return await run_on_ray(plan, model_path, console, measure_end=measure_end)
     started = time.monotonic()
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
     modes |= {"serve": run_serve}

@@ -113,9 +113,12 @@ def make_engine(
 
 def make_remote_engine(plan: Plan) -> RemoteEngine:
     """The rollout servers that the YAML names."""
-    explorer = plan.config.explorer
-    key = explorer.rollout_model.api_key
-    return RemoteEngine(plan.engine_urls, api_key=key, timeout=explorer.max_timeout, seed=plan.seed)
+    return RemoteEngine(
+        plan.engine_urls,
+        api_key=plan.engine_key,
+        timeout=plan.config.explorer.max_timeout,
+        seed=plan.seed,
+    )
 
 
 def make_scheduler(

@@ -6,12 +6,12 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors.torch import load_file
 
@@ -27,17 +27,17 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
 from trireme.engines.torch.engine import end_tokens
+from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
-from trireme.log import get_logger, setup_logging
-from trireme.monitor.console import Console
-from trireme.monitor.monitor import open_monitor
+from trireme.log import PARTS, get_logger, setup_logging
+from trireme.monitor.monitor import Monitors, open_monitor
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
-from trireme.sync.synchronizer import ExplorerSync, Synchronizer
+from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
-from trireme.trainer.supply import BufferSupply
+from trireme.trainer.supply import BufferSupply, Supply
 from trireme.trainer.trainer import Trainer
 
 logger = get_logger("launcher")
@@ -60,6 +60,40 @@ class StageResult:
     """Seconds of exploring, training and evaluating."""
     model_dir: str | None = None
 
+    def add(self, part: StageResult) -> None:
+        """What one part of the run came to; of steps the last part's count."""
+        self.first, self.last = part.first or self.first, part.last or self.last
+        self.steps, self.phases = part.steps, self.phases | part.phases
+        self.model_dir = part.model_dir or self.model_dir
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What one part of a run that is spread over processes has of the others."""
+
+    logs: tuple[str, ...] = ()
+    """The log files that this part writes."""
+    buffer: Buffer | None = None
+    supply: Supply | None = None
+    push: Push | None = None
+    snapshot: Callable[[], Awaitable[dict[str, Any]]] | None = None
+
+
+class Console(Protocol):
+    """Who is told what goes on: a terminal, or another process that has one."""
+
+    def note(self, text: str) -> None:
+        """A lasting line."""
+        ...
+
+    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
+        """A part has done a step."""
+        ...
+
+    def rollout(self, experience: Experience) -> None:
+        """A rollout to look at."""
+        ...
+
 
 class Session(AbstractContextManager["Session"]):
     """One plan with its folder, logs and monitors, open while it runs."""
@@ -71,13 +105,19 @@ class Session(AbstractContextManager["Session"]):
         console: Console,
         device: Device,
         measure_end: bool,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`model_path` is the plan's, or the last stage's model."""
+        """`model_path` is the plan's, or the last stage's model.
+
+        `elsewhere`: this process has one part of the run, and another one its monitors.
+        """
         self.plan = plan
         self.model_path = model_path
         self.console = console
         self.device = device
         self.measure_end = measure_end
+        self.elsewhere = elsewhere or Elsewhere()
+        self._is_whole = elsewhere is None
         self.folder = JobFolder(plan.job_dir)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
@@ -88,20 +128,16 @@ class Session(AbstractContextManager["Session"]):
         """Make the folder, open its files, and look for a checkpoint to go on from."""
         plan = self.plan
         self.folder.make()
-        self._close_log = setup_logging(
-            self.folder.log,
-            plan.config.log.level,
-            runners=0 if plan.mode == "train" else plan.runners,
-        )
-        for note in plan.notes:
-            logger.info(note)
-        self.monitor = open_monitor(self.folder.monitor, plan.config.monitor.monitor_type)
+        runners = 0 if plan.mode == "train" or not self._is_whole else plan.runners
+        parts = PARTS if self._is_whole else self.elsewhere.logs
+        level = plan.config.log.level
+        self._close_log = setup_logging(self.folder.log, level, parts=parts, runners=runners)
+        self.monitor = Monitors([])
         os.environ.update(plan.config.explorer.env_vars)
         if plan.mode in ("both", "train"):
             self.resumed = load_checkpoint(self.folder)
-        self._examine()
-        if self.resumed is not None:
-            self.console.note(f"going on from {self.folder.step_dir(self.resumed.step)}")
+        if self._is_whole:
+            self._open_run()
         return self
 
     def __exit__(
@@ -115,6 +151,15 @@ class Session(AbstractContextManager["Session"]):
             record.close()
         self.monitor.close()
         self._close_log()
+
+    def _open_run(self) -> None:
+        """What one process does for all parts."""
+        for note in self.plan.notes:
+            logger.info(note)
+        self.monitor = open_monitor(self.folder.monitor, self.plan.config.monitor.monitor_type)
+        self._examine()
+        if self.resumed is not None:
+            self.console.note(f"going on from {self.folder.step_dir(self.resumed.step)}")
 
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
@@ -147,7 +192,7 @@ class Session(AbstractContextManager["Session"]):
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
         lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
-        return lock_step and self.backend.adapter is None
+        return lock_step and not self.plan.engine_urls and self.backend.adapter is None
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
@@ -191,6 +236,8 @@ class Session(AbstractContextManager["Session"]):
     @cached_property
     def buffer(self) -> Buffer:
         """The store between the two, where the checkpoint left it."""
+        if self.elsewhere.buffer is not None:
+            return self.elsewhere.buffer
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
         buffer, record = parts.make_buffer(self.plan, self.folder, self.text, end_ids=ends)
         if record is not None:
@@ -206,8 +253,9 @@ class Session(AbstractContextManager["Session"]):
         alone = plan.mode == "train"
         state = self.resumed.run_state if self.resumed else {"version": 0}
         step = self.resumed.step if self.resumed else 0
+        own = self.elsewhere.push or (self._checkpoint_push(None).push if alone else self.push())
         return Synchronizer(
-            self._checkpoint_push(None).push if alone else self._push(),
+            own,
             style="trainer_driven" if alone else plan.sync_style,
             interval=plan.sync_interval,
             offset=plan.sync_offset,
@@ -264,15 +312,21 @@ class Session(AbstractContextManager["Session"]):
             self._explorer.load_state(self.resumed.run_state["explorer"])
         return self._explorer
 
-    def trainer(self, sync: Synchronizer | None) -> Trainer:
+    @cached_property
+    def supply(self) -> Supply:
+        """Where the trainer's batches come from."""
+        if self.elsewhere.supply is not None:
+            return self.elsewhere.supply
+        waiting = None if self._reads_file else self.synchronizer.waiting
+        return BufferSupply(self.buffer, self.recipe, self.plan.least_batch, waiting)
+
+    def trainer(self, sync: TrainerSync | None) -> Trainer:
         """The trainer, where the checkpoint left it."""
         plan = self.plan
         self._trainer = Trainer(
             backend=self.backend,
             recipe=self.recipe,
-            supply=BufferSupply(
-                self.buffer, self.recipe, plan.least_batch, sync.waiting if sync else None
-            ),
+            supply=self.supply,
             device=self.device,
             sync=sync,
             # Together with an explorer the trainer ends when the experiences do.
@@ -295,6 +349,8 @@ class Session(AbstractContextManager["Session"]):
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
+        if self.elsewhere.snapshot is not None:
+            return await self.elsewhere.snapshot()
         state: dict[str, Any] = {"buffer": self.buffer.state(), "version": 0}
         if self.recipe.schema == "experience":
             state["version"] = self.synchronizer.version
@@ -340,8 +396,8 @@ class Session(AbstractContextManager["Session"]):
         if self.plan.mode == "both":
             record.rewind(self.resumed.run_state["explorer"]["step"] if self.resumed else 0)
 
-    def _push(self) -> Any:
-        """How weights travel inside this process."""
+    def push(self) -> Push:
+        """How weights travel from this process to its engine."""
         plan, backend = self.plan, self.backend
         if plan.sync_method == "checkpoint":
             return self._checkpoint_push(self.engine).push
@@ -359,7 +415,7 @@ class Session(AbstractContextManager["Session"]):
             self.backend,
             self.device,
             self.folder,
-            step=lambda: self.synchronizer.trained_step,
+            step=lambda: self._trainer.step if self._trainer else 0,
             vocabulary=self.backend.module.config.vocab_size,
             dtype=self.plan.dtype,
             engine=engine,
