@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.launch.ray.host import Peer
+from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import State
 from trireme.launch.session import Elsewhere, Session
 from trireme.serialize import decode, encode
-from trireme.trainer.supply import BufferSupply
 from trireme.workflows.plugins import load_plugins
 
 LOGS = ("synchronizer", "queue_experience_buffer")
@@ -29,31 +28,28 @@ LOGS = ("synchronizer", "queue_experience_buffer")
 class Coordinator:
     """Its calls are those of PutSide, TakeSide, ExplorerSide, TrainerSide and Relay."""
 
-    def __init__(self, plan: Plan, model_path: str, plugins: list[str]) -> None:
-        load_plugins(plugins)
-        self._plan = plan
+    def __init__(self) -> None:
         self._device = Device()
-        self._trainer: Peer | None = None
-        self._session = Session(
-            plan, model_path, Silent(), self._device, True, Elsewhere(LOGS, push=self._push)
-        )
+        self._opened: Session | None = None
         self._explorer_state: State | None = None
         self._events: list[tuple[Any, ...]] = []
         self._event = asyncio.Event()
 
-    async def open(self, trainer: Any) -> None:
+    async def open(self, made: Made) -> None:
         """Make buffer and synchronizer; the trainer is asked for every push."""
-        self._trainer = None if trainer is None else Peer(trainer)
-        self._session.__enter__()
-        if self._plan.mode == "both":
-            self._supply = BufferSupply(
-                self._session.buffer,
-                self._session.recipe,
-                self._plan.least_batch,
-                self._session.synchronizer.waiting,
-            )
-            if self._session.resumed is not None:
-                self._explorer_state = self._session.resumed.run_state["explorer"]
+        load_plugins(made.plugins)
+        trainer = Peer(made.trainer)
+
+        async def push(version: int) -> dict[str, float]:
+            return await trainer.control("push", version)
+
+        elsewhere = Elsewhere(LOGS, push=push)
+        session = Session(made.plan, made.model_path, Silent(), self._device, True, elsewhere)
+        self._opened = session.__enter__()
+        if made.plan.mode == "both":
+            assert session.supply
+            if session.resumed is not None:
+                self._explorer_state = session.resumed.run_state["explorer"]
 
     async def begin(self, state: State) -> None:
         """The explorer begins where `state` says."""
@@ -67,12 +63,12 @@ class Coordinator:
 
     async def take(self, version: int) -> tuple[bytes, dict[str, float]]:
         """The trainer's next batch."""
-        experiences, metrics = await self._supply.take(version)
+        experiences, metrics = await self._session.supply.take(version)
         return encode(experiences), metrics
 
     async def commit(self) -> None:
         """See Supply."""
-        await self._supply.commit()
+        await self._session.supply.commit()
 
     async def close(self) -> None:
         """See Buffer."""
@@ -119,12 +115,14 @@ class Coordinator:
 
     async def stop(self) -> None:
         """Close the files."""
-        self._session.__exit__(None, None, None)
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
         self._device.close()
 
-    async def _push(self, version: int) -> dict[str, float]:
-        assert self._trainer is not None
-        return await self._trainer.control("push", version)
+    @property
+    def _session(self) -> Session:
+        assert self._opened is not None
+        return self._opened
 
     def _status(self) -> dict[str, Any]:
         sync = self._session.synchronizer

@@ -22,14 +22,13 @@ GRACE_S = 10.0
 class EnginePart:
     """One server as a process that ends when this one does."""
 
-    def __init__(self, plan: Plan, model_path: str, index: int) -> None:
-        self._plan = plan
-        self._model_path = model_path
-        self.log = plan.job_dir / "log" / f"engine_{index}.log"
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def open(self) -> str:
+    async def open(self, plan: Plan, model_path: str, index: int) -> str:
         """Start it; its address, once it answers. Raises what is wrong with it, or TimeoutError."""
+        self._plan, self._model_path = plan, model_path
+        self.log = plan.job_dir / "log" / f"engine_{index}.log"
         host = ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as probe:
             port = probe.getsockname()[1]

@@ -1,5 +1,6 @@
 """Host: the one actor class. It holds a part, a plain async class, and lets others call it.
 
+A part is made empty, so that all processes start side by side, and gets its plan by `open`.
 Ray gives each concurrency group an event loop of its own; a part is not made for several. So its
 work runs on one loop in a thread of ours, and Ray's only hand calls over and wait. Long calls and
 bytes (`data`), short ones (`control`) and the heartbeat (`ping`) do not wait for each other.
@@ -20,10 +21,10 @@ from ray.exceptions import RayTaskError
 class Host:
     """One part in a process of its own."""
 
-    def __init__(self, part: type, *args: Any) -> None:
+    def __init__(self, part: type) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="part", daemon=True).start()
-        self._part = part(*args)
+        self._part = part()
 
     @ray.method(concurrency_group="control")
     async def control(self, name: str, *args: Any) -> Any:

@@ -27,6 +27,7 @@ from trireme.launch.ray.coordinator import Coordinator
 from trireme.launch.ray.engine import EnginePart
 from trireme.launch.ray.explorer import ExplorerPart
 from trireme.launch.ray.host import HostActor, Peer
+from trireme.launch.ray.made import Made
 from trireme.launch.ray.trainer import TrainerPart
 from trireme.launch.ray.watch import Watched, watch, who_died
 from trireme.launch.session import Session, StageResult
@@ -71,25 +72,22 @@ class Crew:
         self._places: Places | None = None
         self._explorer: Peer | None = None
         self._trainer: Peer | None = None
-        self._plugins = [str(p.resolve()) for p in plugin_files(self._plan.config.plugins)]
+        self._engines: list[Peer] = []
 
     async def start(self, *, may_grow: bool) -> None:
-        """Places, then engines, then the parts that know their addresses."""
+        """Places, all processes side by side, engines, and the parts that know their addresses."""
         plan, session = self._plan, self._session
-        self._places = Places(plan)
-        await self._places.ready(may_grow=may_grow, note=session.console.note)
-        if plan.num_engines and not plan.engine_urls:
-            plan = self._plan = await self._start_engines(self._places)
-        made = (plan, session.model_path, self._plugins)
+        places = self._places = Places(plan)
+        await places.ready(may_grow=may_grow, note=session.console.note)
+        engines = 0 if plan.engine_urls else plan.num_engines
+        for index in range(engines):
+            self._engines.append(self._host(f"engine_{index}", places.engine(index), EnginePart))
         control = {"num_cpus": 0}
-        self._coordinator = self._host("coordinator", control, Coordinator, *made)
+        self._coordinator = self._host("coordinator", control, Coordinator)
         if plan.mode in ("both", "train"):
-            options = self._places.rank(0)
-            handle = self._coordinator.handle
-            self._trainer = self._host("trainer", options, TrainerPart, *made, handle)
+            self._trainer = self._host("trainer", places.rank(0), TrainerPart)
         if plan.mode in ("both", "explore") or session.eval_tasksets:
-            handle = self._coordinator.handle
-            self._explorer = self._host("explorer", control, ExplorerPart, *made, handle)
+            self._explorer = self._host("explorer", control, ExplorerPart)
         await self._guarded(self._open())
 
     async def run(self) -> StageResult:
@@ -124,23 +122,23 @@ class Crew:
     async def _both(self) -> None:
         explorer, trainer = self._explorer, self._trainer
         assert explorer is not None and trainer is not None
-        step, _ = await trainer.control("resumed")
+        step, _ = await trainer.control("standing")
         if step:
             await trainer.control("refresh")
         await self._all(explorer.data("explore"), trainer.data("train"))
         await self._coordinator.control("final_push")
-        step, _ = await trainer.control("resumed")
+        step, _ = await trainer.control("standing")
         await explorer.data("evaluate", step)
 
     async def _train(self) -> None:
         assert self._trainer is not None
-        _, measures_start = await self._trainer.control("resumed")
+        _, measures_start = await self._trainer.control("standing")
         if self._explorer is not None and measures_start:
             await self._explorer.data("evaluate", 0)
         await self._trainer.data("train")
         if self._explorer is not None and self._session.measure_end:
             await self._trainer.control("refresh")
-            step, _ = await self._trainer.control("resumed")
+            step, _ = await self._trainer.control("standing")
             await self._explorer.data("evaluate", step)
 
     async def _explore(self) -> None:
@@ -148,38 +146,24 @@ class Crew:
         await self._explorer.data("explore")
         await self._explorer.data("evaluate", None)
 
-    async def _start_engines(self, places: Places) -> Plan:
-        """The plan with the addresses of its engines."""
-        key = secrets.token_hex(16)
-        plan = dataclasses.replace(self._plan, engine_key=key)
-        engines = [
-            self._host(
-                f"engine_{i}", places.engine(i), EnginePart, plan, self._session.model_path, i
-            )
-            for i in range(plan.num_engines)
-        ]
-        urls: list[str] = []
-
-        async def open_all() -> None:
-            urls.extend(await asyncio.gather(*(engine.data("open") for engine in engines)))
-
-        await self._guarded(open_all())
-        return dataclasses.replace(plan, engine_urls=tuple(urls))
-
     async def _open(self) -> None:
-        trainer = self._trainer
-        opened = [self._coordinator.data("open", trainer.handle if trainer else None)]
-        if trainer is not None:
-            opened.append(trainer.data("open"))
-        await self._all(*opened)
-        if self._explorer is not None:
-            await self._explorer.data("open")
+        """The engines first: the others are told where they are."""
+        plan, model_path = self._plan, self._session.model_path
+        if self._engines:
+            plan = dataclasses.replace(plan, engine_key=secrets.token_hex(16))
+            opened = (e.data("open", plan, model_path, i) for i, e in enumerate(self._engines))
+            urls = await asyncio.gather(*opened)
+            plan = self._plan = dataclasses.replace(plan, engine_urls=tuple(urls))
+        plugins = tuple(str(p.resolve()) for p in plugin_files(plan.config.plugins))
+        trainer = self._trainer.handle if self._trainer else None
+        made = Made(plan, model_path, plugins, self._coordinator.handle, trainer)
+        await self._coordinator.data("open", made)
+        others = filter(None, (self._trainer, self._explorer))
+        await self._all(*(peer.data("open", made) for peer in others))
 
-    def _host(self, name: str, options: dict[str, Any], part: type, *args: Any) -> Peer:
+    def _host(self, name: str, options: dict[str, Any], part: type) -> Peer:
         """A part in an actor of its own."""
-        handle = HostActor.options(**options, runtime_env={"env_vars": _environment()}).remote(
-            part, *args
-        )
+        handle = HostActor.options(**options, runtime_env={"env_vars": _environment()}).remote(part)
         log = self._session.folder.log / f"{LOG_OF.get(name, name)}.log"
         peer = Peer(handle)
         self._parts.append(Watched(name, peer, log))

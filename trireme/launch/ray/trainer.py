@@ -6,13 +6,13 @@ It pushes the weights when the coordinator asks for it: straight from here to th
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
-from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.launch.ray.host import Peer
+from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import Relay, State, TakeSide, TrainerSide
 from trireme.launch.session import Elsewhere, Session, StageResult
+from trireme.sync.synchronizer import Push
 from trireme.trainer.trainer import Trainer
 from trireme.workflows.plugins import load_plugins
 
@@ -22,35 +22,39 @@ LOGS = ("trainer", "checkpoint_monitor")
 class TrainerPart:
     """The trainer, told by the launcher what to do."""
 
-    def __init__(self, plan: Plan, model_path: str, plugins: list[str], coordinator: Any) -> None:
-        load_plugins(plugins)
-        self._plan = plan
-        self._coordinator = Peer(coordinator)
-        self._relay = Relay(self._coordinator)
+    def __init__(self) -> None:
         self._device = Device()
-        elsewhere = Elsewhere(LOGS)
-        if plan.mode == "both":
-            supply = TakeSide(self._coordinator)
-            elsewhere = Elsewhere(LOGS, supply=supply, snapshot=self._snapshot)
-        self._session = Session(plan, model_path, self._relay, self._device, True, elsewhere)
+        self._opened: Session | None = None
         self._sync: TrainerSide | None = None
         self._trainer: Trainer | None = None
+        self._push: Push | None = None
 
-    async def open(self) -> None:
+    async def open(self, made: Made) -> None:
         """Load the model, where the checkpoint left it."""
-        session = self._session
-        await asyncio.to_thread(session.__enter__)
+        load_plugins(made.plugins)
+        plan, coordinator = made.plan, Peer(made.coordinator)
+        self._relay = Relay(coordinator)
+        elsewhere = Elsewhere(LOGS)
+        if plan.mode == "both":
+
+            async def snapshot() -> State:
+                return await coordinator.control("snapshot")
+
+            elsewhere = Elsewhere(LOGS, supply=TakeSide(coordinator), snapshot=snapshot)
+        session = Session(plan, made.model_path, self._relay, self._device, True, elsewhere)
+        self._opened = await asyncio.to_thread(session.__enter__)
         await self._device.run(lambda: session.backend)
-        if self._plan.mode == "both":
+        if plan.mode == "both":
             saved = session.resumed
             version = saved.run_state["version"] if saved else 0
             step = saved.step if saved else 0
-            self._sync = TrainerSide(self._coordinator, version=version, step=step)
+            self._sync = TrainerSide(coordinator, version=version, step=step)
+        if plan.engine_urls:
+            self._push = session.push()
         self._trainer = session.trainer(self._sync)
-        self._push = session.push() if self._plan.engine_urls else None
 
-    async def resumed(self) -> tuple[int, bool]:
-        """The train step that the run goes on from; 0 at its beginning."""
+    async def standing(self) -> tuple[int, bool]:
+        """The train step that it has come to, and whether the model is as the user gave it."""
         return self.trainer.step, self._session.measures_start
 
     async def train(self) -> None:
@@ -77,10 +81,10 @@ class TrainerPart:
 
     async def stop(self) -> None:
         """Leave the engines and close the files."""
-        if self._trainer is not None:
-            if self._plan.engine_urls:
-                await self._session.engine.close()
-            self._session.__exit__(None, None, None)
+        if self._opened is not None:
+            if self._opened.plan.engine_urls:
+                await self._opened.engine.close()
+            self._opened.__exit__(None, None, None)
         self._device.close()
 
     @property
@@ -89,5 +93,7 @@ class TrainerPart:
         assert self._trainer is not None
         return self._trainer
 
-    async def _snapshot(self) -> State:
-        return await self._coordinator.control("snapshot")
+    @property
+    def _session(self) -> Session:
+        assert self._opened is not None
+        return self._opened

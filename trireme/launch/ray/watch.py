@@ -50,6 +50,8 @@ class Watched:
         raise PartDied(f"{self.name} has died: {reason}; its log is {self.log}")
 
     def _reason(self, error: RayActorError) -> str:
+        if not self.pid:
+            return f"it could not start: {str(error).strip().splitlines()[-1]}"
         lost = [node for node in ray.nodes() if node["NodeID"] == self.node and not node["Alive"]]
         if lost:
             return f"its machine {lost[0]['NodeManagerAddress']} is lost"
