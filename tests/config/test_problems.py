@@ -232,7 +232,7 @@ def test_train_needs_its_batch_size(tmp_path):
 
 def test_determinism_that_cannot_be_had(tmp_path):
     found = only_problem(tmp_path, "deterministic=true", "synchronizer.sync_offset=1")
-    assert found.startswith("deterministic is true: expected mode both")
+    assert found.startswith("deterministic is true: expected one process")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from trireme.algorithms.recipes import SFT
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
+from trireme.trainer.supply import BufferSupply
 from trireme.trainer.trainer import Trainer
 
 
@@ -64,7 +65,7 @@ class Folder:
         self.events = events
         self.buffer = buffer
 
-    def snapshot(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         return {"left": len(self.buffer)}
 
     def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
@@ -86,7 +87,7 @@ class Sync:
     def waiting(self, for_experiences: bool) -> None:
         self.events.append("starving" if for_experiences else "fed")
 
-    def stopped(self, step: int) -> None:
+    async def stopped(self, step: int) -> None:
         self.events.append(f"stopped {step}")
 
 
@@ -105,12 +106,12 @@ async def make(
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
+    sync = options["sync"]
     trainer = Trainer(
         backend=backend,
         recipe=SFT,
-        buffer=buffer,
+        supply=BufferSupply(buffer, SFT, 2, sync.waiting if sync else None),
         device=Device(1),
-        batch_size=2,
         checkpointer=Folder(events, buffer),
         report=lambda part, step, metrics: reports.append((part, step, metrics)),
         **options,

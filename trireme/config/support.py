@@ -88,6 +88,15 @@ PLACED: dict[str, str] = {
 }
 """Placement: mapped where it differs from the default, with this line."""
 
+WORKS_ON_RAY: frozenset[str] = frozenset(
+    {
+        "ClusterConfig.ray_address",
+        "Config.ray_namespace",
+        "TrainerConfig.trainer_strategy",
+    }
+)
+"""What is mapped in one process alone."""
+
 HINTS: frozenset[str] = frozenset(
     {
         "Config.ignore_validator_suggestions",
@@ -142,7 +151,7 @@ def given_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
                 yield from given_keys(part, f"{at}.")
 
 
-def check_support(stage: Stage) -> None:
+def check_support(stage: Stage, *, on_ray: bool = False) -> None:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
     Sections that the mode does not use are left aside.
@@ -157,7 +166,7 @@ def check_support(stage: Stage) -> None:
         if refused:
             idle += (key,)
             stage.problem(key, f"({_short(value)}) {refused}")
-        elif where in PLACED:
+        elif where in PLACED and not (on_ray and where in WORKS_ON_RAY):
             stage.notes.append(f"{key} ({_short(value)}): {PLACED[where]}")
         elif where in HINTS:
             hints.append(f"{key}={_short(value)}")

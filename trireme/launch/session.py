@@ -37,6 +37,7 @@ from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.synchronizer import ExplorerSync, Synchronizer
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.supply import BufferSupply
 from trireme.trainer.trainer import Trainer
 
 logger = get_logger("launcher")
@@ -269,10 +270,11 @@ class Session(AbstractContextManager["Session"]):
         self._trainer = Trainer(
             backend=self.backend,
             recipe=self.recipe,
-            buffer=self.buffer,
+            supply=BufferSupply(
+                self.buffer, self.recipe, plan.least_batch, sync.waiting if sync else None
+            ),
             device=self.device,
             sync=sync,
-            batch_size=plan.least_batch,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
@@ -291,7 +293,7 @@ class Session(AbstractContextManager["Session"]):
         self.monitor.log(metrics, step, part)
         self.console.step(part, step, metrics)
 
-    def snapshot(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
         state: dict[str, Any] = {"buffer": self.buffer.state(), "version": 0}
         if self.recipe.schema == "experience":

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from trireme.algorithms.recipes import Recipe
-from trireme.algorithms.sample import Sample
-from trireme.buffer.buffer import Buffer, Closed
+from trireme.buffer.buffer import Closed
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.sync.synchronizer import TrainerSync
 from trireme.trainer.backend import TrainerBackend
 from trireme.trainer.step import train_step
+from trireme.trainer.supply import Supply
 
 logger = get_logger("trainer")
 
@@ -29,8 +29,8 @@ Report = Callable[[str, int, dict[str, float]], None]
 class Checkpointer(Protocol):
     """Writes whole checkpoints."""
 
-    def snapshot(self) -> dict[str, Any]:
-        """Where explorer, taskset and buffer stand; asked on the event loop, where they live."""
+    async def snapshot(self) -> dict[str, Any]:
+        """Where explorer, taskset and buffer stand: all at the same moment."""
         ...
 
     def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
@@ -39,17 +39,16 @@ class Checkpointer(Protocol):
 
 
 class Trainer:
-    """Buffer.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
+    """Supply.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
 
     def __init__(
         self,
         *,
         backend: TrainerBackend,
         recipe: Recipe,
-        buffer: Buffer,
+        supply: Supply,
         device: Device,
         sync: TrainerSync | None,
-        batch_size: int,
         total_steps: int | None,
         save_interval: int,
         checkpointer: Checkpointer,
@@ -60,10 +59,9 @@ class Trainer:
         """`version()` is the last pushed; `moved()`: the weights have been trained since."""
         self.backend = backend
         self.recipe = recipe
-        self.buffer = buffer
+        self.supply = supply
         self.device = device
         self.sync = sync
-        self.batch_size = batch_size
         self.total_steps = total_steps
         self.save_interval = save_interval
         self.checkpointer = checkpointer
@@ -77,7 +75,7 @@ class Trainer:
         """The loop. Always ends with a checkpoint of the last step."""
         while not self._enough():
             try:
-                experiences, sampled = await self._take()
+                experiences, sampled = await self.supply.take(self.version())
             except Closed:
                 break
             await self._train_on(experiences, sampled)
@@ -85,22 +83,11 @@ class Trainer:
                 await self._save(last=False)
         await self._save(last=True)
         if self.sync is not None:
-            self.sync.stopped(self.step)
-        await self.buffer.close()
+            await self.sync.stopped(self.step)
+        await self.supply.close()
 
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
-
-    async def _take(self) -> Sample:
-        """A batch; the synchronizer knows while we wait for one, and lets others go on."""
-        short = len(self.buffer) < self.batch_size
-        if short and self.sync is not None:
-            self.sync.waiting(True)
-        try:
-            return await self.recipe.take(self.buffer, self.batch_size, self.version())
-        finally:
-            if short and self.sync is not None:
-                self.sync.waiting(False)
 
     async def _train_on(self, experiences: list[Experience], sampled: dict[str, float]) -> None:
         started = time.monotonic()
@@ -127,7 +114,7 @@ class Trainer:
         )
 
     async def _save(self, *, last: bool) -> None:
-        state = self.checkpointer.snapshot()
+        state = await self.checkpointer.snapshot()
         await self.device.run(self.checkpointer.save, self.step, state, last)
-        self.buffer.commit()
+        await self.supply.commit()
         logger.info("checkpoint of step %d saved", self.step)
