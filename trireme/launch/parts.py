@@ -23,6 +23,7 @@ from trireme.config import Plan
 from trireme.config.generated import COLUMNS, generated
 from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
+from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows, load_rows
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
@@ -188,8 +189,10 @@ def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
     )
 
 
-def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool) -> Taskset:
-    """Rows and defaults of one taskset."""
+def make_taskset(
+    plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool, mixed: bool = False
+) -> Taskset:
+    """Rows and defaults of one taskset; of one that is `mixed`, batches are not its own matter."""
     inputs = plan.config.buffer.explorer_input
     workflow = config.default_workflow_type
     if is_eval:
@@ -198,7 +201,7 @@ def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool
     return Taskset(
         _rows(config),
         name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
-        batch_size=plan.batch_size,
+        batch_size=1 if mixed else plan.batch_size,
         total_epochs=plan.config.buffer.total_epochs,
         total_steps=None if is_eval else plan.explore_steps,
         workflow=workflow or inputs.default_workflow_type,
@@ -208,8 +211,11 @@ def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool
         format_args=dataclasses.asdict(config.format),
         rollout_args=dataclasses.asdict(config.rollout_args),
         repeat_times=config.repeat_times if is_eval else plan.repeat_times,
-        selector=selector.selector_type,
+        # an evaluation tries every row, in the rows' own order
+        selector="sequential" if is_eval else selector.selector_type,
         seed=selector.seed,
+        feature_keys=() if is_eval else selector.feature_keys,
+        selector_args={} if is_eval else selector.kwargs,
         is_eval=is_eval,
         taskset_id=place,
     )
@@ -225,12 +231,20 @@ def _rows(config: TasksetConfig) -> Rows:
     return load_rows(config.path, config.subset_name, config.split)
 
 
-def make_training_taskset(plan: Plan) -> Taskset | None:
+def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
     """The tasks to explore; None in the modes that only measure or only train."""
-    config = plan.config.buffer.explorer_input.taskset
-    if plan.mode not in ("both", "explore") or config is None:
+    inputs = plan.config.buffer.explorer_input
+    configs = [inputs.taskset] if inputs.taskset is not None else inputs.tasksets
+    if plan.mode not in ("both", "explore") or not configs:
         return None
-    return make_taskset(plan, config, place=0, is_eval=False)
+    if len(configs) == 1:
+        return make_taskset(plan, configs[0], place=0, is_eval=False)
+    return Mixture(
+        [make_taskset(plan, c, place=i, is_eval=False, mixed=True) for i, c in enumerate(configs)],
+        batch_size=plan.batch_size,
+        total_epochs=plan.config.buffer.total_epochs,
+        total_steps=plan.explore_steps,
+    )
 
 
 def make_eval_tasksets(plan: Plan) -> list[Taskset]:
@@ -313,7 +327,7 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     return Record(database=resolve_url(path, folder.buffer))
 
 
-def examine_taskset(taskset: Taskset) -> None:
+def examine_taskset(taskset: Taskset | Mixture) -> None:
     """Raise ValueError where a workflow or reward of the tasks is unknown or has other options."""
     seen = set()
     for task in taskset.all():

@@ -22,6 +22,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
+from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -124,7 +125,7 @@ class Session(AbstractContextManager["Session"]):
                 parts.examine_taskset(taskset)
 
     @cached_property
-    def taskset(self) -> Taskset | None:
+    def taskset(self) -> Taskset | Mixture | None:
         """The tasks to explore."""
         return parts.make_training_taskset(self.plan)
 
