@@ -58,10 +58,10 @@ class ContractSampler(Sampler):
             assert drawn is not None
             own = drawn.gather(-1, at)
             own = torch.zeros_like(own) if greedy is None else own.masked_fill(greedy[:, None], 0)
-            best, ids = full.topk(wanted - 1, dim=-1)
+            best, likeliest = full.topk(wanted - 1, dim=-1)
             version = torch.full_like(at, -1 - self.version)
             tensors = _outputs.LogprobsTensors(
-                torch.cat((at, version, ids), dim=1).to(torch.int32),
+                torch.cat((at, version, likeliest), dim=1).to(torch.int32),
                 torch.cat((full.gather(-1, at), own, best), dim=1),
                 torch.zeros_like(at[:, 0]),
             )
