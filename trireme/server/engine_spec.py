@@ -1,4 +1,4 @@
-"""Engine spec: which engine a server stands before; as JSON it goes to the process that makes it."""
+"""Engine spec: which engine a server stands before; goes as JSON to the process that makes it."""
 
 from __future__ import annotations
 
