@@ -36,13 +36,11 @@ from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.reward import resolve as resolve_reward
+from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.lora import Lora
 from trireme.workflows.workflow import resolve
-
-MAX_ROWS = 512
-"""Rollouts that the embedded engine decodes at once; more wait in its queue."""
 
 
 @dataclass(frozen=True)
