@@ -39,7 +39,10 @@ from trireme.rewards.reward import resolve as resolve_reward
 from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.lora import Lora
+from trireme.trainer.orders import Orders
+from trireme.trainer.ranks import Ranks
 from trireme.workflows.workflow import resolve
 
 
@@ -66,6 +69,24 @@ def make_text(plan: Plan, model_path: str) -> Text:
 
 def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
     """The trained model with its optimizer, and the reference where the recipe needs one."""
+    return TorchBackend(model_path, device=plan.device, **_backend_options(plan, recipe))
+
+
+def make_sharded_backend(
+    plan: Plan, model_path: str, recipe: Recipe, ranks: Ranks, orders: Orders | None = None
+) -> Fsdp2Backend:
+    """The same over several ranks; `orders` on the first one."""
+    return Fsdp2Backend(
+        model_path,
+        ranks=ranks,
+        orders=orders,
+        offload=plan.config.trainer.offload,
+        **_backend_options(plan, recipe),
+    )
+
+
+def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """What every backend takes."""
     config = plan.config
     loras = config.model.lora_configs or []
     lora = None
@@ -76,19 +97,17 @@ def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
             alpha=loras[0].lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
         )
-    return TorchBackend(
-        model_path,
-        optimizer=config.algorithm.optimizer,
-        max_token_len=plan.max_token_len,
-        total_steps=plan.schedule_steps,
-        device=plan.device,
-        dtype=plan.dtype,
-        grad_clip=config.trainer.grad_clip,
-        lora=lora,
-        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
-        reference=recipe.needs_reference,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    return {
+        "optimizer": config.algorithm.optimizer,
+        "max_token_len": plan.max_token_len,
+        "total_steps": plan.schedule_steps,
+        "dtype": plan.dtype,
+        "grad_clip": config.trainer.grad_clip,
+        "lora": lora,
+        "gradient_checkpointing": config.trainer.enable_gradient_checkpointing,
+        "reference": recipe.needs_reference,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
 
 
 def make_engine(

@@ -30,6 +30,7 @@ from trireme.engines.gate import Gate
 from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
+from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import open_monitor
@@ -38,6 +39,8 @@ from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.synchronizer import ExplorerSync, Synchronizer
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.ranks import Place
 from trireme.trainer.supply import BufferSupply
 from trireme.trainer.trainer import Trainer
 
@@ -72,13 +75,19 @@ class Session(AbstractContextManager["Session"]):
         console: Console,
         device: Device,
         measure_end: bool,
+        place: Place | None = None,
     ) -> None:
-        """`model_path` is the plan's, or the last stage's model."""
+        """`model_path` is the plan's, or the last stage's model.
+
+        `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
+        """
         self.plan = plan
         self.model_path = model_path
         self.console = console
         self.device = device
         self.measure_end = measure_end
+        self._place = place
+        self._ranks: TrainerRanks | None = None
         self.folder = JobFolder(plan.job_dir)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
@@ -111,7 +120,9 @@ class Session(AbstractContextManager["Session"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever happened."""
+        """Close the files and send other trainer ranks home, whatever happened."""
+        if self._ranks is not None:
+            self._ranks.close()
         for record in self._records:
             record.close()
         self.monitor.close()
@@ -148,7 +159,7 @@ class Session(AbstractContextManager["Session"]):
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
         lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
-        return lock_step and self.backend.adapter is None
+        return lock_step and self.backend.adapter is None and self._place is None
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
@@ -165,9 +176,13 @@ class Session(AbstractContextManager["Session"]):
         return parts.make_text(self.plan, self.model_path)
 
     @cached_property
-    def backend(self) -> TorchBackend:
+    def backend(self) -> TorchBackend | Fsdp2Backend:
         """The trained model, where the checkpoint left it."""
-        backend = parts.make_backend(self.plan, self.model_path, self.recipe)
+        if self._place is not None:
+            self._ranks = TrainerRanks(self.plan, self.model_path, self.recipe, self._place)
+            backend = self._ranks.backend
+        else:
+            backend = parts.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
             _restore(backend, self.resumed)
         return backend
@@ -367,7 +382,7 @@ class Session(AbstractContextManager["Session"]):
         )
 
 
-def _restore(backend: TorchBackend, saved: Loaded) -> None:
+def _restore(backend: TorchBackend | Fsdp2Backend, saved: Loaded) -> None:
     """Weights, optimizer, schedule and random state as the checkpoint has them."""
     if backend.adapter is None:
         own, weights = backend.weights(), load_file(saved.weights_path)
