@@ -53,7 +53,7 @@ def _learned(backend: TorchBackend | Fsdp2Backend) -> dict[str, Any]:
                 gradients[name] = whole(p.grad).clone()
         return step()
 
-    backend.step = keep  # pyright: ignore[reportAttributeAccessIssue]
+    backend.step = keep
     # A single experience leaves all ranks but one without work.
     batches = [*(experiences(n) for n in range(4)), experiences()[:1]]
     steps = [train_step(backend, recipe, batch, version=0) for batch in batches]
@@ -116,7 +116,7 @@ def _breaks(place: Place, path: Path) -> list[str]:
         backend = _make(Fsdp2Backend, path, {"max_token_len": 30}, ranks=ranks)
         before = {n: t.clone() for n, t in backend.each_weight()}
         samples = experiences()
-        samples[7].advantages = torch.full_like(samples[7].logprobs, 1e30)
+        samples[7].advantages = torch.full((len(samples[7].tokens),), 1e30)
         with pytest.raises(NotFinite) as caught:
             train_step(backend, recipe, samples, version=0)
         said.append(str(caught.value))
@@ -132,7 +132,9 @@ def _loss_breaks(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def _gradient_breaks(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Finite, with an infinite gradient where the advantage is huge."""
-    return torch.where(advantages > 1e29, (logprobs - logprobs.detach()).abs().sqrt(), logprobs)
+    out, huge = logprobs.clone(), advantages > 1e29
+    out[huge] = (logprobs[huge] - logprobs[huge].detach()).abs().sqrt()
+    return out
 
 
 def test_what_is_not_finite_is_named_on_all_ranks_and_moves_nothing(tiny_dir, tmp_path):
