@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,15 @@ class Backend:
 
     def weights(self) -> dict[str, Any]:
         return {}
+
+    def each_weight(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def together(self, order: Any, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
     def state(self) -> dict[str, Any]:
         return {}

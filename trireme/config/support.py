@@ -17,10 +17,8 @@ REFUSED: dict[str, str] = {
     "AlgorithmConfig.bypass_old_logprobs": "is not supported yet: the sampler's are always used",
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
     "AlgorithmConfig.rollout_correction": "is not supported yet",
-    "DataSelectorConfig.kwargs": "is not supported yet",
     "ExperiencePipelineConfig.operators": "is not supported yet",
     "ExplorerConfig.auxiliary_models": "is not supported yet",
-    "ExplorerInputConfig.tasksets": "is not supported yet: give one set of tasks as taskset",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
@@ -56,10 +54,6 @@ REFUSED: dict[str, str] = {
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "Config.mode": {
         "colocate": "is not supported yet: expected both, explore, train, bench or serve",
-    },
-    "DataSelectorConfig.selector_type": {
-        name: "is not supported yet: expected sequential, shuffle or random"
-        for name in ("offline_easy2hard", "difficulty_based")
     },
     "MonitorConfig.monitor_type": {
         name: "is not supported yet: expected tensorboard"

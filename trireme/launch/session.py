@@ -22,6 +22,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
+from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -30,6 +31,7 @@ from trireme.engines.torch.engine import end_tokens
 from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
+from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
 from trireme.pipeline.pipeline import Pipeline
@@ -37,6 +39,8 @@ from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.ranks import Place
 from trireme.trainer.supply import BufferSupply, Supply
 from trireme.trainer.trainer import Trainer
 
@@ -105,10 +109,12 @@ class Session(AbstractContextManager["Session"]):
         console: Console,
         device: Device,
         measure_end: bool,
+        place: Place | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """`model_path` is the plan's, or the last stage's model.
 
+        `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
         `elsewhere`: this process has one part of the run, and another one its monitors.
         """
         self.plan = plan
@@ -118,6 +124,8 @@ class Session(AbstractContextManager["Session"]):
         self.measure_end = measure_end
         self.elsewhere = elsewhere or Elsewhere()
         self._is_whole = elsewhere is None
+        self._place = place
+        self._ranks: TrainerRanks | None = None
         self.folder = JobFolder(plan.job_dir)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
@@ -146,7 +154,9 @@ class Session(AbstractContextManager["Session"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever happened."""
+        """Close the files and send other trainer ranks home, whatever happened."""
+        if self._ranks is not None:
+            self._ranks.close()
         for record in self._records:
             record.close()
         self.monitor.close()
@@ -169,7 +179,7 @@ class Session(AbstractContextManager["Session"]):
                 parts.examine_taskset(taskset)
 
     @cached_property
-    def taskset(self) -> Taskset | None:
+    def taskset(self) -> Taskset | Mixture | None:
         """The tasks to explore."""
         return parts.make_training_taskset(self.plan)
 
@@ -192,7 +202,8 @@ class Session(AbstractContextManager["Session"]):
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
         lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
-        return lock_step and not self.plan.engine_urls and self.backend.adapter is None
+        alone = not self.plan.engine_urls and self._place is None
+        return lock_step and alone and self.backend.adapter is None
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
@@ -209,9 +220,13 @@ class Session(AbstractContextManager["Session"]):
         return parts.make_text(self.plan, self.model_path)
 
     @cached_property
-    def backend(self) -> TorchBackend:
+    def backend(self) -> TorchBackend | Fsdp2Backend:
         """The trained model, where the checkpoint left it."""
-        backend = parts.make_backend(self.plan, self.model_path, self.recipe)
+        if self._place is not None:
+            self._ranks = TrainerRanks(self.plan, self.model_path, self.recipe, self._place)
+            backend = self._ranks.backend
+        else:
+            backend = parts.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
             _restore(backend, self.resumed)
         return backend
@@ -422,7 +437,7 @@ class Session(AbstractContextManager["Session"]):
         )
 
 
-def _restore(backend: TorchBackend, saved: Loaded) -> None:
+def _restore(backend: TorchBackend | Fsdp2Backend, saved: Loaded) -> None:
     """Weights, optimizer, schedule and random state as the checkpoint has them."""
     if backend.adapter is None:
         own, weights = backend.weights(), load_file(saved.weights_path)

@@ -16,8 +16,8 @@ from torch import Tensor
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
-from trireme.trainer.backend import NotFinite, TrainerBackend
-from trireme.trainer.tally import Tally
+from trireme.trainer.backend import NotFinite, Order, TrainerBackend
+from trireme.trainer.tally import Tally, metrics_of
 
 
 def train_step(
@@ -38,6 +38,21 @@ def train_step(
 
     Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
     """
+    options = {"version": version, "moved": moved, "skip_idle": skip_idle}
+    order = Order("train_step", options, experiences)
+    return backend.together(order, partial(_train_step, backend, recipe, experiences, **options))
+
+
+def _train_step(
+    backend: TrainerBackend,
+    recipe: Recipe,
+    experiences: Sequence[Experience],
+    *,
+    version: int,
+    moved: bool,
+    skip_idle: bool,
+) -> dict[str, float]:
+    """What every rank does."""
     batch = flatten(experiences)
     if not batch.num_tokens:
         return {"perf/trained_tokens": 0.0}
@@ -53,7 +68,7 @@ def train_step(
     loss = partial(batch_loss, recipe=recipe, tally=tally, fresh=fresh)
     backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
     stepped = backend.step()
-    return tally.metrics() | stepped | sizes
+    return metrics_of(backend.gather(tally.read())) | stepped | sizes
 
 
 def batch_loss(

@@ -44,7 +44,9 @@ class Coordinator:
             return await trainer.control("push", version)
 
         elsewhere = Elsewhere(LOGS, push=push)
-        session = Session(made.plan, made.model_path, Silent(), self._device, True, elsewhere)
+        session = Session(
+            made.plan, made.model_path, Silent(), self._device, True, elsewhere=elsewhere
+        )
         self._opened = session.__enter__()
         if made.plan.mode == "both":
             assert session.supply

@@ -35,7 +35,9 @@ class ExplorerPart:
         buffer = PutSide(coordinator, side, self._state) if plan.mode == "both" else None
         runners = tuple(f"explorer_runner_{i}" for i in range(plan.runners))
         elsewhere = Elsewhere((*LOGS, *runners), buffer=buffer)
-        session = Session(plan, made.model_path, self._relay, self._device, True, elsewhere)
+        session = Session(
+            plan, made.model_path, self._relay, self._device, True, elsewhere=elsewhere
+        )
         self._session = await asyncio.to_thread(session.__enter__)
         if plan.mode == "explore":
             sync = session.polled_sync()

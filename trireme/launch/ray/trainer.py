@@ -41,7 +41,9 @@ class TrainerPart:
                 return await coordinator.control("snapshot")
 
             elsewhere = Elsewhere(LOGS, supply=TakeSide(coordinator), snapshot=snapshot)
-        session = Session(plan, made.model_path, self._relay, self._device, True, elsewhere)
+        session = Session(
+            plan, made.model_path, self._relay, self._device, True, elsewhere=elsewhere
+        )
         self._opened = await asyncio.to_thread(session.__enter__)
         await self._device.run(lambda: session.backend)
         if plan.mode == "both":
