@@ -207,7 +207,8 @@ class Session(AbstractContextManager["Session"]):
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
-        await self.engine.update_weights(None if self._shares else self.backend.weights(), version)
+        source = None if self._shares else await self.device.run(self.backend.weights)
+        await self.engine.update_weights(source, version)
 
     @cached_property
     def recipe(self) -> Recipe:

@@ -20,3 +20,5 @@ class Made:
     coordinator: Any
     trainer: Any = None
     """Handles of the actors."""
+    rank0: str | None = None
+    """HOST:PORT where the trainer's ranks meet; None where there is one."""

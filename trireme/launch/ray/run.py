@@ -26,6 +26,7 @@ from trireme.launch.ray.cluster import Places, cluster
 from trireme.launch.ray.coordinator import Coordinator
 from trireme.launch.ray.engine import EnginePart
 from trireme.launch.ray.explorer import ExplorerPart
+from trireme.launch.ray.follower import FollowerPart
 from trireme.launch.ray.host import HostActor, Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.trainer import TrainerPart
@@ -73,6 +74,8 @@ class Crew:
         self._explorer: Peer | None = None
         self._trainer: Peer | None = None
         self._engines: list[Peer] = []
+        self._followers: list[Peer] = []
+        self._following: list[asyncio.Future[None]] = []
 
     async def start(self, *, may_grow: bool) -> None:
         """Places, all processes side by side, engines, and the parts that know their addresses."""
@@ -86,6 +89,9 @@ class Crew:
         self._coordinator = self._host("coordinator", control, Coordinator)
         if plan.mode in ("both", "train"):
             self._trainer = self._host("trainer", places.rank(0), TrainerPart)
+        for rank in range(1, plan.trainer_ranks):
+            name = f"trainer_rank_{rank}"
+            self._followers.append(self._host(name, places.rank(rank), FollowerPart))
         if plan.mode in ("both", "explore") or session.eval_tasksets:
             self._explorer = self._host("explorer", control, ExplorerPart)
         await self._guarded(self._open())
@@ -111,9 +117,10 @@ class Crew:
         asked = [asyncio.ensure_future(part.peer.control("stop")) for part in self._parts]
         if asked:
             await asyncio.wait(asked, timeout=STOP_S)
-        for call in asked:
+        for call in (*asked, *self._following):
             call.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        # what a rank fails of, rank 0 raises too
+        await asyncio.gather(*asked, *self._following, return_exceptions=True)
         for part in self._parts:
             ray.kill(part.peer.handle, no_restart=True)
         if self._places is not None:
@@ -156,7 +163,12 @@ class Crew:
             plan = self._plan = dataclasses.replace(plan, engine_urls=tuple(urls))
         plugins = tuple(str(p.resolve()) for p in plugin_files(plan.config.plugins))
         trainer = self._trainer.handle if self._trainer else None
-        made = Made(plan, model_path, plugins, self._coordinator.handle, trainer)
+        rank0 = None
+        if self._trainer and self._followers:
+            rank0 = await self._trainer.control("meeting_place")
+        made = Made(plan, model_path, plugins, self._coordinator.handle, trainer, rank0)
+        for rank, peer in enumerate(self._followers, 1):
+            self._following.append(asyncio.ensure_future(peer.data("follow", made, rank)))
         await self._coordinator.data("open", made)
         others = filter(None, (self._trainer, self._explorer))
         await self._all(*(peer.data("open", made) for peer in others))
@@ -164,7 +176,8 @@ class Crew:
     def _host(self, name: str, options: dict[str, Any], part: type) -> Peer:
         """A part in an actor of its own."""
         handle = HostActor.options(**options, runtime_env={"env_vars": _environment()}).remote(part)
-        log = self._session.folder.log / f"{LOG_OF.get(name, name)}.log"
+        file = next((log for start, log in LOG_OF.items() if name.startswith(start)), name)
+        log = self._session.folder.log / f"{file}.log"
         peer = Peer(handle)
         self._parts.append(Watched(name, peer, log))
         return peer
@@ -234,7 +247,7 @@ class Crew:
             show[kind](*values)
 
 
-LOG_OF = {"coordinator": "synchronizer"}
+LOG_OF = {"coordinator": "synchronizer", "trainer_rank": "trainer"}
 """Log files that are not named like the part."""
 
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 
+import ray
+
 from trireme.engines.device import Device
 from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import Relay, State, TakeSide, TrainerSide
 from trireme.launch.session import Elsewhere, Session, StageResult
+from trireme.launch.trainer_ranks import place_of
 from trireme.sync.synchronizer import Push
+from trireme.trainer.ranks import free_address
 from trireme.trainer.trainer import Trainer
 from trireme.workflows.plugins import load_plugins
 
@@ -29,6 +33,10 @@ class TrainerPart:
         self._trainer: Trainer | None = None
         self._push: Push | None = None
 
+    async def meeting_place(self) -> str:
+        """HOST:PORT on this machine that the other ranks can reach."""
+        return free_address(ray.util.get_node_ip_address())
+
     async def open(self, made: Made) -> None:
         """Load the model, where the checkpoint left it."""
         load_plugins(made.plugins)
@@ -41,8 +49,9 @@ class TrainerPart:
                 return await coordinator.control("snapshot")
 
             elsewhere = Elsewhere(LOGS, supply=TakeSide(coordinator), snapshot=snapshot)
+        place = place_of(plan, 0, plan.trainer_ranks, made.rank0) if made.rank0 else None
         session = Session(
-            plan, made.model_path, self._relay, self._device, True, elsewhere=elsewhere
+            plan, made.model_path, self._relay, self._device, True, place, elsewhere=elsewhere
         )
         self._opened = await asyncio.to_thread(session.__enter__)
         await self._device.run(lambda: session.backend)

@@ -11,6 +11,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from trireme.launch.ray.host import Peer
+from trireme.log import get_logger
+
+logger = get_logger("launcher")
 
 BEATS = 6
 """Heartbeats in a time-out."""
@@ -34,6 +37,7 @@ class Watched:
         """Learn where it runs."""
         found = await self.peer.ping()
         self.node, self.pid = found["node"], found["pid"]
+        logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
 
     async def beat(self, timeout: float) -> None:
         """One heartbeat. Raises PartDied."""
