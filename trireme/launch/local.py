@@ -36,7 +36,7 @@ async def run_plan(
     device = Device()
     hosts = engine_hosts(plan, model_path, JobFolder(plan.job_dir).log)
     try:
-        with Session(plan, model_path, console, device, measure_end, hosts) as session:
+        with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
             await start_all(hosts)
             result = await watched(hosts, modes[plan.mode](session))
     finally:
