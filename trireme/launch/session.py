@@ -6,7 +6,7 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,16 +27,19 @@ from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
+from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import end_tokens
 from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
+from trireme.launch.engine_host import EngineHost
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
+from trireme.sync.process_group import GroupSync
 from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
@@ -77,6 +80,8 @@ class Elsewhere:
 
     logs: tuple[str, ...] = ()
     """The log files that this part writes."""
+    host: str = "127.0.0.1"
+    """This machine, as the others see it."""
     buffer: Buffer | None = None
     supply: Supply | None = None
     push: Push | None = None
@@ -110,11 +115,13 @@ class Session(AbstractContextManager["Session"]):
         device: Device,
         measure_end: bool,
         place: Place | None = None,
+        hosts: Sequence[EngineHost] = (),
         elsewhere: Elsewhere | None = None,
     ) -> None:
         """`model_path` is the plan's, or the last stage's model.
 
         `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
+        `hosts`: engine processes, which serve when the engine is first asked for.
         `elsewhere`: this process has one part of the run, and another one its monitors.
         """
         self.plan = plan
@@ -126,6 +133,7 @@ class Session(AbstractContextManager["Session"]):
         self._is_whole = elsewhere is None
         self._place = place
         self._ranks: TrainerRanks | None = None
+        self._hosts = hosts
         self.folder = JobFolder(plan.job_dir)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
@@ -202,7 +210,7 @@ class Session(AbstractContextManager["Session"]):
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
         lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
-        alone = not self.plan.engine_urls and self._place is None
+        alone = not self.engine_urls and self._place is None
         return lock_step and alone and self.backend.adapter is None
 
     async def refresh_engine(self, version: int) -> None:
@@ -237,13 +245,20 @@ class Session(AbstractContextManager["Session"]):
         """Deterministic mode's."""
         return Gate() if self.plan.deterministic else None
 
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Where engines of other processes serve; none: the engine is embedded."""
+        return tuple(host.url for host in self._hosts) or self.plan.engine_urls
+
     @cached_property
     def engine(self) -> Engine:
         """The embedded engine, over the trainer's tensors where nothing trains meanwhile; or the
         rollout servers.
         """
-        if self.plan.engine_urls:
-            return parts.make_remote_engine(self.plan)
+        if self.engine_urls:
+            own = self._hosts[0].key if self._hosts else None
+            key = own or self.plan.engine_key
+            return parts.make_remote_engine(self.plan, self.engine_urls, key)
         share = self.backend.module if self._shares else None
         return parts.make_engine(
             self.plan, self.model_path, self.text, self.device, self.gate, share
@@ -417,6 +432,17 @@ class Session(AbstractContextManager["Session"]):
         plan, backend = self.plan, self.backend
         if plan.sync_method == "checkpoint":
             return self._checkpoint_push(self.engine).push
+        if plan.sync_method == "nccl":
+            assert isinstance(self.engine, RemoteEngine)
+            return GroupSync(
+                backend,
+                self.engine,
+                self.device,
+                dtype=plan.dtype,
+                vocabulary=backend.module.config.vocab_size,
+                transport="nccl" if plan.device == "cuda" else "gloo",
+                host=self.elsewhere.host,
+            ).push
         return MemorySync(
             backend,
             self.engine,

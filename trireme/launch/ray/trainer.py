@@ -6,6 +6,7 @@ It pushes the weights when the coordinator asks for it: straight from here to th
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import ray
 
@@ -42,13 +43,14 @@ class TrainerPart:
         load_plugins(made.plugins)
         plan, coordinator = made.plan, Peer(made.coordinator)
         self._relay = Relay(coordinator)
-        elsewhere = Elsewhere(LOGS)
+        elsewhere = Elsewhere(LOGS, host=ray.util.get_node_ip_address())
         if plan.mode == "both":
 
             async def snapshot() -> State:
                 return await coordinator.control("snapshot")
 
-            elsewhere = Elsewhere(LOGS, supply=TakeSide(coordinator), snapshot=snapshot)
+            supply = TakeSide(coordinator)
+            elsewhere = dataclasses.replace(elsewhere, supply=supply, snapshot=snapshot)
         place = place_of(plan, 0, plan.trainer_ranks, made.rank0) if made.rank0 else None
         session = Session(
             plan, made.model_path, self._relay, self._device, True, place, elsewhere=elsewhere

@@ -48,7 +48,7 @@ class Watched:
         except RayActorError as error:
             reason = self._reason(error)
         except RuntimeError as error:
-            reason = str(error)
+            reason = str(error).partition("; the end of ")[0]
         else:
             return
         raise PartDied(f"{self.name} has died: {reason}; its log is {self.log}")
