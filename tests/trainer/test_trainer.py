@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trireme.algorithms.recipes import SFT
+from trireme.algorithms.table import SFT
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience

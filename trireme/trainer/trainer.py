@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from trireme.algorithms.recipes import Recipe
@@ -19,6 +19,7 @@ from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.sync.synchronizer import TrainerSync
 from trireme.trainer.backend import TrainerBackend
+from trireme.trainer.learning import Learning
 from trireme.trainer.step import train_step
 
 logger = get_logger("trainer")
@@ -50,6 +51,9 @@ class Trainer:
         device: Device,
         sync: TrainerSync | None,
         batch_size: int,
+        least_batch: int | None = None,
+        learning: Learning | None = None,
+        auxiliary: Mapping[str, Buffer] | None = None,
         total_steps: int | None,
         save_interval: int,
         checkpointer: Checkpointer,
@@ -57,13 +61,20 @@ class Trainer:
         version: Callable[[], int] = lambda: 0,
         moved: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`version()` is the last pushed; `moved()`: the weights have been trained since."""
+        """`version()` is the last pushed; `moved()`: the weights have been trained since.
+
+        A batch of `batch_size` needs `least_batch` experiences of the buffer (all where not given);
+        the rest is from `auxiliary`.
+        """
         self.backend = backend
         self.recipe = recipe
         self.buffer = buffer
         self.device = device
         self.sync = sync
         self.batch_size = batch_size
+        self.least_batch = batch_size if least_batch is None else least_batch
+        self.learning = learning or Learning(recipe)
+        self.auxiliary = auxiliary or {}
         self.total_steps = total_steps
         self.save_interval = save_interval
         self.checkpointer = checkpointer
@@ -93,11 +104,13 @@ class Trainer:
 
     async def _take(self) -> Sample:
         """A batch; the synchronizer knows while we wait for one, and lets others go on."""
-        short = len(self.buffer) < self.batch_size
+        short = len(self.buffer) < self.least_batch
         if short and self.sync is not None:
             self.sync.waiting(True)
         try:
-            return await self.recipe.take(self.buffer, self.batch_size, self.version())
+            return await self.recipe.take(
+                self.buffer, self.batch_size, self.version(), self.auxiliary
+            )
         finally:
             if short and self.sync is not None:
                 self.sync.waiting(False)
@@ -124,6 +137,7 @@ class Trainer:
             experiences,
             version=self.version(),
             moved=self.moved(),
+            learning=self.learning,
         )
 
     async def _save(self, *, last: bool) -> None:
