@@ -57,8 +57,8 @@ async def run_both(session: Session) -> StageResult:
 
 
 async def run_train(session: Session) -> StageResult:
-    """The trainer alone: on a data set (SFT), or on what explorers of other processes put."""
-    if session.recipe.schema == "sft":
+    """The trainer alone: on a data set (SFT, DPO), or on what explorers of other processes put."""
+    if session.recipe.from_data:
         return await run_supervised(session)
     sync = session.synchronizer
     trainer = session.trainer(sync)

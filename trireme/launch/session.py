@@ -19,7 +19,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import Loaded, load_checkpoint
+from trireme.checkpoint.resume import Loaded, load_checkpoint, load_critic
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.data.mixture import Mixture
@@ -40,6 +40,7 @@ from trireme.sync.memory import MemorySync
 from trireme.sync.synchronizer import ExplorerSync, Synchronizer
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.learning import Learning
 from trireme.trainer.ranks import Place
 from trireme.trainer.supply import BufferSupply
 from trireme.trainer.trainer import Trainer
@@ -130,10 +131,15 @@ class Session(AbstractContextManager["Session"]):
 
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
-        assert self.recipe.parts
+        if self.recipe.needs_critic and self._place is not None:
+            raise ValueError(
+                "algorithm.algorithm_type has a critic, which several trainer ranks cannot train "
+                "yet: expected one rank, or an algorithm without a critic, such as grpo"
+            )
+        greedy = self.recipe.greedy_run
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
-                parts.examine_taskset(taskset)
+                parts.examine_taskset(taskset, greedy_run=greedy)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
@@ -158,7 +164,7 @@ class Session(AbstractContextManager["Session"]):
     @property
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
-        lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
+        lock_step = self.plan.share_tensors or self.recipe.from_data
         return lock_step and self.backend.adapter is None and self._place is None
 
     async def refresh_engine(self, version: int) -> None:
@@ -208,12 +214,39 @@ class Session(AbstractContextManager["Session"]):
     def buffer(self) -> Buffer:
         """The store between the two, where the checkpoint left it."""
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
-        buffer, record = parts.make_buffer(self.plan, self.folder, self.text, end_ids=ends)
+        buffer, record = parts.make_buffer(
+            self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
+        )
         if record is not None:
             self.keep(record)
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer
+
+    @cached_property
+    def auxiliary(self) -> dict[str, Buffer]:
+        """Data sets that are mixed into the trainer's batches, where the checkpoint left them."""
+        given = self.plan.config.buffer.trainer_input.auxiliary_buffers
+        out: dict[str, Buffer] = {}
+        for name, config in given.items():
+            ends = end_tokens(self.backend.module, self.text.tokenizer)
+            out[name] = parts.make_file_buffer(self.plan, config, self.text, ends, endless=True)
+            if self.resumed is not None:
+                out[name].load_state(self.resumed.run_state["auxiliary"][name])
+        return out
+
+    @cached_property
+    def learning(self) -> Learning:
+        """What train steps share beside the policy, where the checkpoint left it."""
+        critic = parts.make_critic(self.plan, self.model_path, self.recipe)
+        warmup = self.plan.config.algorithm.critic.warmup_steps
+        learning = Learning(self.recipe, critic, critic_warmup=warmup)
+        if self.resumed is not None:
+            if known := self.resumed.run_state.get("learning"):
+                learning.load_state(known)
+            if critic is not None:
+                critic.load(*load_critic(self.folder, self.resumed.step))
+        return learning
 
     @cached_property
     def synchronizer(self) -> Synchronizer:
@@ -262,7 +295,12 @@ class Session(AbstractContextManager["Session"]):
             taskset=self.taskset,
             eval_tasksets=self.eval_tasksets,
             scheduler=parts.make_scheduler(
-                plan, self.model_path, self.engine, self.text, self.gate
+                plan,
+                self.model_path,
+                self.engine,
+                self.text,
+                self.gate,
+                greedy_run=self.recipe.greedy_run,
             ),
             pipeline=Pipeline(self.recipe, raw=raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
@@ -287,10 +325,16 @@ class Session(AbstractContextManager["Session"]):
             backend=self.backend,
             recipe=self.recipe,
             supply=BufferSupply(
-                self.buffer, self.recipe, plan.least_batch, sync.waiting if sync else None
+                self.buffer,
+                self.recipe,
+                plan.train_batch_size,
+                least_batch=plan.least_batch,
+                auxiliary=self.auxiliary,
+                waiting=sync.waiting if sync else None,
             ),
             device=self.device,
             sync=sync,
+            learning=self.learning,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
@@ -311,8 +355,13 @@ class Session(AbstractContextManager["Session"]):
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
-        state: dict[str, Any] = {"buffer": self.buffer.state(), "version": 0}
-        if self.recipe.schema == "experience":
+        state: dict[str, Any] = {
+            "buffer": self.buffer.state(),
+            "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
+            "learning": self.learning.state(),
+            "version": 0,
+        }
+        if not self.recipe.from_data:
             state["version"] = self.synchronizer.version
         if self._explorer is not None and self.plan.mode == "both":
             state["explorer"] = self._explorer.state()
@@ -333,6 +382,7 @@ class Session(AbstractContextManager["Session"]):
             model_dir=self.model_path,
             hf=when == "always" or (when == "last" and last),
             keep=trainer.max_checkpoints_to_keep,
+            critic=self.learning.critic,
         )
 
     def result(self, explorer: Explorer | None, trainer: Trainer | None) -> StageResult:
