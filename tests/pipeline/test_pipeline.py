@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.algorithms.recipes import GRPO, SFT
+from trireme.algorithms.table import GRPO, SFT
 from trireme.buffer.record import Record
 from trireme.experience import EID, Experience
 from trireme.pipeline.pipeline import Pipeline

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trireme.algorithms.recipes import SFT
+from trireme.algorithms.table import SFT
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
@@ -120,7 +120,7 @@ async def make(
     trainer = Trainer(
         backend=backend,
         recipe=SFT,
-        supply=BufferSupply(buffer, SFT, 2, sync.waiting if sync else None),
+        supply=BufferSupply(buffer, SFT, 2, waiting=sync.waiting if sync else None),
         device=Device(1),
         checkpointer=Folder(events, buffer),
         report=lambda part, step, metrics: reports.append((part, step, metrics)),

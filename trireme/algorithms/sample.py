@@ -1,13 +1,18 @@
 """Sample: which experiences the next train step gets.
 
-Functions `(buffer, num, version, *, options)`, awaited, that return the experiences and metrics;
-`version` is that of the newest weights the engine has. `warmup` is an old name of `default`.
+Functions `(buffer, num, version, auxiliary, *, options)`, awaited, that return the experiences and
+metrics; they name of the four what they need. `version` is that of the newest weights the engine
+has, `auxiliary` are the stores of `buffer.trainer_input.auxiliary_buffers`. `warmup` is an old name
+of `default`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
+
+import torch
 
 from trireme.experience import Experience
 
@@ -26,12 +31,12 @@ class Takes(Protocol):
         ...
 
 
-async def default(buffer: Takes, num: int, version: int) -> Sample:
+async def default(buffer: Takes, num: int) -> Sample:
     """The next `num` in the buffer's own order."""
     return await buffer.take(num), {}
 
 
-async def explore_step(buffer: Takes, num: int, version: int) -> Sample:
+async def explore_step(buffer: Takes) -> Sample:
     """All experiences of one explore step, however many: on-policy where episodes differ."""
     return await buffer.take_step(), {}
 
@@ -54,3 +59,41 @@ async def staleness_control(
         if len(found) < wanted and kept:
             break  # the last ones; with none kept, the next take says that it is over
     return kept, {"sample/dropped_stale": float(dropped)}
+
+
+async def mix(
+    buffer: Takes,
+    num: int,
+    auxiliary: Mapping[str, Takes],
+    *,
+    expert_data_ratio: float = 0.5,
+    sft_dataset_name: str = "sft_dataset",
+) -> Sample:
+    """`num` experiences, ceil(ratio num) of them an expert's from an auxiliary buffer.
+
+    An expert's has reward and advantages 0, and `info["is_expert"]`.
+    """
+    if sft_dataset_name not in auxiliary:
+        raise ValueError(
+            f"algorithm.sample_strategy 'mix' reads buffer.trainer_input.auxiliary_buffers."
+            f"{sft_dataset_name}, which is not given"
+        )
+    own = await buffer.take(own_share(num, expert_data_ratio))
+    experts = await auxiliary[sft_dataset_name].take(num - own_share(num, expert_data_ratio))
+    for expert in experts:
+        nothing = torch.zeros(len(expert.tokens))
+        expert.info["is_expert"] = True
+        expert.reward = 0.0
+        expert.logprobs, expert.advantages, expert.returns = nothing, nothing, nothing
+        expert.versions = torch.full((len(expert.tokens),), -1, dtype=torch.int32)
+    return [*own, *experts], {"sample/expert_count": float(len(experts))}
+
+
+def own_share(num: int, expert_data_ratio: float) -> int:
+    """How many of `num` experiences are not an expert's."""
+    if not 0 < expert_data_ratio < 1:
+        raise ValueError(
+            f"algorithm.sample_strategy_args.expert_data_ratio is {expert_data_ratio:g}: expected "
+            "more than 0 and less than 1"
+        )
+    return num - math.ceil(expert_data_ratio * num)

@@ -1,7 +1,7 @@
 """Layout: where each file of a job's folder lies.
 
 buffer/   log/   monitor/
-global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, actor/*.pt
+global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, actor/*.pt, critic/
 explorer_meta.json   trainer_meta.json   stage_meta.json
 latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
 """
@@ -79,6 +79,10 @@ class JobFolder:
     def actor_dir(self, step: int) -> Path:
         """The policy's files of a step."""
         return self.step_dir(step) / "actor"
+
+    def critic_dir(self, step: int) -> Path:
+        """The value model's files of a step, where the algorithm has one."""
+        return self.step_dir(step) / "critic"
 
     def hf_dir(self, step: int) -> Path:
         """Configuration and tokenizer of a step, and its weights in the form others load."""

@@ -11,13 +11,21 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.config.check_data import check_tasksets, check_train_data, used_tasksets
+from trireme.config.check_data import (
+    check_auxiliary_data,
+    check_tasksets,
+    check_train_data,
+    used_tasksets,
+)
 from trireme.config.located import located
 from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
 from trireme.config.stages import Stage
 
-_GROUP_ALGORITHMS = ("grpo",)
+_GROUP_ALGORITHMS = (
+    *("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "remax", "opmd", "rec", "sppo"),
+    *("multi_step_grpo", "gigpo", "mix", "mix_chord", "raft"),
+)
 _PART_KINDS = {
     "sample_strategy": "sample strategy",
     "advantage_fn": "advantage",
@@ -44,6 +52,7 @@ def check_stage(stage: Stage) -> None:
         check_tasksets(stage)
     if stage.reads_file:
         check_train_data(stage)
+    check_auxiliary_data(stage)
     _check_model(stage)
 
 

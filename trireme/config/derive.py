@@ -40,9 +40,9 @@ def derive(stage: Stage, root: Path) -> Plan:
     lengths = lengths_of(stage)
     steps = steps_of(stage)
     whole = stage.whole_steps
-    style = _style(stage, steps.train_batch_size)
+    style = _style(stage, steps.own_batch)
     method = _method(stage, on_ray, hosts)
-    lock_step = not on_ray and not hosts and _lock_step(stage, steps.train_batch_size, method)
+    lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
     _check_whole_steps(stage)
     _check_beat(stage, style, lock_step)
     job_dir = root / stage.name if stage.name else root
@@ -63,7 +63,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         model_path=config.model.model_path,
         batch_size=config.buffer.batch_size,
         repeat_times=config.algorithm.repeat_times,
-        least_batch=1 if whole else steps.train_batch_size,
+        least_batch=1 if whole else steps.own_batch,
         runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
         engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
         engine_key=explorer.rollout_model.api_key,

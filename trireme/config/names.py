@@ -19,13 +19,6 @@ from pathlib import Path
 
 from trireme.config.stages import Stage
 
-LATER_ALGORITHMS = (
-    *("ppo", "multi_step_grpo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr"),
-    *("cispo", "gspo", "sapo", "mix", "mix_chord", "raft", "sppo", "rec", "on_policy_distill"),
-    *("jsd", "dapo", "gigpo", "cpt", "remax", "grpo_verl"),
-)
-"""Names that the vocabulary has and this version does not."""
-
 _REGISTRIES = {
     "workflow": ("trireme.workflows.names", "WORKFLOWS"),
     "reward": ("trireme.rewards.names", "REWARDS"),
@@ -67,9 +60,6 @@ def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
     if entry_points(group="trireme.plugins"):
         return
     listed = ", ".join(known)
-    if kind == "algorithm" and name in LATER_ALGORITHMS:
-        stage.problem(key, f"({name}) is not supported yet: expected one of {listed}")
-        return
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     stage.problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}")

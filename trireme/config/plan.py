@@ -40,6 +40,8 @@ class Plan:
     batch_size: int
     repeat_times: int
     train_batch_size: int
+    own_batch: int
+    """Experiences of a train step that the explorer makes; the rest is an expert's."""
     least_batch: int
     """Experiences without which a train step has to wait."""
     explore_steps: int | None

@@ -15,6 +15,7 @@ from trireme.config.typed import build
 
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 _FILE_ALGORITHMS = ("sft", "dpo", "cpt")
+_MIX_ALGORITHMS = ("mix", "mix_chord")
 
 
 @dataclass
@@ -64,6 +65,16 @@ class Stage:
     def whole_steps(self) -> bool:
         """Whether a train step learns from one whole explore step, whatever that left."""
         return self.config.algorithm.sample_strategy == "explore_step"
+
+    @property
+    def expert_ratio(self) -> float | None:
+        """Which share of a train batch an expert's data set gives; None: it gives none."""
+        algorithm = self.config.algorithm
+        mixes = algorithm.algorithm_type in _MIX_ALGORITHMS
+        if (algorithm.sample_strategy or ("mix" if mixes else None)) != "mix":
+            return None
+        ratio = (algorithm.sample_strategy_args or {}).get("expert_data_ratio", 0.5)
+        return ratio if isinstance(ratio, float) and 0 < ratio < 1 else 0.5
 
     @property
     def rollouts(self) -> int:

@@ -15,16 +15,13 @@ from trireme.config.engines import PASSED
 from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
-    "AlgorithmConfig.bypass_old_logprobs": "is not supported yet: the sampler's are always used",
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
-    "AlgorithmConfig.rollout_correction": "is not supported yet",
     "ExperiencePipelineConfig.operators": "is not supported yet",
     "ExplorerConfig.auxiliary_models": "is not supported yet",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
     "LoraConfig.path": "is not supported yet: adapters start afresh",
-    "ModelConfig.critic_model_path": "is not supported yet: no algorithm here has a critic",
     "ModelConfig.external_model": "is not supported yet",
     "ModelConfig.rope_scaling": "is not supported yet: set it in the model's config.json",
     "ModelConfig.rope_theta": "is not supported yet: set it in the model's config.json",
@@ -46,7 +43,6 @@ REFUSED: dict[str, str] = {
     "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
     "TrainerConfig.trainer_config": "is not supported yet: use the keys of the trainer section",
     "TrainerConfig.ulysses_sequence_parallel_size": "is not supported yet: only 1 is",
-    "TrainerInputConfig.auxiliary_buffers": "is not supported yet",
 }
 """Meaning: refused where it differs from the default."""
 

@@ -18,7 +18,8 @@ from trireme.engines.device import Device
 from trireme.launch.engine_host import start_all, stop_all, watched
 from trireme.launch.engine_plan import engine_hosts
 from trireme.launch.serving import run_serve
-from trireme.launch.session import Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
 from trireme.trainer.trainer import Trainer
 
@@ -68,8 +69,8 @@ async def run_both(session: Session) -> StageResult:
 
 
 async def run_train(session: Session) -> StageResult:
-    """The trainer alone: on a data set (SFT), or on what explorers of other processes put."""
-    if session.recipe.schema == "sft":
+    """The trainer alone: on a data set (SFT, DPO), or on what explorers of other processes put."""
+    if session.recipe.from_data:
         return await run_supervised(session)
     trainer = session.trainer(session.synchronizer)
     await train_for_others(session, trainer)

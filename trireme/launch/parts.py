@@ -24,8 +24,10 @@ from trireme.config.generated import COLUMNS, generated
 from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
 from trireme.data.mixture import Mixture
+from trireme.data.pairs import DpoFormat
 from trireme.data.rows import Rows, load_rows
 from trireme.data.tasksets import Taskset
+from trireme.data.text import CptFormat
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.gate import Gate
@@ -39,11 +41,14 @@ from trireme.rewards.reward import resolve as resolve_reward
 from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.critic import Critic
 from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.lora import Lora
 from trireme.trainer.orders import Orders
 from trireme.trainer.ranks import Ranks
 from trireme.workflows.workflow import resolve
+
+_FORMATS = {"sft": SftFormat, "dpo": DpoFormat, "cpt": CptFormat}
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,24 @@ def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def make_critic(plan: Plan, model_path: str, recipe: Recipe) -> Critic | None:
+    """The value model, where the recipe has one: from its own path, else from the policy's."""
+    config = plan.config
+    if not recipe.needs_critic:
+        return None
+    return Critic(
+        config.model.critic_model_path or model_path,
+        optimizer=config.algorithm.critic.optimizer,
+        max_token_len=plan.max_token_len,
+        total_steps=plan.schedule_steps,
+        device=plan.device,
+        dtype=plan.dtype,
+        grad_clip=config.trainer.grad_clip,
+        clip_range=config.algorithm.critic.cliprange_value,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
 def make_engine(
     plan: Plan, model_path: str, text: Text, device: Device, gate: Gate | None, share: Any = None
 ) -> TorchEngine:
@@ -136,16 +159,28 @@ def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> Remo
 
 
 def make_scheduler(
-    plan: Plan, model_path: str, engine: Engine, text: Text, gate: Gate | None
+    plan: Plan,
+    model_path: str,
+    engine: Engine,
+    text: Text,
+    gate: Gate | None,
+    *,
+    greedy_run: bool = False,
 ) -> Scheduler:
-    """As many runners as the plan says, each of which makes a Model for every attempt."""
+    """As many runners as the plan says, each of which makes a Model for every attempt.
+
+    With `greedy_run` run 0 of every training task is greedy.
+    """
 
     def make_model(task: Task, key: Key) -> Model:
+        sampling = sampling_of(plan, task.rollout_args)
+        if greedy_run and key[2] == 0 and not task.is_eval:
+            sampling = dataclasses.replace(sampling, temperature=0.0)
         return Model(
             engine,
             text.chat,
             key=key,
-            sampling=sampling_of(plan, task.rollout_args),
+            sampling=sampling,
             max_model_len=plan.max_model_len,
             max_prompt_tokens=plan.max_prompt_tokens,
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
@@ -270,15 +305,21 @@ def make_eval_tasksets(plan: Plan) -> list[Taskset]:
 
 
 def make_buffer(
-    plan: Plan, folder: JobFolder, text: Text, *, end_ids: Collection[int] = ()
+    plan: Plan,
+    folder: JobFolder,
+    text: Text,
+    *,
+    schema: str = "sft",
+    end_ids: Collection[int] = (),
 ) -> tuple[Buffer, Record | None]:
     """The store between explorer and trainer or the data set that is read, and a queue's copy.
 
-    `end_ids` are where the model's generation stops: what supervised replies have to end with.
+    `schema` is what a data set's rows are, and `end_ids` are where the model's generation stops:
+    what supervised replies have to end with.
     """
     config = plan.config.buffer.trainer_input.experience_buffer
     if plan.buffer_type == "file":
-        return _make_file_buffer(plan, config, text, end_ids), None
+        return make_file_buffer(plan, config, text, end_ids, schema=schema), None
     if plan.buffer_type == "sql":
         roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
         store = SqlBuffer(
@@ -312,14 +353,21 @@ def make_buffer(
     return queue, record
 
 
-def _make_file_buffer(
-    plan: Plan, config: ExperienceBufferConfig, text: Text, end_ids: Collection[int]
+def make_file_buffer(
+    plan: Plan,
+    config: ExperienceBufferConfig,
+    text: Text,
+    end_ids: Collection[int],
+    *,
+    schema: str = "sft",
+    endless: bool = False,
 ) -> FileBuffer:
+    """A data set as a store; `endless`: again and again, for who mixes it into something else."""
     model = plan.config.model
     rows = load_rows(
-        plan.buffer_path, config.subset_name, config.split, progress=config.enable_progress_bar
+        config.path or "", config.subset_name, config.split, progress=config.enable_progress_bar
     )
-    form = SftFormat(
+    form = _FORMATS[schema](
         rows,
         text.tokenizer,
         max_model_len=plan.max_model_len,
@@ -328,7 +376,7 @@ def _make_file_buffer(
         chat_template=text.template,
         enable_thinking=model.enable_thinking,
     )
-    epochs = None if plan.train_steps else plan.config.buffer.total_epochs
+    epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
 
 
@@ -343,13 +391,22 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     return Record(database=resolve_url(path, folder.buffer))
 
 
-def examine_taskset(taskset: Taskset | Mixture) -> None:
-    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options."""
+def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> None:
+    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options.
+
+    `greedy_run`: one of a task's rollouts samples otherwise than the rest.
+    """
     seen = set()
     for task in taskset.all():
         if (task.workflow, task.reward_fn) not in seen:
             seen.add((task.workflow, task.reward_fn))
-            examine = resolve(task.workflow).examine
+            spec = resolve(task.workflow)
+            if greedy_run and spec.can_repeat and not task.is_eval:
+                raise ValueError(
+                    f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
+                    "algorithm needs a greedy one among them: take another algorithm than remax"
+                )
+            examine = spec.examine
             if examine is not None:
                 examine(task)
             else:

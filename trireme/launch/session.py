@@ -6,12 +6,11 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -19,7 +18,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import Loaded, load_checkpoint
+from trireme.checkpoint.resume import Loaded, load_checkpoint, load_critic
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.data.mixture import Mixture
@@ -29,10 +28,11 @@ from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import end_tokens
-from trireme.experience import Experience
-from trireme.explorer.explorer import Evaluation, Explorer
+from trireme.explorer.explorer import Explorer
 from trireme.launch import parts
+from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
+from trireme.launch.stage_result import StageResult
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
@@ -43,65 +43,12 @@ from trireme.sync.process_group import GroupSync
 from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.learning import Learning
 from trireme.trainer.ranks import Place
 from trireme.trainer.supply import BufferSupply, Supply
 from trireme.trainer.trainer import Trainer
 
 logger = get_logger("launcher")
-
-
-@dataclass
-class StageResult:
-    """What a stage came to."""
-
-    name: str | None
-    mode: str
-    schema: str
-    first: Evaluation | None = None
-    """Evaluation at the start, by taskset."""
-    last: Evaluation | None = None
-    """Evaluation at the end."""
-    steps: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of exploring, training and evaluating."""
-    model_dir: str | None = None
-
-    def add(self, part: StageResult) -> None:
-        """What one part of the run came to; of steps the last part's count."""
-        self.first, self.last = part.first or self.first, part.last or self.last
-        self.steps, self.phases = part.steps, self.phases | part.phases
-        self.model_dir = part.model_dir or self.model_dir
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """What one part of a run that is spread over processes has of the others."""
-
-    logs: tuple[str, ...] = ()
-    """The log files that this part writes."""
-    host: str = "127.0.0.1"
-    """This machine, as the others see it."""
-    buffer: Buffer | None = None
-    supply: Supply | None = None
-    push: Push | None = None
-    snapshot: Callable[[], Awaitable[dict[str, Any]]] | None = None
-
-
-class Console(Protocol):
-    """Who is told what goes on: a terminal, or another process that has one."""
-
-    def note(self, text: str) -> None:
-        """A lasting line."""
-        ...
-
-    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A part has done a step."""
-        ...
-
-    def rollout(self, experience: Experience) -> None:
-        """A rollout to look at."""
-        ...
 
 
 class Session(AbstractContextManager["Session"]):
@@ -181,10 +128,15 @@ class Session(AbstractContextManager["Session"]):
 
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
-        assert self.recipe.parts
+        if self.recipe.needs_critic and self.plan.trainer_ranks > 1:
+            raise ValueError(
+                "algorithm.algorithm_type has a critic, which several trainer ranks cannot train "
+                "yet: expected one rank, or an algorithm without a critic, such as grpo"
+            )
+        greedy = self.recipe.greedy_run
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
-                parts.examine_taskset(taskset)
+                parts.examine_taskset(taskset, greedy_run=greedy)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
@@ -209,7 +161,7 @@ class Session(AbstractContextManager["Session"]):
     @property
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
-        lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
+        lock_step = self.plan.share_tensors or self.recipe.from_data
         alone = not self.engine_urls and self._place is None
         return lock_step and alone and self.backend.adapter is None
 
@@ -270,12 +222,39 @@ class Session(AbstractContextManager["Session"]):
         if self.elsewhere.buffer is not None:
             return self.elsewhere.buffer
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
-        buffer, record = parts.make_buffer(self.plan, self.folder, self.text, end_ids=ends)
+        buffer, record = parts.make_buffer(
+            self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
+        )
         if record is not None:
             self.keep(record)
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer
+
+    @cached_property
+    def auxiliary(self) -> dict[str, Buffer]:
+        """Data sets that are mixed into the trainer's batches, where the checkpoint left them."""
+        given = self.plan.config.buffer.trainer_input.auxiliary_buffers
+        out: dict[str, Buffer] = {}
+        for name, config in given.items():
+            ends = end_tokens(self.backend.module, self.text.tokenizer)
+            out[name] = parts.make_file_buffer(self.plan, config, self.text, ends, endless=True)
+            if self.resumed is not None:
+                out[name].load_state(self.resumed.run_state["auxiliary"][name])
+        return out
+
+    @cached_property
+    def learning(self) -> Learning:
+        """What train steps share beside the policy, where the checkpoint left it."""
+        critic = parts.make_critic(self.plan, self.model_path, self.recipe)
+        warmup = self.plan.config.algorithm.critic.warmup_steps
+        learning = Learning(self.recipe, critic, critic_warmup=warmup)
+        if self.resumed is not None:
+            if known := self.resumed.run_state.get("learning"):
+                learning.load_state(known)
+            if critic is not None:
+                critic.load(*load_critic(self.folder, self.resumed.step))
+        return learning
 
     @cached_property
     def synchronizer(self) -> Synchronizer:
@@ -325,7 +304,12 @@ class Session(AbstractContextManager["Session"]):
             taskset=self.taskset,
             eval_tasksets=self.eval_tasksets,
             scheduler=parts.make_scheduler(
-                plan, self.model_path, self.engine, self.text, self.gate
+                plan,
+                self.model_path,
+                self.engine,
+                self.text,
+                self.gate,
+                greedy_run=self.recipe.greedy_run,
             ),
             pipeline=Pipeline(self.recipe, raw=raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
@@ -348,8 +332,14 @@ class Session(AbstractContextManager["Session"]):
         """Where the trainer's batches come from."""
         if self.elsewhere.supply is not None:
             return self.elsewhere.supply
-        waiting = None if self._reads_file else self.synchronizer.waiting
-        return BufferSupply(self.buffer, self.recipe, self.plan.least_batch, waiting)
+        return BufferSupply(
+            self.buffer,
+            self.recipe,
+            self.plan.train_batch_size,
+            least_batch=self.plan.least_batch,
+            auxiliary=self.auxiliary,
+            waiting=None if self._reads_file else self.synchronizer.waiting,
+        )
 
     def trainer(self, sync: TrainerSync | None) -> Trainer:
         """The trainer, where the checkpoint left it."""
@@ -360,6 +350,7 @@ class Session(AbstractContextManager["Session"]):
             supply=self.supply,
             device=self.device,
             sync=sync,
+            learning=self.learning,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
@@ -381,9 +372,14 @@ class Session(AbstractContextManager["Session"]):
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
         if self.elsewhere.snapshot is not None:
-            return await self.elsewhere.snapshot()
-        state: dict[str, Any] = {"buffer": self.buffer.state(), "version": 0}
-        if self.recipe.schema == "experience":
+            return await self.elsewhere.snapshot() | {"learning": self.learning.state()}
+        state: dict[str, Any] = {
+            "buffer": self.buffer.state(),
+            "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
+            "learning": self.learning.state(),
+            "version": 0,
+        }
+        if not self.recipe.from_data:
             state["version"] = self.synchronizer.version
         if self._explorer is not None and self.plan.mode == "both":
             state["explorer"] = self._explorer.state()
@@ -404,6 +400,7 @@ class Session(AbstractContextManager["Session"]):
             model_dir=self.model_path,
             hf=when == "always" or (when == "last" and last),
             keep=trainer.max_checkpoints_to_keep,
+            critic=self.learning.critic,
         )
 
     def result(self, explorer: Explorer | None, trainer: Trainer | None) -> StageResult:

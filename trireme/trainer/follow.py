@@ -10,6 +10,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.serialize import decode
 from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.heartbeat import Heartbeat
+from trireme.trainer.learning import Learning
 from trireme.trainer.orders import STOP, await_order, report_failure
 from trireme.trainer.ranks import Place, Ranks
 from trireme.trainer.step import train_step
@@ -24,9 +25,9 @@ def follow(place: Place, make_backend: Callable[[Ranks], Fsdp2Backend], recipe: 
     heartbeat = Heartbeat(place)
     try:
         backend = make_backend(ranks)
-        number = 1
+        learning, number = Learning(recipe), 1
         while (order := await_order(ranks, number))["what"] != STOP:
-            perform(backend, recipe, order)
+            perform(backend, recipe, learning, order)
             number += 1
         ranks.store.set(f"bye/{ranks.rank}", "")
     except BaseException as error:
@@ -37,13 +38,18 @@ def follow(place: Place, make_backend: Callable[[Ranks], Fsdp2Backend], recipe: 
         ranks.close()
 
 
-def perform(backend: Fsdp2Backend, recipe: Recipe, order: dict[str, Any]) -> None:
+def perform(
+    backend: Fsdp2Backend, recipe: Recipe, learning: Learning, order: dict[str, Any]
+) -> None:
     """This rank's part of an order."""
-    size = order["size"]
+    size, options = order["size"], order["options"]
     data = backend.ranks.broadcast(None, size) if size else b""
+    if "learning" in options:
+        learning.load_state(options["learning"])
+        options["learning"] = learning
     known: dict[str, Callable[..., Any]] = {
         "train_step": partial(train_step, backend, recipe, decode(data) if data else []),
         "score": backend.score,
         "each_weight": lambda: all(True for _ in backend.each_weight()),
     }
-    known[order["what"]](**order["options"])
+    known[order["what"]](**options)

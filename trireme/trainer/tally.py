@@ -25,7 +25,9 @@ class Tally:
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def mean(self, name: str, values: Tensor) -> None:
-        """Report the mean over all values given under this name."""
+        """Report the mean over all values given under this name, if there are any."""
+        if not values.numel():
+            return
         self.sum(name, values)
         self._counts[name] = self._counts.get(name, 0) + values.numel()
 

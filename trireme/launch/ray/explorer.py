@@ -9,10 +9,12 @@ import asyncio
 
 from trireme.engines.device import Device
 from trireme.explorer.explorer import Explorer
+from trireme.launch.elsewhere import Elsewhere
 from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import ExplorerSide, PutSide, Relay, State
-from trireme.launch.session import Elsewhere, Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.workflows.plugins import load_plugins
 
 LOGS = ("explorer", "explorer_experience_pipeline")

@@ -31,7 +31,8 @@ from trireme.launch.ray.host import HostActor, Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.trainer import TrainerPart
 from trireme.launch.ray.watch import Watched, watch, who_died
-from trireme.launch.session import Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
 from trireme.serialize import decode
 
