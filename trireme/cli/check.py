@@ -89,7 +89,7 @@ def _lengths(plan: Plan) -> str:
 
 
 def _engines(plan: Plan) -> str:
-    if plan.launcher == "ray":
+    if plan.launcher == "ray" or plan.engine_hosts:
         return f"{plan.num_engines} {plan.engine_kind} engine{'s' * (plan.num_engines > 1)}"
     return "the embedded torch engine"
 

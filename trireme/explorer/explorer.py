@@ -142,12 +142,16 @@ class Explorer:
         """End the runners."""
         await self.scheduler.close()
 
-    def state(self) -> dict[str, Any]:
-        """Where to go on: before the first step whose experiences are not in the buffer."""
+    def state(self, *, putting: bool = False) -> dict[str, Any]:
+        """Where to go on: before the first step whose experiences are not in the buffer.
+
+        `putting`: as it will be once the step that is being put is there.
+        """
         assert self.taskset is not None
-        if not self._pending:
+        pending = self._pending[putting:]
+        if not pending:
             return self._state_now()
-        state = dict(self._before[self._pending[0]])
+        state = dict(self._before[pending[0]])
         if "feedback" in state:  # what was known then, and what has come since
             state["feedback"] = self.feedback.state() | {"upto": state["feedback"]["upto"]}
         return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,11 +152,10 @@ def make_engine(
     )
 
 
-def make_remote_engine(plan: Plan) -> RemoteEngine:
-    """The rollout servers that the YAML names."""
-    explorer = plan.config.explorer
-    key = explorer.rollout_model.api_key
-    return RemoteEngine(plan.engine_urls, api_key=key, timeout=explorer.max_timeout, seed=plan.seed)
+def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
+    """The rollout servers at these addresses."""
+    timeout = plan.config.explorer.max_timeout
+    return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
 
 
 def make_scheduler(
