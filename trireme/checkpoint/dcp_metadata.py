@@ -47,12 +47,18 @@ class _Ignored:
     """A save plan: says who wrote what, which reading does not need."""
 
 
+_PATHS = ("PosixPath", "WindowsPath")
+"""Where it was written stands in it too, and is not needed."""
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _MEGATRON:
             return _SameAsMetadata if name == "MCoreMetadata" else _Ignored
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return PurePath
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, which no checkpoint's metadata holds"

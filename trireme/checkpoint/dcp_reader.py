@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -48,7 +49,7 @@ class DistributedCheckpoint:
     def read(self, name: str, begin: Sequence[int], out: Tensor) -> None:
         """Fill `out` with the box of a tensor that begins at `begin`, cast to its dtype.
 
-        Raises ValueError where the box is not all there, OSError where a file is not.
+        Raises ValueError where the box is not all there, or its file is not.
         """
         items = list(self._items(name, begin, tuple(out.shape)))
         found = sum(math.prod(item.lengths) for item in items)
@@ -59,7 +60,9 @@ class DistributedCheckpoint:
             )
         try:
             self._reader.read_data(LoadPlan(items), cast(LoadPlanner, _Into(out)))
-        except (RuntimeError, EOFError, AssertionError) as error:
+        except OSError as error:
+            raise ValueError(f"cannot read {name}: {error}") from error
+        except (RuntimeError, EOFError, AssertionError, UnpicklingError) as error:
             raise ValueError(f"{self.folder}: {name} is damaged: {error}") from error
 
     def _items(self, name: str, begin: Sequence[int], lengths: Sequence[int]) -> Any:
