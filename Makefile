@@ -1,4 +1,4 @@
-# make setup | demo | test | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
+# make setup | demo | test | test-extras | test-megatron | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 ENVS := .venv-envs
+MEGATRON := .venv-megatron
 
-.PHONY: setup demo test test-extras lint format clean
+.PHONY: setup demo test test-extras test-megatron lint format clean
 
 setup: $(STAMP)
 
@@ -38,10 +39,17 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup
+test-extras: setup test-megatron
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py
 
+# checkpoints that Megatron itself writes, on the CPU, in an environment of its own
+test-megatron: setup
+	$(BIN)/python -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints.txt -c constraints-megatron.txt -e '.[dev,megatron]'
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -q tests/checkpoint/test_megatron.py
+
 clean:
-	rm -rf $(VENV) $(ENVS) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENVS) $(MEGATRON) build dist *.egg-info .pytest_cache .ruff_cache

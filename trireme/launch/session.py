@@ -332,13 +332,14 @@ class Session(AbstractContextManager["Session"]):
         """Where the trainer's batches come from."""
         if self.elsewhere.supply is not None:
             return self.elsewhere.supply
+        waiting = None if self._reads_file else self.synchronizer.waiting
         return BufferSupply(
             self.buffer,
             self.recipe,
             self.plan.train_batch_size,
             least_batch=self.plan.least_batch,
             auxiliary=self.auxiliary,
-            waiting=None if self._reads_file else self.synchronizer.waiting,
+            waiting=waiting,
         )
 
     def trainer(self, sync: TrainerSync | None) -> Trainer:
@@ -372,11 +373,18 @@ class Session(AbstractContextManager["Session"]):
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
         if self.elsewhere.snapshot is not None:
-            return await self.elsewhere.snapshot() | {"learning": self.learning.state()}
+            state = await self.elsewhere.snapshot()
+        else:
+            state = self._where()
+        if self._trainer is not None:
+            state["learning"] = self.learning.state()
+        return state
+
+    def _where(self) -> dict[str, Any]:
+        """Where the parts stand that may live in another process than the trainer."""
         state: dict[str, Any] = {
             "buffer": self.buffer.state(),
             "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
-            "learning": self.learning.state(),
             "version": 0,
         }
         if not self.recipe.from_data:
