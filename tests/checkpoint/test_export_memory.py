@@ -39,7 +39,9 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
-def test_converting_a_model_of_1_gb_takes_half_of_its_size_at_most(tmp_path: Path, kind: str) -> None:
+def test_converting_a_model_of_1_gb_takes_half_of_its_size_at_most(
+    tmp_path: Path, kind: str
+) -> None:
     """1.1 GB in float32: 256 MiB of it are mapped at most, and one tensor is held."""
     CONFIG.save_pretrained(tmp_path / "base")
     actor = tmp_path / "global_step_1" / "actor"
