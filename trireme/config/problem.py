@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from trireme.log import hide_passwords
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -16,7 +18,8 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"stage {self.stage}: " if self.stage else ""
-        return f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
+        text = f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
+        return hide_passwords(text)
 
 
 class ConfigError(ValueError):

@@ -90,9 +90,6 @@ WORKS_ON_RAY: frozenset[str] = frozenset(
 HINTS: frozenset[str] = frozenset(
     {
         "Config.ignore_validator_suggestions",
-        "ExperienceBufferConfig.enable_progress_bar",
-        "ExperienceBufferConfig.max_retry_interval",
-        "ExperienceBufferConfig.max_retry_times",
         "ExplorerConfig.db_url",
         "ExplorerConfig.min_running_model_num",
         "LogConfig.group_by_node",

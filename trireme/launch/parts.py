@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
+from trireme.buffer.claims import Reuse
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
@@ -21,7 +22,7 @@ from trireme.buffer.table import resolve_url
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.generated import COLUMNS, generated
-from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
+from trireme.config.schema import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
 from trireme.data.mixture import Mixture
 from trireme.data.pairs import DpoFormat
@@ -323,13 +324,19 @@ def make_buffer(
         return make_file_buffer(plan, config, text, end_ids, schema=schema), None
     if plan.buffer_type == "sql":
         roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
+        role = roles.get(plan.mode, "both")
+        names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
         store = SqlBuffer(
             config.name,
             resolve_url(plan.buffer_path, folder.buffer),
-            role=roles.get(plan.mode, "both"),
-            party=plan.config.explorer.name if plan.mode in ("explore", "serve") else None,
+            role=role,
+            party=names.get(role),
             capacity=config.capacity,
             max_read_timeout=config.max_read_timeout,
+            lease_time=config.lease_time,
+            reuse=_reuse(config.replay_buffer),
+            retries=config.max_retry_times,
+            retry_seconds=config.max_retry_interval,
         )
         return store, None
     record = record_for(config.path, folder.buffer)
@@ -352,6 +359,15 @@ def make_buffer(
         record=record,
     )
     return queue, record
+
+
+def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
+    """Priority replay in a database."""
+    if not replay.enable:
+        return None
+    limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
+    args = {"use_count_limit": limit, **replay.priority_fn_args}
+    return Reuse(cooldown=replay.reuse_cooldown_time, **args)
 
 
 def make_file_buffer(

@@ -312,6 +312,7 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.console.rollout,
             folder=self.folder if plan.mode == "explore" else None,
+            name=config.name if plan.mode == "explore" else "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
         if self.resumed is not None and plan.mode == "both":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trireme.config.schema.algorithm import AlgorithmConfig, OptimizerConfig
-from trireme.config.schema.buffer import ExperienceBufferConfig
+from trireme.config.schema.buffer import ExperienceBufferConfig, ReplayBufferConfig
 from trireme.config.schema.config import Config
 from trireme.config.schema.data import FormatConfig, TasksetConfig
 
@@ -13,5 +13,6 @@ __all__ = [
     "ExperienceBufferConfig",
     "FormatConfig",
     "OptimizerConfig",
+    "ReplayBufferConfig",
     "TasksetConfig",
 ]

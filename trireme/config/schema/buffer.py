@@ -61,12 +61,14 @@ class ExperienceBufferConfig:
     """Explore steps a queue holds before the explorer waits."""
     max_read_timeout: float = number(1800, above=0)
     """Seconds without a new experience after which the trainer gives up, and says so."""
+    lease_time: float = number(60, above=0)
+    """Seconds without a word from a reader until what it took returns to the store (sql)."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    """Priority replay."""
+    """Priority replay (queue, sql)."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     max_retry_times: int = number(3, at_least=0)
-    """Tries to reach an SQL store."""
+    """Further tries to reach an SQL store that is away."""
     max_retry_interval: float = number(1, at_least=0)
     """Seconds between them."""
 
