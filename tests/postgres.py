@@ -31,11 +31,12 @@ class Server:
     def database(self) -> str:
         """The URL of a new, empty database."""
         import psycopg
+        from psycopg import sql
 
         self._count += 1
         name = f"test_{os.getpid()}_{self._count}"
         with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         return self._url(name)
 
     def end_connections(self, url: str) -> None:

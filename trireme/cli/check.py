@@ -41,7 +41,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 def show_problems(problems: Sequence[Problem], console: Console) -> None:
     """One line a problem, or one that says there is none."""
     for problem in problems:
-        console.print(Text(f"problem: {problem}", "red"))
+        console.print(Text(hide_passwords(f"problem: {problem}"), "red"))
     if not problems:
         console.print(Text("no problems", "green"))
 

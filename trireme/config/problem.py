@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trireme.log import hide_passwords
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -18,8 +16,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"stage {self.stage}: " if self.stage else ""
-        text = f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
-        return hide_passwords(text)
+        return f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
 
 
 class ConfigError(ValueError):

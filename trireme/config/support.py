@@ -15,7 +15,6 @@ from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
-    "ExperiencePipelineConfig.operators": "is not supported yet",
     "ExplorerConfig.auxiliary_models": "is not supported yet",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
@@ -39,7 +38,10 @@ REFUSED: dict[str, str] = {
     "RolloutModelConfig.reasoning_parser": "is not supported yet",
     "RolloutModelConfig.tool_call_parser": "is not supported yet",
     "ServiceConfig.data_juicer": "is not supported yet",
-    "DataProcessorConfig.task_pipeline": "is not supported yet",
+    "TaskPipelineConfig.inputs": "is not read here: the operators get the rows of the tasksets",
+    "TaskPipelineConfig.output": "is not read here: what is left lies in the job folder",
+    "TaskPipelineConfig.priority_weights": "is not supported yet: scoring is a task operator's work",
+    "TaskPipelineConfig.target_fields": "is not supported yet: operators get whole rows",
     "SynchronizerConfig.explorer_sync_interval": "is not supported yet: set sync_interval",
     "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
     "TrainerConfig.trainer_config": "is not supported yet: use the keys of the trainer section",

@@ -143,8 +143,9 @@ class Explorer:
             await self.evaluate(step)
 
     async def close(self) -> None:
-        """End the runners."""
+        """End the runners, and let go of the operators."""
         await self.scheduler.close()
+        await self.pipeline.close()
 
     def state(self) -> dict[str, Any]:
         """Where to go on: before the first step whose experiences are not in the buffer."""

@@ -38,6 +38,10 @@ from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.pipeline.names import OPERATORS
+from trireme.pipeline.operator import make_operator
+from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.tasks import prepared
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
@@ -251,9 +255,11 @@ def make_taskset(
     if is_eval:
         workflow = workflow or inputs.default_eval_workflow_type
     selector = config.task_selector or config.data_selector
+    name = config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}")
+    rows = _rows(config)
     return Taskset(
-        _rows(config),
-        name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
+        rows if is_eval else _prepared(plan, rows, name),
+        name=name,
         batch_size=1 if mixed else plan.batch_size,
         total_epochs=plan.config.buffer.total_epochs,
         total_steps=None if is_eval else plan.explore_steps,
@@ -282,6 +288,13 @@ def _rows(config: TasksetConfig) -> Rows:
         made: Any = problems(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
     return load_rows(config.path, config.subset_name, config.split)
+
+
+def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
+    """What the task pipeline leaves of the rows."""
+    tasks = plan.config.data_processor.task_pipeline
+    given = [(item.name, item.args) for item in tasks.operators] if tasks else []
+    return prepared(rows, given, JobFolder(plan.job_dir).buffer, name) if given else rows
 
 
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
@@ -395,6 +408,16 @@ def make_file_buffer(
     )
     epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
+
+
+def make_pipeline(plan: Plan, recipe: Recipe, raw: Record | None) -> Pipeline:
+    """What is done to a step's experiences before they are trained."""
+    key = "data_processor.experience_pipeline.operators"
+    operators = [
+        make_operator(OPERATORS, item.name, item.args, f"{key}[{place}]")
+        for place, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
+    ]
+    return Pipeline(recipe, raw=raw, operators=operators)
 
 
 def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:

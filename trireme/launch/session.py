@@ -34,7 +34,6 @@ from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import open_monitor
-from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.synchronizer import ExplorerSync, Synchronizer
@@ -137,6 +136,7 @@ class Session(AbstractContextManager["Session"]):
                 "yet: expected one rank, or an algorithm without a critic, such as grpo"
             )
         greedy = self.recipe.greedy_run
+        parts.make_pipeline(self.plan, self.recipe, None)
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset, greedy_run=greedy)
@@ -302,7 +302,7 @@ class Session(AbstractContextManager["Session"]):
                 self.gate,
                 greedy_run=self.recipe.greedy_run,
             ),
-            pipeline=Pipeline(self.recipe, raw=raw),
+            pipeline=parts.make_pipeline(plan, self.recipe, raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
             sync=sync,
             eval_interval=plan.eval_interval,
