@@ -1,4 +1,4 @@
-# make setup | demo | test | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
+# make setup | demo | test | test-extras | test-postgres | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 ENVS := .venv-envs
 
-.PHONY: setup demo test test-extras lint format clean
+.PHONY: setup demo test test-extras test-postgres lint format clean
 
 setup: $(STAMP)
 
@@ -35,10 +35,16 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	scripts/postgres_setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+
+# several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
+test-postgres: setup
+	scripts/postgres_setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/buffer tests/e2e/test_postgres.py -m large
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup
+test-extras: setup test-postgres
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py

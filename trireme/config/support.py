@@ -40,7 +40,7 @@ REFUSED: dict[str, str] = {
     "ServiceConfig.data_juicer": "is not supported yet",
     "TaskPipelineConfig.inputs": "is not read here: the operators get the rows of the tasksets",
     "TaskPipelineConfig.output": "is not read here: what is left lies in the job folder",
-    "TaskPipelineConfig.priority_weights": "is not supported yet: scoring is a task operator's work",
+    "TaskPipelineConfig.priority_weights": "is not supported yet: scoring is an operator's work",
     "TaskPipelineConfig.target_fields": "is not supported yet: operators get whole rows",
     "SynchronizerConfig.explorer_sync_interval": "is not supported yet: set sync_interval",
     "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
