@@ -38,7 +38,13 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	scripts/postgres_setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+
+# several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
+test-postgres: setup
+	scripts/postgres_setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/buffer tests/e2e/test_postgres.py -m large
 
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM)/.installed
@@ -55,7 +61,7 @@ $(VLLM)/.installed: constraints-vllm.txt
 	@touch $@
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron
+test-extras: setup test-vllm test-megatron test-postgres
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py

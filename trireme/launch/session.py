@@ -36,7 +36,6 @@ from trireme.launch.engine_host import EngineHost
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
-from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.process_group import GroupSync
@@ -188,6 +187,7 @@ class Session(AbstractContextManager["Session"]):
                 "yet: expected one rank, or an algorithm without a critic, such as grpo"
             )
         greedy = self.recipe.greedy_run
+        parts.make_pipeline(self.plan, self.recipe, None)
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset, greedy_run=greedy)
@@ -365,7 +365,7 @@ class Session(AbstractContextManager["Session"]):
                 self.gate,
                 greedy_run=self.recipe.greedy_run,
             ),
-            pipeline=Pipeline(self.recipe, raw=raw),
+            pipeline=parts.make_pipeline(plan, self.recipe, raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
             sync=sync,
             eval_interval=plan.eval_interval,
@@ -375,6 +375,7 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.console.rollout,
             folder=self.folder if plan.mode == "explore" else None,
+            name=config.name if plan.mode == "explore" else "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
         if self.resumed is not None and plan.mode == "both":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trireme.config.schema.algorithm import AlgorithmConfig, OptimizerConfig
-from trireme.config.schema.buffer import ExperienceBufferConfig
+from trireme.config.schema.buffer import ExperienceBufferConfig, OperatorConfig, ReplayBufferConfig
 from trireme.config.schema.config import Config
 from trireme.config.schema.data import FormatConfig, TasksetConfig
 
@@ -12,6 +12,8 @@ __all__ = [
     "Config",
     "ExperienceBufferConfig",
     "FormatConfig",
+    "OperatorConfig",
     "OptimizerConfig",
+    "ReplayBufferConfig",
     "TasksetConfig",
 ]
