@@ -29,6 +29,7 @@ from trireme.engines.gate import Gate
 from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
+from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import open_monitor
@@ -189,6 +190,20 @@ class Session(AbstractContextManager["Session"]):
         )
 
     @cached_property
+    def auxiliary_models(self) -> list[Auxiliary]:
+        """Models beside the trained one; a teacher has the student's vocabulary."""
+        models = make_auxiliary(self.plan, self.device)
+        if self.recipe.asks("teacher_logprobs"):
+            refuse_other_vocabulary(models, self.text.tokenizer)
+        return models
+
+    async def close_engines(self) -> None:
+        """Those that were made."""
+        for auxiliary in self.__dict__.get("auxiliary_models", ()):
+            await auxiliary.engine.close()
+        await self.engine.close()
+
+    @cached_property
     def buffer(self) -> Buffer:
         """The store between the two, where the checkpoint left it."""
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
@@ -279,6 +294,7 @@ class Session(AbstractContextManager["Session"]):
                 self.text,
                 self.gate,
                 greedy_run=self.recipe.greedy_run,
+                auxiliary=self.auxiliary_models,
             ),
             pipeline=Pipeline(self.recipe, raw=raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,

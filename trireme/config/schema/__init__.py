@@ -6,6 +6,7 @@ from trireme.config.schema.algorithm import AlgorithmConfig, OptimizerConfig
 from trireme.config.schema.buffer import ExperienceBufferConfig
 from trireme.config.schema.config import Config
 from trireme.config.schema.data import FormatConfig, TasksetConfig
+from trireme.config.schema.explorer import RolloutModelConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -13,5 +14,6 @@ __all__ = [
     "ExperienceBufferConfig",
     "FormatConfig",
     "OptimizerConfig",
+    "RolloutModelConfig",
     "TasksetConfig",
 ]
