@@ -14,7 +14,9 @@ def printed(path, *overrides):
 
 def test_a_plan_is_printed_by_topic(tmp_path):
     config_of(tmp_path, values(tmp_path))
-    code, text = printed(tmp_path / "config.yaml", "cluster.gpu_per_node=2")
+    code, text = printed(
+        tmp_path / "config.yaml", "cluster.gpu_per_node=2", "cluster.launcher=local"
+    )
     assert code == 0
     assert "8 tasks x 4 rollouts = 32 rollouts" in text
     assert "256 tokens: prompt up to 192, response up to 64" in text

@@ -70,8 +70,8 @@ def test_the_gsm8k_seed_runs_as_it_stands(tmp_path, monkeypatch):
     assert plan.gpus == {"explorer": 0, "trainer": 0}
     about_gpus = [note for note in plan.notes if "GPU" in note]
     assert about_gpus == [
-        "cluster asks for 2 GPUs (1 node x 2) and this machine has none: the run is local, "
-        "one process, on the CPU"
+        "cluster asks for 2 GPUs (1 node x 2: 1 for engines (1 x 1), 1 for the trainer) and this "
+        "machine has none: the run is local, one process, on the CPU"
     ]
 
 

@@ -229,7 +229,7 @@ def test_train_needs_its_batch_size(tmp_path):
 
 def test_determinism_that_cannot_be_had(tmp_path):
     found = only_problem(tmp_path, "deterministic=true", "synchronizer.sync_offset=1")
-    assert found.startswith("deterministic is true: expected mode both")
+    assert found.startswith("deterministic is true: expected one process")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
             "data_processor.experience_pipeline.operators=[{name: reward_filter}]",
             "data_processor.experience_pipeline.operators",
         ),
-        (f"{TASKSET}.data_selector.selector_type=offline_easy2hard", TASKSET + ".data_selector"),
         (f"{TASKSET}.format.image_key=answer", f"{TASKSET}.format.image_key"),
     ],
 )
@@ -273,10 +272,22 @@ def test_sft_checks_what_it_is_evaluated_on(tmp_path):
     assert found.startswith(f"{key}[0].path (/no.jsonl) is no file")
 
 
-def test_several_sets_of_tasks_come_later(tmp_path):
+def test_one_set_of_tasks_or_several_but_not_both(tmp_path):
     found = problems_of(tmp_path, "buffer.explorer_input.tasksets=[{path: x}]")
-    assert any("tasksets (given) is not supported yet: give one" in text for text in found)
     assert any("has both taskset and tasksets" in text for text in found)
+
+
+SELECTOR = f"{TASKSET}.data_selector"
+
+
+def test_a_selector_that_is_not_there_or_lacks_its_columns(tmp_path):
+    found = only_problem(tmp_path, f"{SELECTOR}.selector_type=suffle")
+    assert found.startswith(f"{SELECTOR}.selector_type is 'suffle', an unknown data selector: did")
+    hard = f"{SELECTOR}.selector_type=difficulty_based"
+    found = only_problem(tmp_path, hard)
+    assert found.startswith(f"{SELECTOR}.feature_keys is []: difficulty_based needs two columns")
+    found = only_problem(tmp_path, hard, f"{SELECTOR}.feature_keys=[question, rate]")
+    assert "feature_keys has 'rate', which" in found
 
 
 def test_bench_needs_something_to_measure(tmp_path):

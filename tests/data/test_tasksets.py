@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Exhausted, Taskset
 
@@ -22,7 +23,7 @@ def taskset(count: int = 10, **options: Any) -> Taskset:
     return Taskset(rows(count), **(given | options))
 
 
-def all_batches(tasks: Taskset) -> list[list[int]]:
+def all_batches(tasks: Taskset | Mixture) -> list[list[int]]:
     out = []
     with pytest.raises(Exhausted):
         while True:

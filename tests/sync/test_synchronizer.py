@@ -110,7 +110,7 @@ def test_a_stopped_trainer_wakes_the_explorer_and_a_dead_one_is_named() -> None:
         sync, _ = make("fixed")
         pull = asyncio.ensure_future(sync.pull(5))
         await asyncio.sleep(0)
-        sync.stopped(3)
+        await sync.stopped(3)
         await asyncio.wait_for(pull, 1)
         assert sync.finished
         slow, _ = make("fixed", timeout=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from trireme.algorithms.table import SFT
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
+from trireme.trainer.supply import BufferSupply
 from trireme.trainer.trainer import Trainer
 
 
@@ -40,6 +42,15 @@ class Backend:
     def weights(self) -> dict[str, Any]:
         return {}
 
+    def each_weight(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def together(self, order: Any, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -64,7 +75,7 @@ class Folder:
         self.events = events
         self.buffer = buffer
 
-    def snapshot(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         return {"left": len(self.buffer)}
 
     def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
@@ -86,7 +97,7 @@ class Sync:
     def waiting(self, for_experiences: bool) -> None:
         self.events.append("starving" if for_experiences else "fed")
 
-    def stopped(self, step: int) -> None:
+    async def stopped(self, step: int) -> None:
         self.events.append(f"stopped {step}")
 
 
@@ -105,12 +116,12 @@ async def make(
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
+    sync = options["sync"]
     trainer = Trainer(
         backend=backend,
         recipe=SFT,
-        buffer=buffer,
+        supply=BufferSupply(buffer, SFT, 2, waiting=sync.waiting if sync else None),
         device=Device(1),
-        batch_size=2,
         checkpointer=Folder(events, buffer),
         report=lambda part, step, metrics: reports.append((part, step, metrics)),
         **options,

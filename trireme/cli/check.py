@@ -56,7 +56,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("train step", _train_step(plan)))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
-        engine = ", ".join(plan.engine_urls) or "the embedded torch engine"
+        engine = ", ".join(plan.engine_urls) or _engines(plan)
         rows.append(("runners", f"{plan.runners} on {engine}"))
         rows.append(("evaluation", f"every {plan.eval_interval} explore steps"))
     if plan.mode in ("both", "explore"):
@@ -64,6 +64,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if trains or explores:
         rows.append(("buffer", f"{plan.buffer_type}, {plan.buffer_path}"))
     gpus = ", ".join(f"{role} {count}" for role, count in plan.gpus.items())
+    if plan.launcher == "ray":
+        rows.append(("places", _places(plan)))
     rows += [
         ("GPUs", f"{gpus} ({plan.device}, {plan.dtype})"),
         ("seed", f"{plan.seed}{', byte-equal runs' if plan.deterministic else ''}"),
@@ -84,6 +86,23 @@ def _lengths(plan: Plan) -> str:
         f"{plan.max_model_len} tokens: prompt up to {plan.max_prompt_tokens}, response up to "
         f"{plan.max_response_tokens}{least}"
     )
+
+
+def _engines(plan: Plan) -> str:
+    if plan.launcher == "ray":
+        return f"{plan.num_engines} {plan.engine_kind} engine{'s' * (plan.num_engines > 1)}"
+    return "the embedded torch engine"
+
+
+def _places(plan: Plan) -> str:
+    """Ray's: how many, where, and who gets them."""
+    taken = plan.num_engines * plan.engine_size
+    engines = f"{taken} for engines ({plan.num_engines} x {plan.engine_size})"
+    trainer = f"{plan.trainer_ranks} for the trainer"
+    own = [engines] * bool(taken) + [trainer] * bool(plan.trainer_ranks)
+    nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
+    total = plan.nodes * plan.places_per_node
+    return f"{total} on {nodes}: {', '.join(own)}"
 
 
 def _explore_step(plan: Plan) -> str:

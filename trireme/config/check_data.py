@@ -19,6 +19,10 @@ _INFERRED: dict[str, tuple[tuple[str, ...], ...]] = {
 """What a row is read from where `format` says nothing; SFT also: recorded experiences' tokens."""
 
 
+_FEATURES = {"offline_easy2hard": range(1, 1000), "difficulty_based": range(2, 3)}
+"""How many feature columns a selector needs."""
+
+
 class UsedTaskset(NamedTuple):
     """One taskset with its key and the workflow and reward that it ends up with."""
 
@@ -62,6 +66,7 @@ def check_tasksets(stage: Stage) -> None:
         if found:
             _check_columns(stage, item.key, item.taskset, found, _columns(item.taskset.format))
         if not item.is_eval:
+            _check_selector(stage, item, found)
             rows.append(found.rows if found else None)
             stage.workflows.add(item.workflow or "")
             stage.task_paths += filter(None, [item.taskset.path])
@@ -85,6 +90,34 @@ def _check_names(stage: Stage, item: UsedTaskset) -> None:
         if getattr(form, name) is not None:
             text = f"is not supported for tasks: set model.{instead}"
             stage.problem(f"{item.key}.format.{name}", text)
+
+
+def _check_selector(stage: Stage, item: UsedTaskset, found: DatasetFacts | None) -> None:
+    """Whether the selector is there, and the columns that it orders rows by."""
+    taskset = item.taskset
+    name = "data_selector" if taskset.task_selector is None else "task_selector"
+    selector = taskset.task_selector or taskset.data_selector
+    key = f"{item.key}.{name}"
+    check_name(stage, "data selector", selector.selector_type, f"{key}.selector_type")
+    columns = None if found is None else found.columns
+    for column in selector.feature_keys:
+        if columns is not None and column not in columns:
+            stage.problem(
+                f"{key}.feature_keys",
+                f"has {column!r}, which {taskset.path} does not have: expected some of its "
+                f"columns: {', '.join(columns)}",
+            )
+    wanted = _FEATURES.get(selector.selector_type, ())
+    if wanted and len(selector.feature_keys) not in wanted:
+        stage.problem(
+            f"{key}.feature_keys",
+            f"is {selector.feature_keys}: {selector.selector_type} needs "
+            + (
+                "two columns, a weak and a strong model's pass rates"
+                if len(wanted) == 1
+                else "the columns of numbers that it orders rows by"
+            ),
+        )
 
 
 def _check_scheduler(stage: Stage, item: UsedTaskset) -> None:

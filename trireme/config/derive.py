@@ -7,6 +7,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+from trireme.config.places import gpus_of, note_places, places_of
 from trireme.config.plan import Plan, SyncMethod, SyncStyle
 from trireme.config.sizes import lengths_of, steps_of
 from trireme.config.stages import Stage
@@ -28,19 +29,22 @@ _OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
 def derive(stage: Stage, root: Path) -> Plan:
     """The Plan of one stage whose files lie in `root`. Problems found on the way are noted."""
     config, sync, explorer = stage.config, stage.config.synchronizer, stage.config.explorer
-    check_support(stage)
-    gpus = _gpus(stage)
+    gpus = num_gpus()
+    places = places_of(stage, gpus)
+    on_ray = places.launcher == "ray"
+    check_support(stage, on_ray=on_ray)
+    note_places(stage, places, gpus)
     lengths = lengths_of(stage)
     steps = steps_of(stage)
     whole = stage.whole_steps
     style = _style(stage, steps.own_batch)
-    method = _method(stage)
-    lock_step = _lock_step(stage, steps.own_batch, method)
+    method = _method(stage, on_ray)
+    lock_step = not on_ray and _lock_step(stage, steps.own_batch, method)
     _check_whole_steps(stage)
     _check_beat(stage, style, lock_step)
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
-    _note_engine(stage)
+    _note_engine(stage, on_ray)
     window = config.trainer.ulysses_sequence_parallel_size
     two_rows = math.ceil(2 * lengths.max_model_len / window)
     return Plan(
@@ -66,11 +70,19 @@ def derive(stage: Stage, root: Path) -> Plan:
         sync_interval=sync.sync_interval,
         sync_offset=sync.sync_offset,
         share_tensors=lock_step and not config.model.lora_configs,
-        deterministic=(lock_step or stage.reads_file) and config.deterministic is not False,
+        deterministic=(lock_step or (stage.reads_file and not on_ray))
+        and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
         listen_address=_listen_address(stage),
-        gpus={"explorer": min(gpus, 1), "trainer": min(gpus, 1)},
+        launcher=places.launcher,
+        nodes=places.nodes if on_ray else 1,
+        places_per_node=places.per_node if on_ray else 1,
+        num_engines=places.num_engines if on_ray else 1,
+        engine_size=places.engine_size if on_ray else 1,
+        engine_kind="torch",
+        trainer_ranks=places.trainer_ranks if on_ray else 1,
+        gpus=gpus_of(places, gpus),
         notes=(*stage.notes, *stage.file_notes),
         **lengths._asdict(),
         **steps._asdict(),
@@ -93,22 +105,6 @@ def num_gpus() -> int:
     return min(present, len(listed))
 
 
-def _gpus(stage: Stage) -> int:
-    """The GPUs that are here; one line where the cluster section asks for others."""
-    cluster = stage.config.cluster
-    present = num_gpus()
-    nodes = max(cluster.node_num, 1)
-    asked = nodes * cluster.gpu_per_node
-    here = "on one GPU, which explorer and trainer share" if present else "on the CPU"
-    if asked or cluster.node_num > 1:
-        wanted = f"{asked} GPUs" if asked else f"{nodes} nodes"
-        stage.notes.append(
-            f"cluster asks for {wanted} ({nodes} node{'s' * (nodes > 1)} x {cluster.gpu_per_node}) "
-            f"and this machine has {present or 'none'}: the run is local, one process, {here}"
-        )
-    return present
-
-
 def _dtype(stage: Stage, gpus: int) -> str:
     """float32 on a CPU, where smaller formats are slower; else what the user asks of the engine."""
     asked = stage.config.explorer.rollout_model.dtype
@@ -119,7 +115,7 @@ def _dtype(stage: Stage, gpus: int) -> str:
     return "float32"
 
 
-def _note_engine(stage: Stage) -> None:
+def _note_engine(stage: Stage, on_ray: bool) -> None:
     """Lines on what becomes of the engine that was asked for."""
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
     if stage.config.mode == "train":
@@ -140,7 +136,7 @@ def _note_engine(stage: Stage) -> None:
     for url in model.base_urls:
         if not url.startswith(("http://", "https://")):
             stage.problem(f"{key}.base_urls", f"has {url!r}: expected http://HOST:PORT")
-    if model.engine_num > 1:
+    if model.engine_num > 1 and not on_ray:
         stage.notes.append(
             f"{key}.engine_num ({model.engine_num}): one engine generates, and runners are "
             f"{model.engine_num} x {stage.config.explorer.runner_per_model}"
@@ -188,13 +184,17 @@ def _style(stage: Stage, train_batch_size: int) -> SyncStyle:
     return style
 
 
-def _method(stage: Stage) -> SyncMethod:
-    """How weights travel here: inside the process where both sides live in it, else by files."""
+def _method(stage: Stage, on_ray: bool) -> SyncMethod:
+    """How weights travel here: inside the process where both sides live in it, else by files; on
+    Ray by HTTP.
+    """
     mode, given = stage.config.mode, stage.config.synchronizer.sync_method
     asked = _OLDER_METHODS.get(given, given)
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
         return "checkpoint"
     how = "explorer and trainer share one process, so weights are handed over in memory"
+    if on_ray:
+        how = "the trainer sends weights to the engines by HTTP"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
     if mode in ("explore", "train", "serve") or (mode == "both" and asked == "nccl"):
@@ -248,6 +248,7 @@ def _check_beat(stage: Stage, style: SyncStyle, lock_step: bool) -> None:
     if config.deterministic and not lock_step and not stage.reads_file:
         stage.problem(
             "deterministic",
-            "is true: expected mode both, sync_style fixed, sync_interval 1, sync_offset 0, "
-            "sync_method nccl or memory, and a train_batch_size of batch_size x repeat_times",
+            "is true: expected one process (cluster.launcher local), mode both, sync_style fixed, "
+            "sync_interval 1, sync_offset 0, sync_method nccl or memory, and a train_batch_size of "
+            "batch_size x repeat_times",
         )

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trireme.config.places import Launcher
 from trireme.config.schema import Config
 
 SyncMethod = Literal["memory", "checkpoint"]
 SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
+EngineKind = Literal["torch", "vllm"]
 BufferType = Literal["queue", "sql", "file"]
 
 
@@ -69,6 +71,16 @@ class Plan:
     """A store's URL, a queue's copy (URL or .jsonl), or a data set's path."""
     listen_address: str
     """Where `mode: serve` listens."""
+    launcher: Launcher
+    """Who starts the parts: one process, or Ray's actors."""
+    nodes: int
+    places_per_node: int
+    """Devices that a run takes of each machine: GPUs, or CPU processes where there are none."""
+    num_engines: int
+    engine_size: int
+    """Places of one engine."""
+    engine_kind: EngineKind
+    trainer_ranks: int
     gpus: dict[str, int]
     """GPUs of each role."""
     notes: tuple[str, ...]

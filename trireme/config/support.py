@@ -15,9 +15,7 @@ from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
-    "DataSelectorConfig.kwargs": "is not supported yet",
     "ExperiencePipelineConfig.operators": "is not supported yet",
-    "ExplorerInputConfig.tasksets": "is not supported yet: give one set of tasks as taskset",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
@@ -61,10 +59,6 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     "Config.mode": {
         "colocate": "is not supported yet: expected both, explore, train, bench or serve",
     },
-    "DataSelectorConfig.selector_type": {
-        name: "is not supported yet: expected sequential, shuffle or random"
-        for name in ("offline_easy2hard", "difficulty_based")
-    },
     "MonitorConfig.monitor_type": {
         name: "is not supported yet: expected tensorboard"
         for name in ("wandb", "mlflow", "swanlab")
@@ -91,6 +85,15 @@ PLACED: dict[str, str] = {
     "TrainerConfig.trainer_strategy": "one process trains, so nothing is sharded",
 }
 """Placement: mapped where it differs from the default, with this line."""
+
+WORKS_ON_RAY: frozenset[str] = frozenset(
+    {
+        "ClusterConfig.ray_address",
+        "Config.ray_namespace",
+        "TrainerConfig.trainer_strategy",
+    }
+)
+"""What is mapped in one process alone."""
 
 HINTS: frozenset[str] = frozenset(
     {
@@ -146,7 +149,7 @@ def given_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
                 yield from given_keys(part, f"{at}.")
 
 
-def check_support(stage: Stage) -> None:
+def check_support(stage: Stage, *, on_ray: bool = False) -> None:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
     Sections that the mode does not use are left aside.
@@ -163,7 +166,7 @@ def check_support(stage: Stage) -> None:
         if refused:
             idle += (key,)
             stage.problem(key, f"({_short(value)}) {refused}")
-        elif where in PLACED:
+        elif where in PLACED and not (on_ray and where in WORKS_ON_RAY):
             stage.notes.append(f"{key} ({_short(value)}): {PLACED[where]}")
         elif where in HINTS:
             hints.append(f"{key}={_short(value)}")

@@ -1,17 +1,23 @@
 """Selectors: in which order a taskset hands out its rows.
 
-A selector is a pure function of (number of rows, epoch, seed), so that a position is all the state
-that a resume needs: the same epoch has the same order in every process.
+Two forms. A function `(rows, epoch, seed, *, options)` gives the order of one epoch, so that a
+position is all the state that a resume needs. A class `(rows, seed, *, options)` with the methods
+of Selection learns from feedback, and keeps a state of its own. Where either names `features`, it
+gets the columns of `feature_keys`, a list of numbers a row.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Protocol, cast
 
 from trireme.registry import Registry
 
-Selector = Callable[[int, int, int], Sequence[int]]
+Selector = Callable[..., Sequence[int]]
 
 SELECTORS = Registry(
     "data_selector",
@@ -19,8 +25,32 @@ SELECTORS = Registry(
         "sequential": "trireme.data.selectors.sequential",
         "shuffle": "trireme.data.selectors.shuffle",
         "random": "trireme.data.selectors.uniform",
+        "offline_easy2hard": "trireme.data.selectors.offline_easy2hard",
+        "difficulty_based": "trireme.data.difficulty.DifficultyBased",
     },
 )
+
+_GIVEN = ("rows", "epoch", "seed", "features")
+
+
+class Selection(Protocol):
+    """Hands out rows."""
+
+    def select(self, count: int) -> list[int]:
+        """The next rows."""
+        ...
+
+    def feedback(self, pass_rates: Mapping[int, float]) -> None:
+        """How often each of these rows was solved."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that `select` depends on, as JSON takes it."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Back to where `state` was taken."""
+        ...
 
 
 def sequential(rows: int, epoch: int, seed: int) -> Sequence[int]:
@@ -40,20 +70,93 @@ def uniform(rows: int, epoch: int, seed: int) -> Sequence[int]:
     return random.Random(f"random/{seed}/{epoch}").choices(range(rows), k=rows)
 
 
-class Order:
-    """The endless sequence of row indices that a selector makes, epoch after epoch."""
+def offline_easy2hard(
+    rows: int, epoch: int, seed: int, *, features: Sequence[Sequence[float]]
+) -> Sequence[int]:
+    """The highest features (pass rates, say) first, the first column before the second; of equal
+    rows the later one first.
+    """
+    return sorted(range(rows), key=lambda row: (*features[row], row), reverse=True)
 
-    def __init__(self, rows: int, *, selector: str = "sequential", seed: int = 42) -> None:
+
+class Order:
+    """The endless sequence of row indices that a function makes, epoch after epoch."""
+
+    def __init__(
+        self, rows: int, *, selector: str | Selector = "sequential", seed: int = 42
+    ) -> None:
         """Raises ValueError for an unknown selector."""
         self._rows = rows
         self._seed = seed
-        self._select: Selector = SELECTORS.get(selector)
+        self._select: Selector = SELECTORS.get(selector) if isinstance(selector, str) else selector
         self._epoch = -1
         self._order: Sequence[int] = ()
+        self._position = 0
 
     def __getitem__(self, position: int) -> int:
         """The row at a position counted from the start of the run."""
         epoch, place = divmod(position, self._rows)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._select(self._rows, epoch, self._seed)
-        return self._order[place]
+            order = self._select(self._rows, epoch, self._seed)
+            if len(order) != self._rows:
+                raise ValueError(
+                    f"the data selector gave {len(order)} rows for an epoch: expected {self._rows}"
+                )
+            self._epoch, self._order = epoch, order
+        return int(self._order[place])
+
+    def select(self, count: int) -> list[int]:
+        """See Selection."""
+        first, self._position = self._position, self._position + count
+        return [self[position] for position in range(first, self._position)]
+
+    def feedback(self, pass_rates: Mapping[int, float]) -> None:
+        """The order does not depend on it."""
+
+    def state(self) -> dict[str, Any]:
+        """The rows handed out so far."""
+        return {"current_index": self._position}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See Selection."""
+        self._position = int(state["current_index"])
+
+
+def selection(
+    name: str,
+    rows: int,
+    *,
+    seed: int = 42,
+    features: Sequence[Sequence[float]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Selection:
+    """The selector of a name or path, ready to be asked.
+
+    Raises ValueError for an unknown one, for an option that it has not, and for missing features.
+    """
+    found: Any = SELECTORS.get(name)
+    given = dict(options or {})
+    check_options(name, found, given, has_features=bool(features))
+    if "features" in inspect.signature(found).parameters:
+        given["features"] = features
+    if inspect.isclass(found):
+        return cast(Any, found)(rows, seed, **given)
+    return Order(rows, selector=functools.partial(found, **given) if given else found, seed=seed)
+
+
+def check_options(name: str, found: Any, options: Mapping[str, Any], *, has_features: bool) -> None:
+    """Raise ValueError where the selector `found` takes no such options, or needs features."""
+    parameters = inspect.signature(found).parameters
+    known = [key for key in parameters if key not in _GIVEN]
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            has = f"It has: {', '.join(known)}" if known else "It has no options"
+            raise ValueError(f"data_selector '{name}' has no option '{option}'{hint}. {has}")
+    wanted = parameters.get("features")
+    if wanted is not None and wanted.default is inspect.Parameter.empty and not has_features:
+        raise ValueError(
+            f"data_selector '{name}' orders rows by numbers of theirs: give the columns that hold "
+            "them as data_selector.feature_keys"
+        )

@@ -3,19 +3,23 @@
 Invariants:
 - Rows run on over the borders of epochs; the last rows that fill no batch of training are left out,
   those of an evaluation are kept.
-- `state` is the number of rows handed out: a resume goes on with exactly the next one.
+- `state` holds the rows handed out and the selector's own state: a resume goes on with exactly the
+  next ones.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trireme.data.rows import Rows
-from trireme.data.selectors import Order
+from trireme.data.selectors import Order, selection
 from trireme.task import Task
+
+PassRates = Mapping[int, Mapping[int, float]]
+"""Taskset -> row -> how often it was solved, 0 to 1."""
 
 _OWN = ("workflow_key", "reward_fn_key")
 
@@ -44,13 +48,16 @@ class Taskset:
         repeat_times: int = 1,
         selector: str = "sequential",
         seed: int = 42,
+        feature_keys: Sequence[str] = (),
+        selector_args: Mapping[str, Any] | None = None,
         is_eval: bool = False,
         taskset_id: int = 0,
     ) -> None:
         """`total_steps` goes before `total_epochs`; an evaluation has one epoch.
 
-        `format_args` are the fields of the YAML's `format`. Raises ValueError where a column is
-        missing or where there is not a single step.
+        `format_args` are the fields of the YAML's `format`; `feature_keys` name the columns of
+        numbers that a selector orders rows by. Raises ValueError where a column is missing or where
+        there is not a single step.
         """
         self.name = name
         self.rows = rows
@@ -66,7 +73,13 @@ class Taskset:
         }
         self._workflow = workflow
         self._reward_fn = reward_fn
-        self._order = Order(len(rows), selector=selector, seed=seed)
+        self._selection = selection(
+            selector,
+            len(rows),
+            seed=seed,
+            features=_features(rows, feature_keys),
+            options=selector_args,
+        )
         self._position = 0
         self._check_columns()
         self.total_steps = self._count_steps(total_epochs, total_steps)
@@ -88,22 +101,43 @@ class Taskset:
         size = self.batch_size
         if self.is_eval:
             size = min(size, len(self.rows) - self._position)
-        first, self._position = self._position, self._position + size
-        return [self._task(step + 1, place, self._order[first + place]) for place in range(size)]
+        return [self.task(step + 1, place, row) for place, row in enumerate(self.draw(size))]
+
+    def draw(self, count: int) -> list[int]:
+        """The next rows, as the selector has them."""
+        self._position += count
+        return self._selection.select(count)
 
     def all(self) -> list[Task]:
         """Every row once, in their own order; moves nothing on. For evaluation."""
-        return [self._task(0, row, row) for row in range(len(self.rows))]
+        return [self.task(0, row, row) for row in range(len(self.rows))]
+
+    @property
+    def learns(self) -> bool:
+        """Whether what it hands out depends on `feedback`."""
+        return not isinstance(self._selection, Order)
+
+    def feedback(self, rates: PassRates) -> None:
+        """How often its rows were solved; other tasksets' are left aside."""
+        self._selection.feedback(rates.get(self.taskset_id, {}))
 
     def state(self) -> dict[str, Any]:
-        """Where it stands: `current_index`, the rows handed out so far."""
-        return {"current_index": self._position}
+        """Where it stands: `current_index`, the rows handed out; and a `selector` that learns."""
+        place = {"current_index": self._position}
+        return {**place, "selector": self._selection.state()} if self.learns else place
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Back to where `state` was taken."""
         self._position = int(state["current_index"])
+        if self.learns and "selector" not in state:
+            raise ValueError(
+                f"taskset '{self.name}': the checkpoint has no state of its data_selector, which "
+                "is another one now: a resumed run needs the same"
+            )
+        self._selection.load_state(state.get("selector", state))
 
-    def _task(self, step: int, place: int, row_index: int) -> Task:
+    def task(self, step: int, place: int, row_index: int) -> Task:
+        """One row as a task of an explore step."""
         row = self.rows[row_index]
         # each task gets dictionaries of its own: a workflow may write into them
         fields = copy.deepcopy(self._fields)
@@ -137,14 +171,42 @@ class Taskset:
     def _count_steps(self, total_epochs: int, total_steps: int | None) -> int:
         if self.is_eval:
             return math.ceil(len(self.rows) / self.batch_size)
-        if total_steps is not None:
-            return total_steps
-        steps = len(self.rows) * total_epochs // self.batch_size
-        if steps == 0:
-            epochs = "1 epoch" if total_epochs == 1 else f"{total_epochs} epochs"
-            raise ValueError(
-                f"{self.rows.source} has {len(self.rows)} rows: in {epochs} that is not one "
-                f"batch of buffer.batch_size {self.batch_size}: set it to at most "
-                f"{len(self.rows) * total_epochs}, or give more epochs"
-            )
-        return steps
+        source = f"{self.rows.source} has {len(self.rows)} rows"
+        return count_steps(source, len(self.rows), self.batch_size, total_epochs, total_steps)
+
+
+def count_steps(
+    source: str, rows: int, batch_size: int, total_epochs: int, total_steps: int | None
+) -> int:
+    """Explore steps of training. Raises ValueError, beginning with `source`, where it is none."""
+    if total_steps is not None:
+        return total_steps
+    steps = rows * total_epochs // batch_size
+    if steps == 0:
+        epochs = "1 epoch" if total_epochs == 1 else f"{total_epochs} epochs"
+        raise ValueError(
+            f"{source}: in {epochs} that is not one batch of buffer.batch_size {batch_size}: set "
+            f"it to at most {rows * total_epochs}, or give more epochs"
+        )
+    return steps
+
+
+def _features(rows: Rows, keys: Sequence[str]) -> list[tuple[float, ...]]:
+    """The numbers of each row; none without keys. Raises ValueError naming a row that has none."""
+    for key in keys:
+        rows.require(key, "data_selector.feature_keys")
+    if not keys:
+        return []
+    found = []
+    for number, row in enumerate(rows):
+        values = []
+        for key in keys:
+            value = row.get(key)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(
+                    f"{rows.source}, row {number}: the column '{key}' (data_selector.feature_keys) "
+                    f"holds {value!r:.60}: expected a number"
+                )
+            values.append(float(value))
+        found.append(tuple(values))
+    return found

@@ -18,8 +18,10 @@ from typing import Any
 
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.checkpoint.layout import JobFolder
+from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Exhausted, Taskset
 from trireme.experience import Experience
+from trireme.explorer.feedback import Feedback, pass_rates
 from trireme.explorer.metrics import evaluation_metrics, rollout_metrics
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
@@ -44,7 +46,7 @@ class Explorer:
     def __init__(
         self,
         *,
-        taskset: Taskset | None,
+        taskset: Taskset | Mixture | None,
         eval_tasksets: Sequence[Taskset],
         scheduler: Scheduler,
         pipeline: Pipeline,
@@ -85,6 +87,7 @@ class Explorer:
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
         self.seconds = {"explore": 0.0, "evaluate": 0.0}
+        self.feedback = Feedback()
         self._pending: list[int] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._started: dict[int, float] = {}
@@ -104,6 +107,7 @@ class Explorer:
             while not self.sync.finished and await self._begin_step():
                 await self._ended(collector, most=self.max_pending - 1)
                 if self.sync.due(self.step):
+                    self.feedback.release(self.step)
                     await self._ended(collector)
                     await self.sync.pull(self.step)
             await self._ended(collector)
@@ -141,21 +145,32 @@ class Explorer:
     def state(self) -> dict[str, Any]:
         """Where to go on: before the first step whose experiences are not in the buffer."""
         assert self.taskset is not None
-        if self._pending:
-            first = self._pending[0]
-            return {"step": first - 1, "taskset": self._before[first]}
-        return {"step": self.step, "taskset": self.taskset.state()}
+        if not self._pending:
+            return self._state_now()
+        state = dict(self._before[self._pending[0]])
+        if "feedback" in state:  # what was known then, and what has come since
+            state["feedback"] = self.feedback.state() | {"upto": state["feedback"]["upto"]}
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Back to where `state` was taken."""
         assert self.taskset is not None
         self.step = state["step"]
         self.taskset.load_state(state["taskset"])
+        if "feedback" in state:
+            self.feedback.load_state(state["feedback"])
+
+    def _state_now(self) -> dict[str, Any]:
+        assert self.taskset is not None
+        state: dict[str, Any] = {"step": self.step, "taskset": self.taskset.state()}
+        return state | ({"feedback": self.feedback.state()} if self.taskset.learns else {})
 
     async def _begin_step(self) -> bool:
         """Submit the next batch; False where there is none."""
         assert self.taskset is not None
-        before = self.taskset.state()
+        for rates in self.feedback.take():
+            self.taskset.feedback(rates)
+        before = self._state_now()
         try:
             tasks = self.taskset.next()
         except Exhausted:
@@ -214,6 +229,9 @@ class Explorer:
         if self.show and experiences:
             self.show(experiences[0])
         kept, more = await self.pipeline.run(experiences)
+        if self.taskset is not None and self.taskset.learns:
+            rates = self.pipeline.pass_rates
+            self.feedback.add(step, pass_rates(outcomes) if rates is None else rates)
         self.report("explorer", step, metrics | more | self.sync.metrics())
         if kept:
             assert self.buffer is not None
@@ -260,11 +278,12 @@ class Explorer:
             meta = json.loads(self.folder.explorer_meta.read_text())
             self.step = meta["latest_iteration"]
             if states := meta["taskset_states"]:  # none: a server was the explorer so far
-                self.load_state({"step": self.step, "taskset": states[0]})
+                own = {key: meta[key] for key in ("feedback",) if key in meta}
+                self.load_state({"step": self.step, "taskset": states[0], **own})
 
     def _keep_own_state(self) -> None:
         """Written after the step's experiences are safe in the store of another process."""
         if self.folder is not None:
             state = self.state()
-            meta = {"latest_iteration": state["step"], "taskset_states": [state["taskset"]]}
-            write_json(self.folder.explorer_meta, meta)
+            meta = {"latest_iteration": state.pop("step"), "taskset_states": [state.pop("taskset")]}
+            write_json(self.folder.explorer_meta, meta | state)

@@ -23,6 +23,7 @@ from trireme.config import Plan
 from trireme.config.generated import COLUMNS, generated
 from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
+from trireme.data.mixture import Mixture
 from trireme.data.pairs import DpoFormat
 from trireme.data.rows import Rows, load_rows
 from trireme.data.tasksets import Taskset
@@ -38,15 +39,17 @@ from trireme.launch.auxiliary import Auxiliary
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.reward import resolve as resolve_reward
+from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.critic import Critic
+from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.lora import Lora
+from trireme.trainer.orders import Orders
+from trireme.trainer.ranks import Ranks
 from trireme.workflows.workflow import resolve
 
 _FORMATS = {"sft": SftFormat, "dpo": DpoFormat, "cpt": CptFormat}
-MAX_ROWS = 512
-"""Rollouts that the embedded engine decodes at once; more wait in its queue."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,24 @@ def make_text(plan: Plan, model_path: str) -> Text:
 
 def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
     """The trained model with its optimizer, and the reference where the recipe needs one."""
+    return TorchBackend(model_path, device=plan.device, **_backend_options(plan, recipe))
+
+
+def make_sharded_backend(
+    plan: Plan, model_path: str, recipe: Recipe, ranks: Ranks, orders: Orders | None = None
+) -> Fsdp2Backend:
+    """The same over several ranks; `orders` on the first one."""
+    return Fsdp2Backend(
+        model_path,
+        ranks=ranks,
+        orders=orders,
+        offload=plan.config.trainer.offload,
+        **_backend_options(plan, recipe),
+    )
+
+
+def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """What every backend takes."""
     config = plan.config
     loras = config.model.lora_configs or []
     lora = None
@@ -82,19 +103,17 @@ def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
             alpha=loras[0].lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
         )
-    return TorchBackend(
-        model_path,
-        optimizer=config.algorithm.optimizer,
-        max_token_len=plan.max_token_len,
-        total_steps=plan.schedule_steps,
-        device=plan.device,
-        dtype=plan.dtype,
-        grad_clip=config.trainer.grad_clip,
-        lora=lora,
-        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
-        reference=recipe.needs_reference,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    return {
+        "optimizer": config.algorithm.optimizer,
+        "max_token_len": plan.max_token_len,
+        "total_steps": plan.schedule_steps,
+        "dtype": plan.dtype,
+        "grad_clip": config.trainer.grad_clip,
+        "lora": lora,
+        "gradient_checkpointing": config.trainer.enable_gradient_checkpointing,
+        "reference": recipe.needs_reference,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
 
 
 def make_critic(plan: Plan, model_path: str, recipe: Recipe) -> Critic | None:
@@ -226,8 +245,10 @@ def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
     )
 
 
-def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool) -> Taskset:
-    """Rows and defaults of one taskset."""
+def make_taskset(
+    plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool, mixed: bool = False
+) -> Taskset:
+    """Rows and defaults of one taskset; of one that is `mixed`, batches are not its own matter."""
     inputs = plan.config.buffer.explorer_input
     workflow = config.default_workflow_type
     if is_eval:
@@ -236,7 +257,7 @@ def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool
     return Taskset(
         _rows(config),
         name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
-        batch_size=plan.batch_size,
+        batch_size=1 if mixed else plan.batch_size,
         total_epochs=plan.config.buffer.total_epochs,
         total_steps=None if is_eval else plan.explore_steps,
         workflow=workflow or inputs.default_workflow_type,
@@ -246,8 +267,11 @@ def make_taskset(plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool
         format_args=dataclasses.asdict(config.format),
         rollout_args=dataclasses.asdict(config.rollout_args),
         repeat_times=config.repeat_times if is_eval else plan.repeat_times,
-        selector=selector.selector_type,
+        # an evaluation tries every row, in the rows' own order
+        selector="sequential" if is_eval else selector.selector_type,
         seed=selector.seed,
+        feature_keys=() if is_eval else selector.feature_keys,
+        selector_args={} if is_eval else selector.kwargs,
         is_eval=is_eval,
         taskset_id=place,
     )
@@ -263,12 +287,20 @@ def _rows(config: TasksetConfig) -> Rows:
     return load_rows(config.path, config.subset_name, config.split)
 
 
-def make_training_taskset(plan: Plan) -> Taskset | None:
+def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
     """The tasks to explore; None in the modes that only measure or only train."""
-    config = plan.config.buffer.explorer_input.taskset
-    if plan.mode not in ("both", "explore") or config is None:
+    inputs = plan.config.buffer.explorer_input
+    configs = [inputs.taskset] if inputs.taskset is not None else inputs.tasksets
+    if plan.mode not in ("both", "explore") or not configs:
         return None
-    return make_taskset(plan, config, place=0, is_eval=False)
+    if len(configs) == 1:
+        return make_taskset(plan, configs[0], place=0, is_eval=False)
+    return Mixture(
+        [make_taskset(plan, c, place=i, is_eval=False, mixed=True) for i, c in enumerate(configs)],
+        batch_size=plan.batch_size,
+        total_epochs=plan.config.buffer.total_epochs,
+        total_steps=plan.explore_steps,
+    )
 
 
 def make_eval_tasksets(plan: Plan) -> list[Taskset]:
@@ -364,7 +396,7 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     return Record(database=resolve_url(path, folder.buffer))
 
 
-def examine_taskset(taskset: Taskset, *, greedy_run: bool = False) -> None:
+def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> None:
     """Raise ValueError where a workflow or reward of the tasks is unknown or has other options.
 
     `greedy_run`: one of a task's rollouts samples otherwise than the rest.

@@ -22,6 +22,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint, load_critic
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
+from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -30,6 +31,7 @@ from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
 from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
+from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import open_monitor
@@ -38,7 +40,10 @@ from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.synchronizer import ExplorerSync, Synchronizer
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.learning import Learning
+from trireme.trainer.ranks import Place
+from trireme.trainer.supply import BufferSupply
 from trireme.trainer.trainer import Trainer
 
 logger = get_logger("launcher")
@@ -72,13 +77,19 @@ class Session(AbstractContextManager["Session"]):
         console: Console,
         device: Device,
         measure_end: bool,
+        place: Place | None = None,
     ) -> None:
-        """`model_path` is the plan's, or the last stage's model."""
+        """`model_path` is the plan's, or the last stage's model.
+
+        `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
+        """
         self.plan = plan
         self.model_path = model_path
         self.console = console
         self.device = device
         self.measure_end = measure_end
+        self._place = place
+        self._ranks: TrainerRanks | None = None
         self.folder = JobFolder(plan.job_dir)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
@@ -111,7 +122,9 @@ class Session(AbstractContextManager["Session"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever happened."""
+        """Close the files and send other trainer ranks home, whatever happened."""
+        if self._ranks is not None:
+            self._ranks.close()
         for record in self._records:
             record.close()
         self.monitor.close()
@@ -119,13 +132,18 @@ class Session(AbstractContextManager["Session"]):
 
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
+        if self.recipe.needs_critic and self._place is not None:
+            raise ValueError(
+                "algorithm.algorithm_type has a critic, which several trainer ranks cannot train "
+                "yet: expected one rank, or an algorithm without a critic, such as grpo"
+            )
         greedy = self.recipe.greedy_run
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset, greedy_run=greedy)
 
     @cached_property
-    def taskset(self) -> Taskset | None:
+    def taskset(self) -> Taskset | Mixture | None:
         """The tasks to explore."""
         return parts.make_training_taskset(self.plan)
 
@@ -148,7 +166,7 @@ class Session(AbstractContextManager["Session"]):
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
         lock_step = self.plan.share_tensors or self.recipe.from_data
-        return lock_step and self.backend.adapter is None
+        return lock_step and self.backend.adapter is None and self._place is None
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
@@ -165,9 +183,13 @@ class Session(AbstractContextManager["Session"]):
         return parts.make_text(self.plan, self.model_path)
 
     @cached_property
-    def backend(self) -> TorchBackend:
+    def backend(self) -> TorchBackend | Fsdp2Backend:
         """The trained model, where the checkpoint left it."""
-        backend = parts.make_backend(self.plan, self.model_path, self.recipe)
+        if self._place is not None:
+            self._ranks = TrainerRanks(self.plan, self.model_path, self.recipe, self._place)
+            backend = self._ranks.backend
+        else:
+            backend = parts.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
             _restore(backend, self.resumed)
         return backend
@@ -318,13 +340,17 @@ class Session(AbstractContextManager["Session"]):
         self._trainer = Trainer(
             backend=self.backend,
             recipe=self.recipe,
-            buffer=self.buffer,
+            supply=BufferSupply(
+                self.buffer,
+                self.recipe,
+                plan.train_batch_size,
+                least_batch=plan.least_batch,
+                auxiliary=self.auxiliary,
+                waiting=sync.waiting if sync else None,
+            ),
             device=self.device,
             sync=sync,
-            batch_size=plan.train_batch_size,
-            least_batch=plan.least_batch,
             learning=self.learning,
-            auxiliary=self.auxiliary,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
@@ -343,7 +369,7 @@ class Session(AbstractContextManager["Session"]):
         self.monitor.log(metrics, step, part)
         self.console.step(part, step, metrics)
 
-    def snapshot(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
         state: dict[str, Any] = {
             "buffer": self.buffer.state(),
@@ -422,7 +448,7 @@ class Session(AbstractContextManager["Session"]):
         )
 
 
-def _restore(backend: TorchBackend, saved: Loaded) -> None:
+def _restore(backend: TorchBackend | Fsdp2Backend, saved: Loaded) -> None:
     """Weights, optimizer, schedule and random state as the checkpoint has them."""
     if backend.adapter is None:
         own, weights = backend.weights(), load_file(saved.weights_path)

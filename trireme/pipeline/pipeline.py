@@ -20,6 +20,8 @@ class Pipeline:
         """`raw` keeps every experience as the workflow returned it."""
         self.recipe = recipe
         self.raw = raw
+        self.pass_rates: dict[int, dict[int, float]] | None = None
+        """Taskset -> row -> how often the last step solved it; None: nothing here computes it."""
 
     async def run(
         self, experiences: Sequence[Experience]

@@ -58,11 +58,7 @@ class TrainerSync(Protocol):
         """Train step `step` is done: publish if it is time to. Returns metrics."""
         ...
 
-    def waiting(self, for_experiences: bool) -> None:
-        """The trainer begins (True) or ends (False) to wait for a batch it does not have."""
-        ...
-
-    def stopped(self, step: int) -> None:
+    async def stopped(self, step: int) -> None:
         """No more train steps."""
         ...
 
@@ -143,11 +139,11 @@ class Synchronizer:
         return metrics | {"sync/version": self.version}
 
     def waiting(self, for_experiences: bool) -> None:
-        """See TrainerSync. Not a coroutine: nobody may look between the take and this."""
+        """The trainer begins (True) or ends (False) to wait for a batch that is not there."""
         self._starved = for_experiences
         self._bell.set()
 
-    def stopped(self, step: int) -> None:
+    async def stopped(self, step: int) -> None:
         """See TrainerSync."""
         self.trained_step, self.finished = step, True
         self._bell.set()

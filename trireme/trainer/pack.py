@@ -154,6 +154,13 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
         yield batch.select(sorted(chosen))
 
 
+def packed_tokens(batch: Batch, *, share_prefix: bool = True) -> int:
+    """How many tokens the model computes where the whole batch is one micro-batch."""
+    inputs = _inputs(batch)
+    _, shared = _sorted(inputs, share_prefix)
+    return sum(len(row) for row in inputs) - sum(shared)
+
+
 def _inputs(batch: Batch) -> list[np.ndarray]:
     """Of each sample the tokens that the model must read: up to the last that predicts an entry."""
     ends = np.cumsum(batch.counts)

@@ -17,10 +17,10 @@ from torch import Tensor
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
-from trireme.trainer.backend import NotFinite, TrainerBackend
+from trireme.trainer.backend import NotFinite, Order, TrainerBackend
 from trireme.trainer.learning import Learning
 from trireme.trainer.prepare import prepare
-from trireme.trainer.tally import Tally
+from trireme.trainer.tally import Tally, metrics_of
 from trireme.trainer.tokens import split_pairs
 
 
@@ -46,6 +46,24 @@ def train_step(
     Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
     """
     learning = learning or Learning(recipe)
+    options = {"version": version, "moved": moved, "skip_idle": skip_idle}
+    order = Order("train_step", options | {"learning": learning.state()}, experiences)
+    return backend.together(
+        order, partial(_train_step, backend, recipe, experiences, learning, **options)
+    )
+
+
+def _train_step(
+    backend: TrainerBackend,
+    recipe: Recipe,
+    experiences: Sequence[Experience],
+    learning: Learning,
+    *,
+    version: int,
+    moved: bool,
+    skip_idle: bool,
+) -> dict[str, float]:
+    """What every rank does."""
     if recipe.schema == "dpo":
         experiences = split_pairs(experiences)
     batch = flatten(experiences)
@@ -63,7 +81,7 @@ def train_step(
     if learning.trains_policy:
         backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
         metrics = backend.step()
-    metrics = tally.metrics() | metrics | sizes | prepared
+    metrics = metrics_of(backend.gather(tally.read())) | metrics | sizes | prepared
     if recipe.kl:
         metrics["actor/kl_coef"] = learning.coefficients["kl_loss_fn"]
         learning.adapt("kl_loss_fn", metrics.get("actor/kl_loss", 0.0), len(experiences))

@@ -8,12 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from trireme.algorithms.recipes import Recipe
-from trireme.algorithms.sample import Sample
-from trireme.buffer.buffer import Buffer, Closed
+from trireme.buffer.buffer import Closed
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.log import get_logger
@@ -21,6 +20,7 @@ from trireme.sync.synchronizer import TrainerSync
 from trireme.trainer.backend import TrainerBackend
 from trireme.trainer.learning import Learning
 from trireme.trainer.step import train_step
+from trireme.trainer.supply import Supply
 
 logger = get_logger("trainer")
 
@@ -30,8 +30,8 @@ Report = Callable[[str, int, dict[str, float]], None]
 class Checkpointer(Protocol):
     """Writes whole checkpoints."""
 
-    def snapshot(self) -> dict[str, Any]:
-        """Where explorer, taskset and buffer stand; asked on the event loop, where they live."""
+    async def snapshot(self) -> dict[str, Any]:
+        """Where explorer, taskset and buffer stand: all at the same moment."""
         ...
 
     def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
@@ -40,20 +40,17 @@ class Checkpointer(Protocol):
 
 
 class Trainer:
-    """Buffer.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
+    """Supply.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
 
     def __init__(
         self,
         *,
         backend: TrainerBackend,
         recipe: Recipe,
-        buffer: Buffer,
+        supply: Supply,
         device: Device,
         sync: TrainerSync | None,
-        batch_size: int,
-        least_batch: int | None = None,
         learning: Learning | None = None,
-        auxiliary: Mapping[str, Buffer] | None = None,
         total_steps: int | None,
         save_interval: int,
         checkpointer: Checkpointer,
@@ -61,20 +58,13 @@ class Trainer:
         version: Callable[[], int] = lambda: 0,
         moved: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`version()` is the last pushed; `moved()`: the weights have been trained since.
-
-        A batch of `batch_size` needs `least_batch` experiences of the buffer (all where not given);
-        the rest is from `auxiliary`.
-        """
+        """`version()` is the last pushed; `moved()`: the weights have been trained since."""
         self.backend = backend
         self.recipe = recipe
-        self.buffer = buffer
+        self.supply = supply
         self.device = device
         self.sync = sync
-        self.batch_size = batch_size
-        self.least_batch = batch_size if least_batch is None else least_batch
         self.learning = learning or Learning(recipe)
-        self.auxiliary = auxiliary or {}
         self.total_steps = total_steps
         self.save_interval = save_interval
         self.checkpointer = checkpointer
@@ -88,7 +78,7 @@ class Trainer:
         """The loop. Always ends with a checkpoint of the last step."""
         while not self._enough():
             try:
-                experiences, sampled = await self._take()
+                experiences, sampled = await self.supply.take(self.version())
             except Closed:
                 break
             await self._train_on(experiences, sampled)
@@ -96,24 +86,11 @@ class Trainer:
                 await self._save(last=False)
         await self._save(last=True)
         if self.sync is not None:
-            self.sync.stopped(self.step)
-        await self.buffer.close()
+            await self.sync.stopped(self.step)
+        await self.supply.close()
 
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
-
-    async def _take(self) -> Sample:
-        """A batch; the synchronizer knows while we wait for one, and lets others go on."""
-        short = len(self.buffer) < self.least_batch
-        if short and self.sync is not None:
-            self.sync.waiting(True)
-        try:
-            return await self.recipe.take(
-                self.buffer, self.batch_size, self.version(), self.auxiliary
-            )
-        finally:
-            if short and self.sync is not None:
-                self.sync.waiting(False)
 
     async def _train_on(self, experiences: list[Experience], sampled: dict[str, float]) -> None:
         started = time.monotonic()
@@ -141,7 +118,7 @@ class Trainer:
         )
 
     async def _save(self, *, last: bool) -> None:
-        state = self.checkpointer.snapshot()
+        state = await self.checkpointer.snapshot()
         await self.device.run(self.checkpointer.save, self.step, state, last)
-        self.buffer.commit()
+        await self.supply.commit()
         logger.info("checkpoint of step %d saved", self.step)

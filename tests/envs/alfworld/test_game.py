@@ -82,6 +82,27 @@ def test_caches_change_no_word(files: list[Path]) -> None:
     assert "Nothing happens." in traces[0]
 
 
+COPIES = """
+import sys
+from trireme.envs.alfworld.game import Game
+for file in sys.argv[1:]:
+    game = Game(file)
+    for _ in range(2):
+        game.reset()
+    game.close()
+copies = {line.split(maxsplit=5)[5] for line in open("/proc/self/maps") if "libdownward" in line}
+print(len(copies))
+"""
+
+
+def test_closed_games_leave_their_planner_to_the_next(files: list[Path]) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", COPIES, *map(str, files)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert int(found) == 1
+
+
 def test_splits_share_no_game_and_unseen_rooms_have_other_furniture(tmp_path: Path) -> None:
     texts = {
         split: [file.read_text() for file in make_games(tmp_path, split, 12, seed=0)]

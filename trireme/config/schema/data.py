@@ -81,11 +81,11 @@ class DataSelectorConfig:
     """The order in which a taskset hands out its tasks."""
 
     selector_type: str = "sequential"
-    """sequential, shuffle, random, offline_easy2hard or difficulty_based."""
+    """sequential, shuffle, random, offline_easy2hard, difficulty_based, or a path, `file:name`."""
     seed: int = 42
     """Seed of the order."""
     feature_keys: list[str] = field(default_factory=list)
-    """Columns that a difficulty selector reads."""
+    """Columns of numbers that a selector orders rows by."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the selector."""
 

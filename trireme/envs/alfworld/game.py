@@ -1,9 +1,10 @@
 """Game: one ALFWorld game on the real TextWorld engine. Lives in a worker process of a pool.
 
-TextWorld bears no second thread, overwrites `sys.argv`, and keeps a copy of its planner for every
-game: none of that belongs into the trainer's process. Two caches make a repeated reset ten times
-and a step twice as fast: parsed texts, and translated problems (the rollouts of a group play the
-same game). What the game says is the same with and without them, and a test holds it.
+TextWorld bears no second thread, overwrites `sys.argv`, and loads a copy of its planner (34 MB of
+disk until the process ends) for every game: none of that belongs into the trainer's process. A game
+that is closed leaves its copy to the next. Two caches make a repeated reset ten times and a step
+twice as fast: parsed texts, and translated problems (the rollouts of a group play the same game).
+What the game says is the same with and without them, and a test holds it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ from typing import Any
 from trireme.envs.extras import extra
 
 KEYS = ("pddl_domain", "grammar", "pddl_problem")
+
+_idle: list[Any] = []
+"""Planners that no game of this process uses."""
+_lent: list[Any] = []
+"""Planners of the game that is being made or reset."""
 
 
 class Game:
@@ -33,6 +40,7 @@ class Game:
         self.file = check_game(game_file)
         textworld, gym = engine("textworld"), engine("textworld.gym")
         alfred = engine("alfworld.agents.environment.alfred_tw_env")
+        _install_planners()
         if caches:
             _install_caches()
         infos = textworld.EnvInfos(
@@ -44,15 +52,12 @@ class Game:
         name = gym.register_game(
             str(self.file), infos, max_episode_steps=max_steps, wrappers=wrappers
         )
-        argv = list(sys.argv)
-        self._env = gym.make(name)
-        sys.argv = argv
+        self._planners: list[Any] = []
+        self._env = self._with_planners(lambda: gym.make(name))
 
     def reset(self) -> tuple[str, dict[str, Any]]:
         """The beginning: where the agent is, what it sees, what its task is."""
-        argv = list(sys.argv)
-        observation, infos = self._env.reset()
-        sys.argv = argv
+        observation, infos = self._with_planners(self._env.reset)
         return observation, _info(infos)
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
@@ -61,8 +66,20 @@ class Game:
         return observation, float(score), bool(done), _info(infos)
 
     def close(self) -> None:
-        """Let the engine go."""
+        """Let the engine go; its planners serve the next game."""
         self._env.close()
+        _idle.extend(self._planners)
+        self._planners = []
+
+    def _with_planners(self, call: Callable[[], Any]) -> Any:
+        """What `call` gives, which keeps the planners that it loads, and `sys.argv` as it was."""
+        argv = list(sys.argv)
+        try:
+            return call()
+        finally:
+            sys.argv = argv
+            self._planners.extend(_lent)
+            _lent.clear()
 
 
 def engine(module: str) -> Any:
@@ -109,6 +126,19 @@ def _info(infos: dict[str, Any]) -> dict[str, Any]:
     }
     plan = infos.get("extra.expert_plan")
     return found | ({"expert_plan": list(plan)} if plan else {})
+
+
+@lru_cache(maxsize=1)
+def _install_planners() -> None:
+    """Load a planner only where none is idle, in this process."""
+    fast_downward = engine("fast_downward")
+    load = fast_downward.load_lib
+
+    def lend() -> Any:
+        _lent.append(_idle.pop() if _idle else load())
+        return _lent[-1]
+
+    fast_downward.load_lib = lend
 
 
 @lru_cache(maxsize=1)
