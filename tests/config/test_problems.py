@@ -235,7 +235,7 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("explorer.auxiliary_models=[{model_path: x}]", "explorer.auxiliary_models"),
+        ("explorer.auxiliary_models=[{max_prompt_tokens: 9}]", "explorer.auxiliary_models"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
         ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),

@@ -83,8 +83,10 @@ async def mix(
             f"algorithm.sample_strategy 'mix' reads buffer.trainer_input.auxiliary_buffers."
             f"{sft_dataset_name}, which is not given"
         )
-    own = await buffer.take(own_share(num, expert_data_ratio))
-    experts = await auxiliary[sft_dataset_name].take(num - own_share(num, expert_data_ratio))
+    share = own_share(num, expert_data_ratio)
+    # First: between the take from the explorer's buffer and the train step nobody may wait.
+    experts = await auxiliary[sft_dataset_name].take(num - share)
+    own = await buffer.take(share)
     for expert in experts:
         nothing = torch.zeros(len(expert.tokens))
         expert.info["is_expert"] = True

@@ -56,6 +56,7 @@ def check_stage(stage: Stage) -> None:
     check_auxiliary_data(stage)
     check_pipelines(stage)
     _check_model(stage)
+    _check_auxiliary(stage)
 
 
 def _check_algorithm(stage: Stage) -> None:
@@ -106,6 +107,22 @@ def _check_model(stage: Stage) -> None:
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
     if found.has_chat_template is False and not (model.custom_chat_template or template):
         _check_chats(stage)
+
+
+def _check_auxiliary(stage: Stage) -> None:
+    """Whether the models beside the trained one are there."""
+    for place, model in enumerate(stage.config.explorer.auxiliary_models):
+        key = f"explorer.auxiliary_models[{place}]"
+        if not model.model_path:
+            text = "is not given: expected the folder or hub id of its model and tokenizer"
+            stage.problem(f"{key}.model_path", text)
+            continue
+        try:
+            model_facts(model.model_path)
+        except ValueError as error:
+            stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
+        if model.engine_type == "remote" and not model.base_urls:
+            stage.problem(f"{key}.base_urls", "is empty: engine_type remote needs an address")
 
 
 def _check_chats(stage: Stage) -> None:

@@ -16,7 +16,6 @@ from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
-    "ExplorerConfig.auxiliary_models": "is not supported yet",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
@@ -47,6 +46,15 @@ REFUSED: dict[str, str] = {
     "TrainerConfig.ulysses_sequence_parallel_size": "is not supported yet: only 1 is",
 }
 """Meaning: refused where it differs from the default."""
+
+OF_AUXILIARY = frozenset(
+    f"RolloutModelConfig.{name}"
+    for name in (
+        *("model_path", "chat_template", "enable_thinking", "max_model_len"),
+        *("max_response_tokens", "enable_openai_api"),
+    )
+)
+"""Keys that auxiliary models have a use for, and the rollout model has not."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "MonitorConfig.monitor_type": {
@@ -152,6 +160,8 @@ def check_support(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) 
             continue
         refused = REFUSED_VALUES.get(where, {}).get(value if isinstance(value, str) else "")
         refused = refused or REFUSED.get(where)
+        if key.startswith("explorer.auxiliary_models[") and where in OF_AUXILIARY:
+            continue
         if refused:
             idle += (key,)
             stage.problem(key, f"({_short(value)}) {refused}")

@@ -36,6 +36,7 @@ from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import OverRollout, Scheduler
+from trireme.launch.auxiliary import Auxiliary
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.pipeline.names import OPERATORS
@@ -171,10 +172,12 @@ def make_scheduler(
     gate: Gate | None,
     *,
     greedy_run: bool = False,
+    auxiliary: Sequence[Auxiliary] = (),
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt.
 
-    With `greedy_run` run 0 of every training task is greedy.
+    With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
+    may ask.
     """
 
     def make_model(task: Task, key: Key) -> Model:
@@ -190,6 +193,7 @@ def make_scheduler(
             max_prompt_tokens=plan.max_prompt_tokens,
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
             model_path=model_path,
+            auxiliary=[other.model(key) for other in auxiliary],
         )
 
     explorer = plan.config.explorer

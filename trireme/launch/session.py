@@ -32,6 +32,7 @@ from trireme.engines.torch.engine import end_tokens
 from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
+from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
@@ -271,6 +272,20 @@ class Session(AbstractContextManager["Session"]):
         )
 
     @cached_property
+    def auxiliary_models(self) -> list[Auxiliary]:
+        """Models beside the trained one; a teacher has the student's vocabulary."""
+        models = make_auxiliary(self.plan, self.device)
+        if self.recipe.asks("teacher_logprobs"):
+            refuse_other_vocabulary(models, self.text.tokenizer)
+        return models
+
+    async def close_engines(self) -> None:
+        """Those that were made."""
+        for auxiliary in self.__dict__.get("auxiliary_models", ()):
+            await auxiliary.engine.close()
+        await self.engine.close()
+
+    @cached_property
     def buffer(self) -> Buffer:
         """The store between the two, where the checkpoint left it."""
         if self.elsewhere.buffer is not None:
@@ -364,6 +379,7 @@ class Session(AbstractContextManager["Session"]):
                 self.text,
                 self.gate,
                 greedy_run=self.recipe.greedy_run,
+                auxiliary=self.auxiliary_models,
             ),
             pipeline=parts.make_pipeline(plan, self.recipe, raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,

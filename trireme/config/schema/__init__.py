@@ -6,6 +6,7 @@ from trireme.config.schema.algorithm import AlgorithmConfig, OptimizerConfig
 from trireme.config.schema.buffer import ExperienceBufferConfig, OperatorConfig, ReplayBufferConfig
 from trireme.config.schema.config import Config
 from trireme.config.schema.data import FormatConfig, TasksetConfig
+from trireme.config.schema.explorer import RolloutModelConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -15,5 +16,6 @@ __all__ = [
     "OperatorConfig",
     "OptimizerConfig",
     "ReplayBufferConfig",
+    "RolloutModelConfig",
     "TasksetConfig",
 ]
