@@ -17,6 +17,7 @@ from trireme.config.check_data import (
     check_train_data,
     used_tasksets,
 )
+from trireme.config.check_pipeline import check_pipelines
 from trireme.config.located import located
 from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
@@ -53,7 +54,9 @@ def check_stage(stage: Stage) -> None:
     if stage.reads_file:
         check_train_data(stage)
     check_auxiliary_data(stage)
+    check_pipelines(stage)
     _check_model(stage)
+    _check_auxiliary(stage)
 
 
 def _check_algorithm(stage: Stage) -> None:
@@ -104,6 +107,22 @@ def _check_model(stage: Stage) -> None:
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
     if found.has_chat_template is False and not (model.custom_chat_template or template):
         _check_chats(stage)
+
+
+def _check_auxiliary(stage: Stage) -> None:
+    """Whether the models beside the trained one are there."""
+    for place, model in enumerate(stage.config.explorer.auxiliary_models):
+        key = f"explorer.auxiliary_models[{place}]"
+        if not model.model_path:
+            text = "is not given: expected the folder or hub id of its model and tokenizer"
+            stage.problem(f"{key}.model_path", text)
+            continue
+        try:
+            model_facts(model.model_path)
+        except ValueError as error:
+            stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
+        if model.engine_type == "remote" and not model.base_urls:
+            stage.problem(f"{key}.base_urls", "is empty: engine_type remote needs an address")
 
 
 def _check_chats(stage: Stage) -> None:

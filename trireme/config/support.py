@@ -16,8 +16,6 @@ from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
-    "ExperiencePipelineConfig.operators": "is not supported yet",
-    "ExplorerConfig.auxiliary_models": "is not supported yet",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
@@ -38,7 +36,10 @@ REFUSED: dict[str, str] = {
     "RolloutModelConfig.model_path": "has no meaning here: the rollout model is model.model_path",
     "RolloutModelConfig.reasoning_parser": "is not supported: a reply keeps its thinking",
     "ServiceConfig.data_juicer": "is not supported yet",
-    "DataProcessorConfig.task_pipeline": "is not supported yet",
+    "TaskPipelineConfig.inputs": "is not read here: the operators get the rows of the tasksets",
+    "TaskPipelineConfig.output": "is not read here: what is left lies in the job folder",
+    "TaskPipelineConfig.priority_weights": "is not supported yet: scoring is an operator's work",
+    "TaskPipelineConfig.target_fields": "is not supported yet: operators get whole rows",
     "SynchronizerConfig.explorer_sync_interval": "is not supported yet: set sync_interval",
     "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
     "TrainerConfig.trainer_config": "is not supported yet: use the keys of the trainer section",
@@ -46,10 +47,16 @@ REFUSED: dict[str, str] = {
 }
 """Meaning: refused where it differs from the default."""
 
+OF_AUXILIARY = frozenset(
+    f"RolloutModelConfig.{name}"
+    for name in (
+        *("model_path", "chat_template", "enable_thinking", "max_model_len"),
+        *("max_response_tokens", "enable_openai_api"),
+    )
+)
+"""Keys that auxiliary models have a use for, and the rollout model has not."""
+
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "Config.mode": {
-        "colocate": "is not supported yet: expected both, explore, train, bench or serve",
-    },
     "MonitorConfig.monitor_type": {
         name: "is not supported yet: expected tensorboard"
         for name in ("wandb", "mlflow", "swanlab")
@@ -92,9 +99,6 @@ WORKS_ON_VLLM: frozenset[str] = frozenset(f"RolloutModelConfig.{name}" for name 
 HINTS: frozenset[str] = frozenset(
     {
         "Config.ignore_validator_suggestions",
-        "ExperienceBufferConfig.enable_progress_bar",
-        "ExperienceBufferConfig.max_retry_interval",
-        "ExperienceBufferConfig.max_retry_times",
         "ExplorerConfig.db_url",
         "ExplorerConfig.min_running_model_num",
         "LogConfig.group_by_node",
@@ -156,6 +160,8 @@ def check_support(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) 
             continue
         refused = REFUSED_VALUES.get(where, {}).get(value if isinstance(value, str) else "")
         refused = refused or REFUSED.get(where)
+        if key.startswith("explorer.auxiliary_models[") and where in OF_AUXILIARY:
+            continue
         if refused:
             idle += (key,)
             stage.problem(key, f"({_short(value)}) {refused}")

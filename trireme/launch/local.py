@@ -54,7 +54,7 @@ async def run_plan(
 
 async def run_both(session: Session) -> StageResult:
     """Explorer and trainer, each in its coroutine."""
-    engine, sync = session.engine, session.synchronizer
+    sync = session.synchronizer
     explorer, trainer = session.explorer(sync), session.trainer(sync)
     try:
         if session.resumed or session.engine_urls:
@@ -64,7 +64,7 @@ async def run_both(session: Session) -> StageResult:
         await explorer.evaluate_last(trainer.step)
     finally:
         await explorer.close()
-        await engine.close()
+        await session.close_engines()
     return session.result(explorer, trainer)
 
 
@@ -107,7 +107,7 @@ async def run_supervised(session: Session) -> StageResult:
             await explorer.evaluate(trainer.step)
     finally:
         await explorer.close()
-        await session.engine.close()
+        await session.close_engines()
     return session.result(explorer, trainer)
 
 
@@ -121,7 +121,7 @@ async def run_explore(session: Session) -> StageResult:
         await explorer.evaluate_last(explorer.step)
     finally:
         await explorer.close()
-        await session.engine.close()
+        await session.close_engines()
     return session.result(explorer, None)
 
 
@@ -140,7 +140,7 @@ async def run_bench(session: Session) -> StageResult:
             await explorer.evaluate(step)
     finally:
         await explorer.close()
-        await session.engine.close()
+        await session.close_engines()
     return session.result(explorer, None)
 
 

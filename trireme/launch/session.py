@@ -30,13 +30,13 @@ from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Explorer
 from trireme.launch import parts
+from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.stage_result import StageResult
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
-from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.process_group import GroupSync
@@ -134,6 +134,7 @@ class Session(AbstractContextManager["Session"]):
                 "yet: expected one rank, or an algorithm without a critic, such as grpo"
             )
         greedy = self.recipe.greedy_run
+        parts.make_pipeline(self.plan, self.recipe, None)
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset, greedy_run=greedy)
@@ -215,6 +216,20 @@ class Session(AbstractContextManager["Session"]):
         return parts.make_engine(
             self.plan, self.model_path, self.text, self.device, self.gate, share
         )
+
+    @cached_property
+    def auxiliary_models(self) -> list[Auxiliary]:
+        """Models beside the trained one; a teacher has the student's vocabulary."""
+        models = make_auxiliary(self.plan, self.device)
+        if self.recipe.asks("teacher_logprobs"):
+            refuse_other_vocabulary(models, self.text.tokenizer)
+        return models
+
+    async def close_engines(self) -> None:
+        """Those that were made."""
+        for auxiliary in self.__dict__.get("auxiliary_models", ()):
+            await auxiliary.engine.close()
+        await self.engine.close()
 
     @cached_property
     def buffer(self) -> Buffer:
@@ -310,8 +325,9 @@ class Session(AbstractContextManager["Session"]):
                 self.text,
                 self.gate,
                 greedy_run=self.recipe.greedy_run,
+                auxiliary=self.auxiliary_models,
             ),
-            pipeline=Pipeline(self.recipe, raw=raw),
+            pipeline=parts.make_pipeline(plan, self.recipe, raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
             sync=sync,
             eval_interval=plan.eval_interval,
@@ -321,6 +337,7 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.console.rollout,
             folder=self.folder if plan.mode == "explore" else None,
+            name=config.name if plan.mode == "explore" else "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
         if self.resumed is not None and plan.mode == "both":
@@ -372,10 +389,8 @@ class Session(AbstractContextManager["Session"]):
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
-        if self.elsewhere.snapshot is not None:
-            state = await self.elsewhere.snapshot()
-        else:
-            state = self._where()
+        given = self.elsewhere.snapshot
+        state = await given() if given else self._where()
         if self._trainer is not None:
             state["learning"] = self.learning.state()
         return state

@@ -18,6 +18,8 @@ WORKFLOW_PATHS = {
     "async_simple_workflow": _SIMPLE,
     "async_math_workflow": _MATH,
     "async_math_boxed_workflow": _MATH_BOXED,
+    "on_policy_distill_workflow": "trireme.workflows.distill.OnPolicyDistillWorkflow",
+    "on_policy_distill_math_workflow": "trireme.workflows.distill.OnPolicyDistillMathWorkflow",
     "alfworld_workflow": "trireme.workflows.alfworld.AlfworldWorkflow",
     "step_wise_alfworld_workflow": "trireme.workflows.alfworld.StepWiseAlfworldWorkflow",
     "webshop_workflow": "trireme.workflows.webshop.WebShopWorkflow",

@@ -141,7 +141,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
     def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
         # whoever loops over the task's or its own repeat_times loops over this call's
         own = dataclasses.replace(task, repeat_times=repeat_times)
-        instance = cls(task=own, model=model, auxiliary_models=None)
+        instance = cls(task=own, model=model, auxiliary_models=model.auxiliary or None)
         if can_repeat:
             instance.set_repeat_times(repeat_times, run_id_base)
         return instance

@@ -72,7 +72,7 @@ class ExplorerPart:
         if self._explorer is not None:
             await self._explorer.close()
         if self._session is not None:
-            await self._session.engine.close()
+            await self._session.close_engines()
             self._session.__exit__(None, None, None)
         self._device.close()
 

@@ -1,0 +1,91 @@
+"""Auxiliary: models beside the trained one that workflows may ask: judges, teachers.
+
+Each of `explorer.auxiliary_models` is an engine of its own, embedded or behind servers. They
+are never trained and get no new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from trireme.config import Plan
+from trireme.config.schema import RolloutModelConfig
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine, Sampling
+from trireme.engines.remote import RemoteEngine
+from trireme.engines.torch.engine import TorchEngine
+from trireme.explorer.runner import Key
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """One of them."""
+
+    engine: Engine
+    chat: ChatTokens
+    model_path: str
+    max_model_len: int
+    sampling: Sampling
+
+    def model(self, key: Key) -> Model:
+        """What a workflow holds, for one rollout."""
+        return Model(
+            self.engine,
+            self.chat,
+            key=key,
+            sampling=self.sampling,
+            max_model_len=self.max_model_len,
+            model_path=self.model_path,
+        )
+
+
+def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary]:
+    """All of the plan's, in the YAML's order."""
+    return [_make(plan, config, device) for config in plan.config.explorer.auxiliary_models]
+
+
+def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary], tokenizer: Any) -> None:
+    """Raise ValueError unless the first of them reads the ids that the trained model writes."""
+    if not auxiliary:
+        raise ValueError(
+            "explorer.auxiliary_models is empty: the algorithm needs a teacher, the first of them"
+        )
+    if auxiliary[0].chat.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"explorer.auxiliary_models[0].model_path ({auxiliary[0].model_path}) has another "
+            "vocabulary than model.model_path: a teacher scores the student's own token ids"
+        )
+
+
+def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
+    path = config.model_path or ""
+    trust = plan.config.model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    longest = config.max_model_len or plan.max_model_len
+    engine: Engine
+    if config.engine_type == "remote":
+        timeout = plan.config.explorer.max_timeout
+        engine = RemoteEngine(
+            tuple(config.base_urls), api_key=config.api_key, timeout=timeout, seed=plan.seed
+        )
+    else:
+        engine = TorchEngine(
+            path,
+            tokenizer=tokenizer,
+            device=device,
+            seed=plan.seed if config.seed is None else config.seed,
+            max_model_len=longest,
+            dtype=plan.dtype,
+            trust_remote_code=trust,
+        )
+    chat = ChatTokens(
+        tokenizer, chat_template=config.chat_template, enable_thinking=config.enable_thinking
+    )
+    reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
+    return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))
