@@ -20,7 +20,7 @@ from tests.tiny import make_model
 
 VLLM = {"engine_type": "vllm", "enable_prefix_caching": True}
 TORCH = {"engine_type": "torch", "engine_num": 2}
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def job(folder: Path, engine: dict[str, Any], **sync: Any) -> dict[str, Any]:

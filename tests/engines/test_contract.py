@@ -23,6 +23,8 @@ from trireme.launch.engine_host import EngineHost, start_all, stop_all
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
 LONG = Sampling(max_tokens=40, ignore_eos=True)
+SLOW_START = pytest.mark.timeout(400)
+VLLM = pytest.param("vllm", marks=[needs_vllm, SLOW_START])
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
 
@@ -36,7 +38,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineHost,
     asyncio.run(stop_all([host]))
 
 
-@pytest.fixture(params=["scripted", "torch", "remote", pytest.param("vllm", marks=needs_vllm)])
+@pytest.fixture(params=["scripted", "torch", "remote", VLLM])
 def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
