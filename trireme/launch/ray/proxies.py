@@ -54,7 +54,7 @@ class PutSide:
         return 0
 
     def metrics(self) -> dict[str, float]:
-        """See Buffer; the coordinator adds them to the trainer's."""
+        """See Buffer; the trainer's side reports them."""
         return {}
 
     def commit(self) -> None:
