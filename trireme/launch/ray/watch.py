@@ -69,7 +69,7 @@ class Watched:
         lost = [node for node in ray.nodes() if node["NodeID"] == self.node and not node["Alive"]]
         if lost:
             return f"its machine {lost[0]['NodeManagerAddress']} is lost"
-        if "OOM" in str(error) or "out of memory" in str(error).lower():
+        if "running low on memory" in str(error):
             return f"process {self.pid} was ended for want of memory"
         return f"process {self.pid} is gone"
 
