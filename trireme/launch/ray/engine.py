@@ -19,7 +19,7 @@ class EnginePart:
 
     async def open(self, plan: Plan, model_path: str, index: int) -> str:
         """Its address, once it serves. Raises what is wrong with it, or TimeoutError."""
-        self._host = EngineHost(
+        host = EngineHost(
             engine_spec(plan, model_path),
             name=f"engine_{index}",
             log_file=plan.job_dir / "log" / f"engine_{index}.log",
@@ -28,8 +28,9 @@ class EnginePart:
             key=plan.engine_key,
             threads=None if plan.device == "cuda" else plan.engine_size,
         )
-        self._host.start()
-        return await self._host.ready(plan.config.cluster.start_timeout)
+        host.start()
+        self._host = host  # now: a heartbeat may ask at any moment
+        return await host.ready(plan.config.cluster.start_timeout)
 
     def health(self) -> None:
         """Raise RuntimeError where the engine has ended."""

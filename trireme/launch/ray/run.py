@@ -224,12 +224,14 @@ class Crew:
     async def _all(self, *work: Awaitable[Any]) -> None:
         """Wait for all; of several failures the one that is no other's consequence is raised."""
         tasks = [asyncio.ensure_future(w) for w in work]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if any(isinstance(task.exception(), OtherSideFailed) for task in done) and pending:
-            await asyncio.wait(pending, timeout=GRACE_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(isinstance(task.exception(), OtherSideFailed) for task in done) and pending:
+                await asyncio.wait(pending, timeout=GRACE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         failures = [t.exception() for t in tasks if not t.cancelled() and t.exception()]
         failures.sort(key=lambda failure: isinstance(failure, OtherSideFailed))
         for failure in filter(None, failures):
