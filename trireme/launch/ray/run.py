@@ -198,7 +198,7 @@ class Crew:
             await asyncio.wait({task, guard}, return_when=asyncio.FIRST_COMPLETED)
             failures = [t.exception() for t in (guard, task) if t.done()]
             for failure in filter(None, failures):
-                dead = await who_died(parts, GRACE_S)
+                dead = await who_died(parts, timeout)
                 if dead is None and isinstance(failure, RayError):
                     raise RuntimeError(f"Ray: {str(failure).partition(chr(10))[0]}") from failure
                 if dead is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ logger = get_logger("launcher")
 
 BEATS = 6
 """Heartbeats in a time-out."""
+LOOK_S = 3.0
+"""Seconds in which a failure's consequences come in, and who is gone can be told."""
 
 
 class PartDied(RuntimeError):
@@ -34,6 +35,8 @@ class Watched:
     log: Path
     node: str = ""
     pid: int = 0
+    out_of_reach: bool = False
+    """Its process or machine does not answer at all; Ray has not said yet that it is dead."""
 
     async def meet(self) -> None:
         """Learn where it runs."""
@@ -44,7 +47,7 @@ class Watched:
     async def beat(self, timeout: float) -> None:
         """One heartbeat. Raises PartDied."""
         try:
-            await asyncio.wait_for(self._ping(), None if timeout == math.inf else timeout)
+            await asyncio.wait_for(self._ping(), timeout)
         except asyncio.TimeoutError:
             reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
         except RayActorError as error:
@@ -59,8 +62,11 @@ class Watched:
         """An answer; what cannot be reached for a moment is asked again."""
         while True:
             try:
-                return await self.peer.ping()
+                found = await self.peer.ping()
+                self.out_of_reach = False
+                return found
             except ActorUnavailableError:
+                self.out_of_reach = True
                 await asyncio.sleep(0.5)
 
     def _reason(self, error: RayActorError) -> str:
@@ -93,10 +99,16 @@ async def watch(parts: Sequence[Watched], timeout: float) -> None:
             task.cancel()
 
 
-async def who_died(parts: Sequence[Watched], seconds: float) -> PartDied | None:
-    """The parts that are gone, in one sentence. Who is only busy for `seconds` is not."""
-    beats = [asyncio.ensure_future(part.beat(math.inf)) for part in parts]
-    await asyncio.wait(beats, timeout=seconds)
+async def who_died(parts: Sequence[Watched], timeout: float) -> PartDied | None:
+    """The parts that are gone, in one sentence. Who is only busy for LOOK_S is not.
+
+    Of who is out of reach Ray has to say within `timeout` whether it is dead.
+    """
+    beats = [asyncio.ensure_future(part.beat(timeout)) for part in parts]
+    await asyncio.wait(beats, timeout=LOOK_S)
+    late = [beat for part, beat in zip(parts, beats, strict=True) if part.out_of_reach]
+    if late:
+        await asyncio.wait(late)
     for beat in beats:
         beat.cancel()
     found = await asyncio.gather(*beats, return_exceptions=True)
