@@ -30,8 +30,8 @@ from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.ranks import Place, Ranks, free_address
 from trireme.trainer.step import train_step
 
-STEPS, COMPARED = 9, 4
-TASKS, ROLLOUTS, PROMPT, REPLY = 8, 8, 96, 48
+STEPS, COMPARED = 7, 4
+TASKS, ROLLOUTS, PROMPT, REPLY = 4, 8, 96, 32
 RECIPE = get_recipe(
     AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none", optimizer=OptimizerConfig())
 )
