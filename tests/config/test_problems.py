@@ -237,7 +237,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
     [
         ("explorer.auxiliary_models=[{max_prompt_tokens: 9}]", "explorer.auxiliary_models"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
-        ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
         ("monitor.monitor_type=wandb", "monitor.monitor_type"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
@@ -252,6 +251,14 @@ def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):
     found = only_problem(tmp_path, override)
     assert found.startswith(key)
     assert "not supported yet" in found or "refused" in found
+
+
+def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
+    found = only_problem(tmp_path, "trainer.ulysses_sequence_parallel_size=3")
+    assert found == (
+        "trainer.ulysses_sequence_parallel_size is 3: expected a divisor of the model's 4 "
+        "attention heads"
+    )
 
 
 def test_sft_checks_what_it_is_evaluated_on(tmp_path):
