@@ -321,7 +321,7 @@ def test_a_server_for_other_machines_needs_a_key(tmp_path):
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ("experience_pipeline", "experience operator: did you mean 'reward_filter'? Known: dedup"),
+        ("experience_pipeline", "experience operator: did you mean 'reward_filter'? Known: "),
         ("task_pipeline", "task operator: Known: "),
     ],
 )
