@@ -26,7 +26,7 @@ def _made(kind: Any, folder: Path, row: dict[str, Any], **given: Any) -> Any:
 def _texts(form: DpoFormat) -> tuple[str, ...]:
     e = form(0, eid=EID(0, 0))
     assert e is not None and e.chosen is not None and e.rejected is not None
-    return tuple(TOKENIZER.decode(ids) for ids in (e.tokens, e.chosen, e.rejected))
+    return tuple(str(TOKENIZER.decode(ids)) for ids in (e.tokens, e.chosen, e.rejected))
 
 
 @pytest.mark.parametrize(
