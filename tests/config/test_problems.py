@@ -235,15 +235,14 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("mode=colocate", "mode"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
         ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
         ("monitor.monitor_type=wandb", "monitor.monitor_type"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
         (
-            "data_processor.experience_pipeline.operators=[{name: reward_filter}]",
-            "data_processor.experience_pipeline.operators",
+            "data_processor.task_pipeline={priority_weights: {difficulty: 1.0}}",
+            "data_processor.task_pipeline.priority_weights",
         ),
         (f"{TASKSET}.format.image_key=answer", f"{TASKSET}.format.image_key"),
     ],
@@ -339,3 +338,16 @@ def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
 def test_a_server_for_other_machines_needs_a_key(tmp_path):
     problem = only_problem(tmp_path, "mode=serve", "explorer.listen_address=10.0.0.1")
     assert problem.startswith("explorer.listen_address is 10.0.0.1: other machines need")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("experience_pipeline", "experience operator: did you mean 'reward_filter'? Known: dedup"),
+        ("task_pipeline", "task operator: Known: "),
+    ],
+)
+def test_an_operator_that_is_not_there_is_named(tmp_path, pipeline, message):
+    key = f"data_processor.{pipeline}"
+    found = only_problem(tmp_path, f"{key}={{operators: [{{name: reward_filtr}}]}}")
+    assert found.startswith(f"{key}.operators[0].name is 'reward_filtr', an unknown {message}")

@@ -46,19 +46,24 @@ async def staleness_control(
 ) -> Sample:
     """`num` experiences at most `max_staleness` versions old; older ones are dropped and counted.
 
-    An experience is as old as its oldest sampled token. What no weights sampled is never stale.
+    A group is as old as its oldest sampled token, and stays or goes as a whole, wherever a batch
+    begins. What no weights sampled is never stale.
     """
     kept: list[Experience] = []
-    dropped = 0
+    stale: list[Experience] = []
     while len(kept) < num:
         wanted = num - len(kept)
         found = await buffer.take(wanted)
-        fresh = [e for e in found if e.version < 0 or version - e.version <= max_staleness]
-        kept += fresh
-        dropped += len(found) - len(fresh)
+        for experience in found:
+            made = experience.info.get("group_version", experience.version)
+            fresh = made < 0 or version - made <= max_staleness
+            (kept if fresh else stale).append(experience)
         if len(found) < wanted and kept:
             break  # the last ones; with none kept, the next take says that it is over
-    return kept, {"sample/dropped_stale": float(dropped)}
+    return kept, {
+        "sample/dropped_stale": float(len(stale)),
+        "sample/dropped_stale_groups": float(len({e.eid.tid for e in stale})),
+    }
 
 
 async def mix(

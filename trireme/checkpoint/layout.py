@@ -52,6 +52,10 @@ class JobFolder:
         """How far the explorer is."""
         return self.root / "explorer_meta.json"
 
+    def state_of(self, explorer: str) -> Path:
+        """How far one of several explorers is; of the one named `explorer`: `explorer_meta`."""
+        return self.root / f"{explorer}_meta.json"
+
     @property
     def trainer_meta(self) -> Path:
         """How far the trainer is."""

@@ -17,6 +17,7 @@ from trireme.config.check_data import (
     check_train_data,
     used_tasksets,
 )
+from trireme.config.check_pipeline import check_pipelines
 from trireme.config.located import located
 from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
@@ -53,6 +54,7 @@ def check_stage(stage: Stage) -> None:
     if stage.reads_file:
         check_train_data(stage)
     check_auxiliary_data(stage)
+    check_pipelines(stage)
     _check_model(stage)
     _check_auxiliary(stage)
 

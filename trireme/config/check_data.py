@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from trireme.config.check_pipeline import prepares_tasks
 from trireme.config.dataset import DatasetFacts, dataset_facts
 from trireme.config.names import check_name, known_names
 from trireme.config.schema import ExperienceBufferConfig, FormatConfig, TasksetConfig
@@ -63,7 +64,8 @@ def check_tasksets(stage: Stage) -> None:
     for item in used:
         _check_names(stage, item)
         found = _rows(stage, item.key, item.taskset)
-        if found:
+        made = prepares_tasks(stage) and not item.is_eval  # operators may make columns
+        if found and not made:
             _check_columns(stage, item.key, item.taskset, found, _columns(item.taskset.format))
         if not item.is_eval:
             _check_selector(stage, item, found)
@@ -71,7 +73,8 @@ def check_tasksets(stage: Stage) -> None:
             stage.workflows.add(item.workflow or "")
             stage.task_paths += filter(None, [item.taskset.path])
     known = [n for n in rows if n is not None]
-    stage.task_rows = sum(known) if rows and len(known) == len(rows) else None
+    whole = bool(rows) and len(known) == len(rows) and not prepares_tasks(stage)
+    stage.task_rows = sum(known) if whole else None
 
 
 def _check_names(stage: Stage, item: UsedTaskset) -> None:

@@ -30,6 +30,8 @@ _REGISTRIES = {
     "sample strategy": ("trireme.algorithms.names", "SAMPLES"),
     "multi-turn scheduler": ("trireme.workflows.names", "MULTI_TURNS"),
     "reward function": ("trireme.rewards.names", "ORMS"),
+    "experience operator": ("trireme.pipeline.names", "OPERATORS"),
+    "task operator": ("trireme.pipeline.names", "TASK_OPERATORS"),
     "data selector": ("trireme.data.selectors", "SELECTORS"),
 }
 """Kind of name -> the module and the registry that know the names of that kind."""

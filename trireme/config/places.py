@@ -6,6 +6,7 @@ A place is a GPU, or on machines without any a CPU process with one thread. Engi
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 from trireme.config.stages import Stage
@@ -110,6 +111,13 @@ def _launcher(stage: Stage, present: int) -> Launcher:
         stage.notes.append(
             f"cluster.launcher ({cluster.launcher}): mode {mode} runs in this process, without Ray"
         )
+        return "local"
+    if wanted and find_spec("ray") is None:
+        lacks = "the package ray is not installed: pip install 'trireme[ray]'"
+        if cluster.launcher == "ray" or named:
+            stage.problem("cluster.launcher", f"is {cluster.launcher}, and {lacks}")
+        else:
+            stage.notes.append(f"cluster.launcher ({cluster.launcher}): one process, since {lacks}")
         return "local"
     return "ray" if wanted else "local"
 

@@ -6,7 +6,7 @@ Each stage merges onto the original file, key by key, never onto the stage befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from trireme.config.problem import Problem
@@ -27,6 +27,8 @@ class Stage:
     name: str | None = None
     model_from: int | None = None
     """The stage whose model it starts from; None: `model_path`."""
+    colocated: bool = False
+    """`mode: colocate`: as both, where trainer and engine have one device."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was mapped onto this machine, and what has no effect on it."""
@@ -93,8 +95,17 @@ def stages_of(config: Config) -> list[Stage]:
         own_model = bool((stage.model or {}).get("model_path"))
         model_from = trained[-1] if trained and not own_model else None
         name = stage.stage_name or f"stage_{index}"
-        out.append(Stage(build(Config, values), index, name, model_from))
-    return out or [Stage(config)]
+        out.append(_stage(build(Config, values), index, name, model_from))
+    return out or [_stage(config)]
+
+
+def _stage(config: Config, *rest: Any) -> Stage:
+    """A stage whose mode says what runs, and not where."""
+    if config.mode != "colocate":
+        return Stage(config, *rest)
+    stage = Stage(replace(config, mode="both"), *rest)
+    stage.colocated = True
+    return stage
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ LOOK_S = 2.0
 """Seconds between looks at an engine that serves."""
 SILENT_S = 25.0
 """How long it may leave such a look unanswered."""
+DYING_S = 0.5
+"""Who asks a dying process hears of it before its end can be seen."""
 LOG_LINES = 6
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
@@ -202,6 +204,7 @@ async def watched(hosts: Sequence[EngineHost], work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done() or task.exception() is not None:
+            await asyncio.sleep(DYING_S)
             for host in hosts:  # the cause, where the work failed for want of an engine
                 host.examine()
             for watch in watches:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
+from trireme.buffer.claims import Reuse
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
@@ -21,7 +22,7 @@ from trireme.buffer.table import resolve_url
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.generated import COLUMNS, generated
-from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
+from trireme.config.schema import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
 from trireme.data.mixture import Mixture
 from trireme.data.pairs import DpoFormat
@@ -38,6 +39,10 @@ from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.launch.auxiliary import Auxiliary
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.pipeline.names import OPERATORS
+from trireme.pipeline.operator import make_operator
+from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.tasks import prepared
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
@@ -153,11 +158,10 @@ def make_engine(
     )
 
 
-def make_remote_engine(plan: Plan) -> RemoteEngine:
-    """The rollout servers that the YAML names."""
-    explorer = plan.config.explorer
-    key = explorer.rollout_model.api_key
-    return RemoteEngine(plan.engine_urls, api_key=key, timeout=explorer.max_timeout, seed=plan.seed)
+def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
+    """The rollout servers at these addresses."""
+    timeout = plan.config.explorer.max_timeout
+    return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
 
 
 def make_scheduler(
@@ -254,9 +258,11 @@ def make_taskset(
     if is_eval:
         workflow = workflow or inputs.default_eval_workflow_type
     selector = config.task_selector or config.data_selector
+    name = config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}")
+    rows = _rows(config)
     return Taskset(
-        _rows(config),
-        name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
+        rows if is_eval else _prepared(plan, rows, name),
+        name=name,
         batch_size=1 if mixed else plan.batch_size,
         total_epochs=plan.config.buffer.total_epochs,
         total_steps=None if is_eval else plan.explore_steps,
@@ -285,6 +291,13 @@ def _rows(config: TasksetConfig) -> Rows:
         made: Any = problems(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
     return load_rows(config.path, config.subset_name, config.split)
+
+
+def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
+    """What the task pipeline leaves of the rows."""
+    tasks = plan.config.data_processor.task_pipeline
+    given = [(item.name, item.args) for item in tasks.operators] if tasks else []
+    return prepared(rows, given, JobFolder(plan.job_dir).buffer, name) if given else rows
 
 
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
@@ -327,13 +340,19 @@ def make_buffer(
         return make_file_buffer(plan, config, text, end_ids, schema=schema), None
     if plan.buffer_type == "sql":
         roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
+        role = roles.get(plan.mode, "both")
+        names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
         store = SqlBuffer(
             config.name,
             resolve_url(plan.buffer_path, folder.buffer),
-            role=roles.get(plan.mode, "both"),
-            party=plan.config.explorer.name if plan.mode in ("explore", "serve") else None,
+            role=role,
+            party=names.get(role),
             capacity=config.capacity,
             max_read_timeout=config.max_read_timeout,
+            lease_time=config.lease_time,
+            reuse=_reuse(config.replay_buffer),
+            retries=config.max_retry_times,
+            retry_seconds=config.max_retry_interval,
         )
         return store, None
     record = record_for(config.path, folder.buffer)
@@ -356,6 +375,15 @@ def make_buffer(
         record=record,
     )
     return queue, record
+
+
+def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
+    """Priority replay in a database."""
+    if not replay.enable:
+        return None
+    limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
+    args = {"use_count_limit": limit, **replay.priority_fn_args}
+    return Reuse(cooldown=replay.reuse_cooldown_time, **args)
 
 
 def make_file_buffer(
@@ -383,6 +411,16 @@ def make_file_buffer(
     )
     epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
+
+
+def make_pipeline(plan: Plan, recipe: Recipe, raw: Record | None) -> Pipeline:
+    """What is done to a step's experiences before they are trained."""
+    key = "data_processor.experience_pipeline.operators"
+    operators = [
+        make_operator(OPERATORS, item.name, item.args, f"{key}[{place}]")
+        for place, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
+    ]
+    return Pipeline(recipe, raw=raw, operators=operators)
 
 
 def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:

@@ -60,7 +60,10 @@ class BufferSupply:
         if short:
             self._waiting(True)
         try:
-            return await self._recipe.take(self.buffer, self._batch_size, version, self._auxiliary)
+            batch, metrics = await self._recipe.take(
+                self.buffer, self._batch_size, version, self._auxiliary
+            )
+            return batch, metrics | self.buffer.metrics()
         finally:
             if short:
                 self._waiting(False)

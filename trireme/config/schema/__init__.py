@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trireme.config.schema.algorithm import AlgorithmConfig, OptimizerConfig
-from trireme.config.schema.buffer import ExperienceBufferConfig
+from trireme.config.schema.buffer import ExperienceBufferConfig, OperatorConfig, ReplayBufferConfig
 from trireme.config.schema.config import Config
 from trireme.config.schema.data import FormatConfig, TasksetConfig
 from trireme.config.schema.explorer import RolloutModelConfig
@@ -13,7 +13,9 @@ __all__ = [
     "Config",
     "ExperienceBufferConfig",
     "FormatConfig",
+    "OperatorConfig",
     "OptimizerConfig",
+    "ReplayBufferConfig",
     "RolloutModelConfig",
     "TasksetConfig",
 ]

@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, make_requests
 from trireme.engines.torch.engine import end_tokens
-from trireme.engines.vllm.options import arguments, refuse_unknown
+from trireme.engines.vllm.options import arguments
+from trireme.engines.weight_group import Meeting
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py
@@ -49,9 +51,13 @@ class VllmEngine:
         tokenizer: PreTrainedTokenizerBase,
         max_model_len: int,
         seed: int,
+        group_size: int = 1,
         keep_kv: bool = False,
     ) -> None:
-        """`llm` is an AsyncLLM whose workers are prepared: see `start`."""
+        """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
+        them. `keep_kv` goes on with old keys and values after an update in flight.
+        """
+        self.group_size = group_size
         self._llm: Any = llm
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -80,7 +86,7 @@ class VllmEngine:
         seed: int = 42,
         options: Mapping[str, Any] | None = None,
     ) -> VllmEngine:
-        """vLLM on a model's folder. Raises ValueError for arguments that it does not know."""
+        """vLLM on a model's folder. Raises TypeError for arguments that it does not know."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         vllm: Any = import_module("vllm")
@@ -89,9 +95,6 @@ class VllmEngine:
 
         options = dict(options or {})
         keep_kv = bool(options.pop("keep_kv", False))
-        refuse_unknown(
-            options.get("extra_engine_args") or {}, (f.name for f in fields(vllm.AsyncEngineArgs))
-        )
         given = arguments(
             model,
             max_model_len=max_model_len,
@@ -100,6 +103,7 @@ class VllmEngine:
             options=options,
             on_cpu=platforms.current_platform.is_cpu(),
         )
+        parallel = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
         llm = core.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**given))
         engine = cls(
             llm,
@@ -107,6 +111,7 @@ class VllmEngine:
             tokenizer=tokenizer,
             max_model_len=max_model_len,
             seed=seed,
+            group_size=math.prod(given.get(name, 1) for name in parallel),
             keep_kv=keep_kv,
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
@@ -174,6 +179,23 @@ class VllmEngine:
             await self._renew(version, lambda: self._rpc("trireme_load", file))
         finally:
             shutil.rmtree(folder)
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """See server/group_routes.py: each worker comes with a rank of its own."""
+        self._check()
+        await self._rpc("trireme_join", asdict(meeting))
+
+    async def receive_weights(self) -> None:
+        """Freeze, and take what the trainer broadcasts. `commit_weights` goes on."""
+        self._check()
+        async with self._updating:
+            await self._freeze_and(lambda: self._rpc("trireme_receive"))
+
+    async def commit_weights(self, version: int) -> None:
+        """Use what was received, and go on."""
+        self._check()
+        async with self._updating:
+            await self._go_on(version)
 
     async def fingerprint(self) -> dict[str, float] | None:
         """See Engine: of the weights that came last, as the layers use them; None at first."""
@@ -292,16 +314,22 @@ class VllmEngine:
     async def _renew(self, version: int, take: Callable[[], Any]) -> None:
         """Freeze, let the workers take their weights, go on. A failure leaves it frozen."""
         async with self._updating:
-            await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
-            try:
-                await take()
-                await self._rpc("trireme_set_version", version)
-            except Exception as error:
-                self._failure = error
-                raise
-            self._version = version
-            if not self._paused:
-                await self._llm.resume_generation()
+            await self._freeze_and(take)
+            await self._go_on(version)
+
+    async def _freeze_and(self, take: Callable[[], Any]) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
+        try:
+            await take()
+        except Exception as error:
+            self._failure = error
+            raise
+
+    async def _go_on(self, version: int) -> None:
+        await self._rpc("trireme_set_version", version)
+        self._version = version
+        if not self._paused:
+            await self._llm.resume_generation()
 
     def _examine(self, names: set[str]) -> None:
         """Raise ValueError for weights of another model."""

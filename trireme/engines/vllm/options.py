@@ -2,34 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-OURS = {
-    "model": "model.model_path",
-    "tokenizer": "model.model_path",
-    "max_model_len": "model.max_model_len",
-    "dtype": "explorer.rollout_model.dtype",
-    "logprobs_mode": "nothing: log-probabilities are as Experience says",
-    "speculative_config": "nothing: speculated tokens have no log-probabilities of their own here",
-    "skip_tokenizer_init": "nothing: prompts and replies are ids",
-}
-"""Arguments that are set by other keys, or by us alone."""
-
 WORKER = "trireme.engines.vllm.worker.TriremeWorker"
-
-
-def refuse_unknown(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise ValueError for an extra argument that vLLM has not, or that another key sets."""
-    names = sorted(known)
-    for name in extra:
-        if name in OURS:
-            raise ValueError(f"'{name}' is not set here: what sets it is {OURS[name]}")
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1, 0.5)
-            hint = f": did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"'{name}' is no argument of this vLLM's engine{hint}")
 
 
 CPU_CACHE_BYTES = 2**30

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trireme.engines.fingerprint import fingerprint
 from trireme.engines.vllm.sampler import ContractSampler, Sampler
+from trireme.engines.weight_group import Meeting, WeightGroup
 
 
 class TriremeWorker:
@@ -51,6 +52,17 @@ class TriremeWorker:
         """Take the weights of a folder of safetensors, or of one such file."""
         files = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.safetensors"))
         self._trireme_take(_read(files))
+
+    def trireme_join(self, meeting: dict[str, Any]) -> None:
+        """Come to a weight group, each worker with a rank of its own."""
+        parallel = self.parallel_config
+        place = parallel.data_parallel_rank * parallel.world_size + self.rank
+        self._trireme_group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
+        self._trireme_group.connect()
+
+    def trireme_receive(self) -> None:
+        """Take the weights that the trainer broadcasts."""
+        self._trireme_take(self._trireme_group.receive())
 
     def trireme_fingerprint(self) -> dict[str, float] | None:
         """See engines/fingerprint.py, of the weights that came last; None before any came."""
