@@ -45,6 +45,30 @@ def check_stage(stage: Stage) -> None:
     if stage.reads_file:
         check_train_data(stage)
     _check_model(stage)
+    _check_auxiliary(stage)
+
+
+def _check_auxiliary(stage: Stage) -> None:
+    """Whether each auxiliary model is there, or its server is named."""
+    for place, model in enumerate(stage.config.explorer.auxiliary_models):
+        key = f"explorer.auxiliary_models[{place}]"
+        served = model.engine_type in ("external", "remote")
+        if not model.model_path:
+            stage.problem(f"{key}.model_path", "is not given: expected a folder, hub id, or name")
+        if served != bool(model.base_urls):
+            stage.problem(
+                f"{key}.base_urls",
+                f"is {model.base_urls}: expected the server's address with engine_type external "
+                "(an OpenAI API) or remote (trireme rollout), and with no other",
+            )
+        if model.engine_type == "external" or not model.model_path:
+            continue
+        try:
+            if model_facts(model.model_path).folder is None:
+                text = f"{key}.model_path ({model.model_path}): not on this machine, will be"
+                stage.file_notes.append(f"{text} downloaded")
+        except ValueError as error:
+            stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
 def _check_algorithm(stage: Stage) -> None:

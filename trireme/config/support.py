@@ -18,7 +18,6 @@ REFUSED: dict[str, str] = {
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
     "AlgorithmConfig.rollout_correction": "is not supported yet",
     "ExperiencePipelineConfig.operators": "is not supported yet",
-    "ExplorerConfig.auxiliary_models": "is not supported yet",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
@@ -50,6 +49,13 @@ REFUSED: dict[str, str] = {
     "TrainerInputConfig.auxiliary_buffers": "is not supported yet",
 }
 """Meaning: refused where it differs from the default."""
+
+AUXILIARY = "explorer.auxiliary_models["
+_AUXILIARY_READS = (
+    *("model_path", "engine_type", "chat_template", "enable_thinking"),
+    *("max_model_len", "max_prompt_tokens", "max_response_tokens"),
+)
+"""Keys that an auxiliary model reads for itself."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "Config.mode": {
@@ -154,6 +160,8 @@ def check_support(stage: Stage, *, on_ray: bool = False) -> None:
     hints: list[str] = []
     for key, where, value in given_keys(stage.config):
         if key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
+            continue
+        if key.startswith(AUXILIARY) and key.rpartition(".")[2] in _AUXILIARY_READS:
             continue
         refused = REFUSED_VALUES.get(where, {}).get(value if isinstance(value, str) else "")
         refused = refused or REFUSED.get(where)

@@ -42,7 +42,7 @@ async def run_plan(
 
 async def run_both(session: Session) -> StageResult:
     """Explorer and trainer, each in its coroutine."""
-    engine, sync = session.engine, session.synchronizer
+    sync = session.synchronizer
     explorer, trainer = session.explorer(sync), session.trainer(sync)
     try:
         if session.resumed or session.plan.engine_urls:
@@ -52,7 +52,7 @@ async def run_both(session: Session) -> StageResult:
         await explorer.evaluate_last(trainer.step)
     finally:
         await explorer.close()
-        await engine.close()
+        await session.close_engines()
     return session.result(explorer, trainer)
 
 
@@ -91,7 +91,7 @@ async def run_supervised(session: Session) -> StageResult:
             await explorer.evaluate(trainer.step)
     finally:
         await explorer.close()
-        await session.engine.close()
+        await session.close_engines()
     return session.result(explorer, trainer)
 
 
@@ -105,7 +105,7 @@ async def run_explore(session: Session) -> StageResult:
         await explorer.evaluate_last(explorer.step)
     finally:
         await explorer.close()
-        await session.engine.close()
+        await session.close_engines()
     return session.result(explorer, None)
 
 
@@ -124,7 +124,7 @@ async def run_bench(session: Session) -> StageResult:
             await explorer.evaluate(step)
     finally:
         await explorer.close()
-        await session.engine.close()
+        await session.close_engines()
     return session.result(explorer, None)
 
 

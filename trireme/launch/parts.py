@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from trireme.engines.engine import Engine, Sampling
 from trireme.engines.gate import Gate
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
-from trireme.explorer.runner import Key, Runner, TimeLimit
+from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
+from trireme.launch.auxiliary import Auxiliary
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.reward import resolve as resolve_reward
@@ -120,9 +121,18 @@ def make_remote_engine(plan: Plan) -> RemoteEngine:
 
 
 def make_scheduler(
-    plan: Plan, model_path: str, engine: Engine, text: Text, gate: Gate | None
+    plan: Plan,
+    model_path: str,
+    engine: Engine,
+    text: Text,
+    gate: Gate | None,
+    auxiliary: Sequence[Auxiliary] = (),
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt."""
+
+    def make_further(task: Task) -> list[Any]:
+        key = (batch_order(task), task.task_id, -1)
+        return [further.make(key) for further in auxiliary]
 
     def make_model(task: Task, key: Key) -> Model:
         return Model(
@@ -134,6 +144,7 @@ def make_scheduler(
             max_prompt_tokens=plan.max_prompt_tokens,
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
             model_path=model_path,
+            auxiliary=[further.make(key) for further in auxiliary],
         )
 
     explorer = plan.config.explorer
@@ -163,6 +174,7 @@ def make_scheduler(
         if over.ratio
         else None,
         report_interval=explorer.runner_state_report_interval,
+        further=make_further if auxiliary else None,
     )
 
 

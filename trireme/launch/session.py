@@ -30,6 +30,7 @@ from trireme.engines.gate import Gate
 from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
+from trireme.launch.auxiliary import Auxiliary, make_auxiliary
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import open_monitor
@@ -190,6 +191,18 @@ class Session(AbstractContextManager["Session"]):
         )
 
     @cached_property
+    def auxiliary_models(self) -> list[Auxiliary]:
+        """Further models that judge or teach."""
+        return make_auxiliary(self.plan, self.device)
+
+    async def close_engines(self) -> None:
+        """The engine, and those of auxiliary models that were made."""
+        for further in vars(self).get("auxiliary_models", ()):
+            if further.engine is not None:
+                await further.engine.close()
+        await self.engine.close()
+
+    @cached_property
     def buffer(self) -> Buffer:
         """The store between the two, where the checkpoint left it."""
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
@@ -247,7 +260,7 @@ class Session(AbstractContextManager["Session"]):
             taskset=self.taskset,
             eval_tasksets=self.eval_tasksets,
             scheduler=parts.make_scheduler(
-                plan, self.model_path, self.engine, self.text, self.gate
+                plan, self.model_path, self.engine, self.text, self.gate, self.auxiliary_models
             ),
             pipeline=Pipeline(self.recipe, raw=raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,

@@ -73,8 +73,12 @@ class Model:
         max_prompt_tokens: int | None = None,
         enable_prompt_truncation: bool = True,
         model_path: str = "",
+        auxiliary: Sequence[Any] = (),
     ) -> None:
-        """`key` is (batch, task, run); `sampling` holds for calls that say nothing else."""
+        """`key` is (batch, task, run); `sampling` holds for calls that say nothing else.
+
+        `auxiliary` are further models of the run: other Models, and Endpoints.
+        """
         self.engine = engine
         self.chat_tokens = chat
         self.key = key
@@ -83,6 +87,7 @@ class Model:
         self.max_prompt_tokens = min(max_prompt_tokens or max_model_len - 1, max_model_len - 1)
         self.enable_prompt_truncation = enable_prompt_truncation
         self.model_path = model_path
+        self.auxiliary = list(auxiliary)
         self.recorder = Recorder()
         self._counter = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -198,6 +203,9 @@ class Model:
     def revoke(self) -> None:
         """From now on every call raises Revoked."""
         self._revoked.set()
+        for model in self.auxiliary:
+            if isinstance(model, Model):
+                model.revoke()
 
     def fork(self) -> Model:
         """The same model with a record of its own; revoked together."""
@@ -210,6 +218,7 @@ class Model:
             max_prompt_tokens=self.max_prompt_tokens,
             enable_prompt_truncation=self.enable_prompt_truncation,
             model_path=self.model_path,
+            auxiliary=self.auxiliary,
         )
         twin._counter, twin._loop, twin._revoked = self._counter, self._loop, self._revoked
         return twin

@@ -23,8 +23,8 @@ class ExplorerInputConfig:
     """Workflow of tasksets that name none."""
     default_eval_workflow_type: str | None = None
     """Workflow of evaluation tasksets that name none."""
-    default_reward_fn_type: str | None = None
-    """Reward of tasksets that name none."""
+    default_reward_fn_type: str | list[Any] | None = None
+    """Reward of tasksets that name none: one, or a list."""
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ class TasksetConfig:
     """Columns."""
     default_workflow_type: str | None = None
     """Workflow of these tasks: a registered name or a path, `file:name`."""
-    default_reward_fn_type: str | None = None
-    """Reward of these tasks: a registered name or a path, `file:name`."""
+    default_reward_fn_type: str | list[Any] | None = None
+    """Reward of these tasks: a name or a path, `file:name`; or a list of them (docs/rewards.md)."""
     rollout_args: GenerationConfig = field(default_factory=GenerationConfig)
     """How rollouts sample."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
