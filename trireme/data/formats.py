@@ -87,7 +87,7 @@ class SftFormat:
         self.rows = rows
         self.counts: Counter[str] = Counter()
         self._format = dict(format_args or {})
-        self._columns = sft_columns(rows, self._format)
+        self._columns = self._columns_of(rows)
         self._tokenizer = tokenizer
         self._max_len = max_model_len
         eos = tokenizer.eos_token_id
@@ -130,29 +130,33 @@ class SftFormat:
             response_text=self._tokenizer.decode(ids[first:]),
         )
 
-    def _render(self, row: Mapping[str, Any]) -> Rendered:
+    def _columns_of(self, rows: Rows) -> Columns:
+        return sft_columns(rows, self._format)
+
+    def _render(self, row: Mapping[str, Any], columns: Columns | None = None) -> Rendered:
+        columns = columns or self._columns
         if self._has_template:
             return render_conversation(
                 self._tokenizer,
-                self._messages(row),
-                tools=_parsed(row.get(self._format.get("tools_key", "tools"))),
+                self._messages(row, columns),
+                tools=parsed(row.get(self._format.get("tools_key", "tools"))),
                 all_turns=bool(self._format.get("enable_concatenated_multi_turn")),
                 end_ids=self._end_ids,
                 template=self._template,
                 options=self._options,
             )
-        prompt, response = row[str(self._columns.prompt)], row[str(self._columns.response)]
+        prompt, response = row[str(columns.prompt)], row[str(columns.response)]
         eos = self._end_ids[0] if self._end_ids else None
         system = self._system(row)
         prompt = f"{system}\n{prompt}" if system else prompt
         return render_plain(self._tokenizer, prompt, response, eos=eos)
 
-    def _messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _messages(self, row: Mapping[str, Any], columns: Columns) -> list[dict[str, Any]]:
         """The row's conversation, a system prompt of the format before it where it has none."""
-        if self._columns.messages:
-            messages = _parsed(row[self._columns.messages])
+        if columns.messages:
+            messages = parsed(row[columns.messages])
         else:
-            prompt, response = row[str(self._columns.prompt)], row[str(self._columns.response)]
+            prompt, response = row[str(columns.prompt)], row[str(columns.response)]
             messages = [
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": response},
@@ -174,7 +178,7 @@ class SftFormat:
             if not isinstance(row.get("tokens"), list) or not row["tokens"]:
                 raise ValueError(f"{where}column 'tokens' must hold a list of ids")
         elif columns.messages:
-            _check_messages(where, columns.messages, row.get(columns.messages))
+            check_messages(where, columns.messages, row.get(columns.messages))
             if not self._has_template:
                 raise ValueError(
                     f"{where}a conversation needs a chat template, and the model's tokenizer has "
@@ -188,10 +192,10 @@ class SftFormat:
                     )
 
 
-def _check_messages(where: str, column: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a list of messages with a reply in it."""
+def check_messages(where: str, column: str, value: Any, *, replies: bool = True) -> None:
+    """Raise ValueError unless `value` is a list of messages, with a reply in it where asked."""
     try:
-        messages = _parsed(value)
+        messages = parsed(value)
     except ValueError as error:
         raise ValueError(f"{where}column '{column}' holds text that is no JSON: {error}") from error
     if not isinstance(messages, list) or not messages:
@@ -203,7 +207,7 @@ def _check_messages(where: str, column: str, value: Any) -> None:
             raise ValueError(
                 f"{where}a message must have a role and a content, not {message!r:.60}"
             )
-    if not any(message["role"] == "assistant" for message in messages):
+    if replies and not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{where}the conversation in column '{column}' has no assistant turn")
 
 
@@ -213,6 +217,6 @@ def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"content": ""} | kept
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """Messages and tools may be given as JSON text."""
     return json.loads(value) if isinstance(value, str) and value.strip() else value

@@ -1,0 +1,115 @@
+"""Pairs: how a row with a better and a worse reply becomes an experience for DPO.
+
+Columns: those that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
+prompt. A prompt is text or a list of messages; so is a reply (a list's, or one message's, content).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trireme.data.formats import Columns, SftFormat, check_messages, parsed
+from trireme.data.reply_mask import Rendered
+from trireme.data.rows import Rows
+from trireme.experience import EID, Experience
+
+_DIALOGUE = "a whole conversation"
+
+
+class DpoFormat(SftFormat):
+    """Rows as experiences whose tokens are the prompt, with `chosen` and `rejected` replies."""
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        """Row `index`; None where it is too long to leave anything of both replies."""
+        row = self.rows[index]
+        self.counts["rows"] += 1
+        better, worse = (self._with_reply(row, column) for column in self._replies)
+        start = _same(better.ids[: better.mask.index(True)], worse.ids[: worse.mask.index(True)])
+        self.counts["cut"] += max(len(better.ids), len(worse.ids)) > self._max_len
+        prompt = better.ids[:start]
+        chosen, rejected = (r.ids[start : self._max_len] for r in (better, worse))
+        if not chosen or not rejected or not prompt:
+            self.counts["dropped"] += 1
+            return None
+        return Experience(
+            prompt,
+            prompt_length=len(prompt),
+            chosen=chosen,
+            rejected=rejected,
+            eid=eid,
+            prompt_text=self._tokenizer.decode(prompt),
+        )
+
+    def _columns_of(self, rows: Rows) -> Columns:
+        given = self._format
+        self._replies = [given.get(f"{n}_key") or n for n in ("chosen", "rejected")]
+        for name, column in zip(("chosen", "rejected"), self._replies, strict=True):
+            rows.require(column, f"format.{name}_key")
+        messages, prompt = given.get("messages_key", "message"), given.get("prompt_key", "prompt")
+        if messages == "message" and prompt == "prompt" and "prompt" not in rows.columns:
+            messages = "messages"
+        if messages != "message":
+            rows.require(messages, "format.messages_key")
+            return Columns(messages=messages)
+        rows.require(prompt, "format.prompt_key")
+        return Columns(prompt=prompt)
+
+    @property
+    def _prompt(self) -> str:
+        return str(self._columns.messages or self._columns.prompt)
+
+    def _with_reply(self, row: Mapping[str, Any], column: str) -> Rendered:
+        """The prompt with the reply of this column behind it."""
+        prompt, reply = row[self._prompt], _text(row[column])
+        messages = _messages(prompt)
+        if messages is None:
+            return self._render(
+                {**row, column: reply}, Columns(prompt=self._prompt, response=column)
+            )
+        whole = [*messages, {"role": "assistant", "content": reply}]
+        return self._render({**row, _DIALOGUE: whole}, Columns(messages=_DIALOGUE))
+
+    def _check(self, index: int, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the row, where it is not what its columns promise."""
+        where = f"{self.rows.source}, row {index}: "
+        prompt = row.get(self._prompt)
+        if _messages(prompt) is not None:
+            check_messages(where, self._prompt, prompt, replies=False)
+            if not self._has_template:
+                raise ValueError(
+                    f"{where}a conversation needs a chat template, and the model's tokenizer has "
+                    f"none: set model.chat_template_path, or give the prompt as text"
+                )
+        elif not isinstance(prompt, str):
+            raise ValueError(f"{where}column '{self._prompt}' holds {prompt!r:.60}: expected text")
+        for column in self._replies:
+            if not _text(row.get(column)):
+                raise ValueError(
+                    f"{where}column '{column}' holds {row.get(column)!r:.60}: expected a reply"
+                )
+
+
+def _messages(value: Any) -> list[Any] | None:
+    """A list of messages, also one that is JSON text; None for plain text."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return None
+    try:
+        found = parsed(value)
+    except ValueError:
+        return None  # a text that begins with a bracket
+    return found if isinstance(found, list) else None
+
+
+def _text(value: Any) -> str:
+    """A reply's text: itself, or the content of a message, or of a list's last one."""
+    if isinstance(value, list) and value:
+        value = value[-1]
+    found = value.get("content") if isinstance(value, Mapping) else value
+    return found if isinstance(found, str) else ""
+
+
+def _same(first: list[int], second: list[int]) -> int:
+    """How many ids both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
