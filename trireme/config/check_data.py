@@ -172,7 +172,7 @@ def _rows(
         stage.problem(f"{key}.path", "is not given: expected a file, folder or hub id")
         return None
     try:
-        found = dataset_facts(path, data.subset_name, data.split)
+        found = dataset_facts(path, data.subset_name, data.split, skip=data.on_error == "skip")
     except ValueError as error:
         stage.problem(f"{key}.path", f"({path}) {error}")
         return None
@@ -221,7 +221,8 @@ def check_train_data(stage: Stage) -> None:
     found = _rows(stage, key, data)
     if found is None:
         return
-    stage.train_rows = found.rows
+    # how many pieces a text gives is known when it is encoded
+    stage.train_rows = None if stage.config.algorithm.algorithm_type == "cpt" else found.rows
     named = _named_columns(data.format)
     _check_columns(stage, key, data, found, named)
     columns = found.columns

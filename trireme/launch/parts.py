@@ -25,7 +25,7 @@ from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
 from trireme.data.formats import SftFormat
 from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows, load_rows
-from trireme.data.tasksets import Taskset
+from trireme.data.tasksets import Taskset, check_task
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.gate import Gate
@@ -240,7 +240,12 @@ def _rows(config: TasksetConfig) -> Rows:
 
         made: Any = problems(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
-    return load_rows(config.path, config.subset_name, config.split)
+    rows = load_rows(config.path, config.subset_name, config.split, on_error=config.on_error)
+    if config.on_error == "fail":
+        return rows  # the taskset looks at a whole column at once
+    prompt = config.format.prompt_key
+    selector = config.task_selector or config.data_selector
+    return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
 
 
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
@@ -313,7 +318,11 @@ def _make_file_buffer(
 ) -> FileBuffer:
     model = plan.config.model
     rows = load_rows(
-        plan.buffer_path, config.subset_name, config.split, progress=config.enable_progress_bar
+        plan.buffer_path,
+        config.subset_name,
+        config.split,
+        progress=config.enable_progress_bar,
+        on_error=config.on_error,
     )
     form = SftFormat(
         rows,
@@ -323,6 +332,7 @@ def _make_file_buffer(
         end_ids=end_ids,
         chat_template=text.template,
         enable_thinking=model.enable_thinking,
+        on_error=config.on_error,
     )
     epochs = None if plan.train_steps else plan.config.buffer.total_epochs
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
@@ -343,8 +353,8 @@ def examine_taskset(taskset: Taskset | Mixture) -> None:
     """Raise ValueError where a workflow or reward of the tasks is unknown or has other options."""
     seen = set()
     for task in taskset.all():
-        if (task.workflow, task.reward_fn) not in seen:
-            seen.add((task.workflow, task.reward_fn))
+        if (kind := f"{task.workflow} {task.reward_fn}") not in seen:
+            seen.add(kind)
             examine = resolve(task.workflow).examine
             if examine is not None:
                 examine(task)

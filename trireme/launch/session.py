@@ -124,6 +124,8 @@ class Session(AbstractContextManager["Session"]):
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset)
+        if self._reads_file:  # a malformed row is named now
+            parts.make_buffer(self.plan, self.folder, self.text)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:

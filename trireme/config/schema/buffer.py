@@ -63,6 +63,8 @@ class ExperienceBufferConfig:
     """Seconds without a new experience after which the trainer gives up, and says so."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     """Priority replay."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a malformed row does: end the run before it begins, or be left out and counted."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     max_retry_times: int = number(3, at_least=0)

@@ -120,6 +120,8 @@ class TasksetConfig:
     """Order of the tasks."""
     task_selector: DataSelectorConfig | None = None
     """Older name of `data_selector`; used where it is given."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a malformed row does: end the run before it begins, or be left out and counted."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     repeat_times: int = number(1, at_least=1)
