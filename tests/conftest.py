@@ -8,9 +8,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.postgres import Server, binaries, serving
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +22,13 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_model
 
     return make_model(tmp_path_factory.mktemp("tiny") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """A PostgreSQL server; skips where none is installed."""
+    programs = binaries()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed here")
+    with serving(programs) as server:
+        yield server

@@ -24,6 +24,11 @@ import trireme
         ),
         ("trinity.common.rewards:REWARD_FUNCTIONS", "trireme.rewards.reward:REWARDS"),
         ("trinity.common.rewards.reward_fn:RewardFn", "trireme.rewards.reward:RewardFn"),
+        ("trinity.buffer.operators:EXPERIENCE_OPERATORS", "trireme.pipeline.names:OPERATORS"),
+        (
+            "trinity.buffer.operators:ExperienceOperator",
+            "trireme.pipeline.operator:ExperienceOperator",
+        ),
         ("trinity.common.models.model:ModelWrapper", "trireme.model.blocking:BlockingModel"),
         ("trinity.common.config:load_config", "trireme.config:load_config"),
         ("trinity.utils.registry:Registry", "trireme.registry:Registry"),

@@ -45,11 +45,14 @@ def make_model(
     template: str | None = CHATML,
     max_len: int = 512,
     tie: bool = True,
+    head_dim: int = 8,
 ) -> Path:
-    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2 or llama."""
+    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2 or llama. `head_dim`: qwen3's;
+    vLLM has kernels for no less than 32 on a CPU.
+    """
     tokenizer = make_tokenizer(template)
     kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
-    extra = {"head_dim": 8} if arch == "qwen3" else {}
+    extra = {"head_dim": head_dim} if arch == "qwen3" else {}
     config = kinds[arch](
         vocab_size=len(tokenizer),
         hidden_size=hidden,

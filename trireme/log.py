@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -31,6 +32,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN_REPEATS = 3
 
+_PASSWORD = re.compile(r"(\w://[^\s:/@?]*:|[?&]password=)[^\s@&'\"]+")
+
 # Modules that log under their own name, `trireme.<package>…`: the part each package belongs to.
 _PART_OF_PACKAGE = {
     "sync": "synchronizer",
@@ -43,6 +46,11 @@ _PART_OF_PACKAGE = {
 def get_logger(part: str) -> logging.Logger:
     """The logger of a part: `explorer`, `explorer_runner_3`, `trainer` …"""
     return logging.getLogger(f"{ROOT}.{part}")
+
+
+def hide_passwords(text: str) -> str:
+    """`text` with the passwords of the URLs in it replaced by stars."""
+    return _PASSWORD.sub(r"\1***", text)
 
 
 def setup_logging(
@@ -97,10 +105,17 @@ def write_failure(job_log_dir: str | Path, error: BaseException) -> Path | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.write(logging.Formatter(LINE).format(record) + "\n")
+            file.write(_Lines(LINE).format(record) + "\n")
     except OSError:  # the disk may be what failed
         return None
     return path
+
+
+class _Lines(logging.Formatter):
+    """A line of a log, or several with a traceback; never a password."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide_passwords(super().format(record))
 
 
 class PartFiles(logging.Handler):
@@ -110,7 +125,7 @@ class PartFiles(logging.Handler):
         super().__init__()
         self.folder = folder
         self._files: dict[str, TextIO] = {}
-        self.setFormatter(logging.Formatter(LINE))
+        self.setFormatter(_Lines(LINE))
 
     def file_of(self, part: str) -> TextIO:
         """The open file of a part."""
@@ -147,7 +162,7 @@ class ConsoleLines(logging.Handler):
         self._seen[kind] += 1
         if self._seen[kind] > SHOWN_REPEATS:
             return
-        line = (record.getMessage().splitlines() or [""])[0]
+        line = hide_passwords((record.getMessage().splitlines() or [""])[0])
         more = ""
         if self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trireme.algorithms.policy_loss import ppo, sft
 LN2 = math.log(2)
 
 
-def _ppo(ratio: float, advantage: float, **options: float) -> float:
+def _ppo(ratio: float, advantage: float, **options: Any) -> float:
     old = torch.tensor([-1.0], dtype=torch.float64)
     loss, _ = ppo(old + math.log(ratio), old, torch.tensor([advantage]), **options)
     return loss.item()

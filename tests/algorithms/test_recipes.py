@@ -183,7 +183,7 @@ def test_stale_experiences_are_dropped_and_counted():
     )
     taken, sampled = asyncio.run(recipe.take(Ages(), 5, version=3))
     assert [e.version for e in taken] == [2] * 5
-    assert sampled == {"sample/dropped_stale": 10.0}
+    assert sampled["sample/dropped_stale"] == 10.0
 
 
 @advantage("rank")

@@ -29,28 +29,37 @@ class FourRows:
         return sample(1, index // 2, index % 2)
 
 
-@pytest.fixture(params=["queue", "sql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database."""
+    if request.param == "postgres":
+        return request.getfixturevalue("postgres").database()
+    return f"sqlite:///{tmp_path / 'buffer.db'}"
+
+
+@pytest.fixture(params=["queue", "sqlite", "postgres"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Makes buffers of one kind; the SQL ones all open the same database."""
+    url = database(request, tmp_path)
 
     def build(**options: Any) -> Any:
         if request.param == "queue":
             return QueueBuffer("experiences", **options)
-        return SqlBuffer("experiences", f"sqlite:///{tmp_path / 'buffer.db'}", **options)
+        return SqlBuffer("experiences", url, **options)
 
     return build
 
 
-@pytest.fixture(params=["queue", "sql", "file"])
+@pytest.fixture(params=["queue", "sqlite", "postgres", "file"])
 def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
     """Makes a buffer that holds the four experiences of one step and gets no more."""
+    url = database(request, tmp_path)
 
     async def build() -> Buffer:
         if request.param == "file":
             return FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
         buffer: Any = QueueBuffer("experiences")
-        if request.param == "sql":
-            buffer = SqlBuffer("experiences", f"sqlite:///{tmp_path / 'buffer.db'}")
+        if request.param in ("sqlite", "postgres"):
+            buffer = SqlBuffer("experiences", url)
         await buffer.put(step_of(1))
         return buffer
 
@@ -110,7 +119,7 @@ def test_a_resumed_buffer_gives_exactly_what_was_not_taken(filled: Callable[[], 
         buffer.commit()
         lost = await buffer.take(2)  # learned from, but not in a checkpoint when the process dies
         if isinstance(buffer, SqlBuffer):
-            again: Any = SqlBuffer("experiences", str(buffer._database.url))
+            again: Any = SqlBuffer("experiences", buffer._database.url.render_as_string(False))
         elif isinstance(buffer, FileBuffer):
             again = FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
         else:

@@ -11,18 +11,28 @@ from typing import Any
 import pytest
 
 from tests.buffer.samples import run, sample, step_of, uids
+from tests.postgres import Server
 from trireme.buffer.buffer import Closed
+from trireme.buffer.claims import Reuse
 from trireme.buffer.sql import SqlBuffer
 
 
-def open_as(role: Any, folder: Path, party: str | None = None) -> SqlBuffer:
-    return SqlBuffer("experiences", f"sqlite:///{folder / 'b.db'}", role=role, party=party)
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'b.db'}"
+    return request.getfixturevalue("postgres").database()
 
 
-def test_two_readers_never_share_an_experience(tmp_path: Path) -> None:
+def open_as(role: Any, url: str, party: str | None = None, **options: Any) -> SqlBuffer:
+    return SqlBuffer("experiences", url, role=role, party=party, **options)
+
+
+def test_two_readers_never_share_an_experience(url: str) -> None:
     async def main() -> None:
-        explorer = open_as("explore", tmp_path)
-        readers = [open_as("train", tmp_path, f"trainer_{i}") for i in range(2)]
+        explorer = open_as("explore", url)
+        readers = [open_as("train", url, f"trainer_{i}") for i in range(2)]
         takes = [asyncio.create_task(reader.take(2)) for _ in range(4) for reader in readers]
         for batch in range(4):
             await explorer.put(step_of(batch))
@@ -32,12 +42,12 @@ def test_two_readers_never_share_an_experience(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_end_of_the_explorer_is_seen_by_a_trainer_that_starts_later(tmp_path: Path) -> None:
+def test_the_end_of_the_explorer_is_seen_by_a_trainer_that_starts_later(url: str) -> None:
     async def main() -> None:
-        explorer = open_as("explore", tmp_path)
+        explorer = open_as("explore", url)
         await explorer.put(step_of(1))
         await explorer.close()
-        trainer = open_as("train", tmp_path)
+        trainer = open_as("train", url)
         assert len(await trainer.take(100)) == 4
         with pytest.raises(Closed):
             await trainer.take(1)
@@ -45,22 +55,22 @@ def test_the_end_of_the_explorer_is_seen_by_a_trainer_that_starts_later(tmp_path
     run(main())
 
 
-def test_the_end_of_the_trainer_is_seen_by_the_explorer(tmp_path: Path) -> None:
+def test_the_end_of_the_trainer_is_seen_by_the_explorer(url: str) -> None:
     async def main() -> None:
-        explorer, trainer = open_as("explore", tmp_path), open_as("train", tmp_path)
+        explorer, trainer = open_as("explore", url), open_as("train", url)
         await trainer.close()
         with pytest.raises(Closed):
             await explorer.put(step_of(1))
-        open_as("train", tmp_path)  # it comes back
+        open_as("train", url)  # it comes back
         await explorer.put(step_of(1))
 
     run(main())
 
 
-def test_the_last_of_several_explorers_ends_the_stream(tmp_path: Path) -> None:
+def test_the_last_of_several_explorers_ends_the_stream(url: str) -> None:
     async def main() -> None:
-        one, two = open_as("explore", tmp_path, "one"), open_as("explore", tmp_path, "two")
-        trainer = open_as("train", tmp_path)
+        one, two = open_as("explore", url, "one"), open_as("explore", url, "two")
+        trainer = open_as("train", url)
         await one.close()
         taking = asyncio.create_task(trainer.take(8))
         await asyncio.sleep(0.1)
@@ -72,13 +82,13 @@ def test_the_last_of_several_explorers_ends_the_stream(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_step_that_an_explorer_repeats_after_a_crash_is_not_doubled(tmp_path: Path) -> None:
+def test_a_step_that_an_explorer_repeats_after_a_crash_is_not_doubled(url: str) -> None:
     async def main() -> None:
-        first = open_as("explore", tmp_path)
+        first = open_as("explore", url)
         await first.put(step_of(1))
-        again = open_as("explore", tmp_path)
+        again = open_as("explore", url)
         await again.put(step_of(1, tasks=3))
-        trainer = open_as("train", tmp_path)
+        trainer = open_as("train", url)
         assert len(trainer) == 6
         assert len(set(uids(await trainer.take(6)))) == 6
 
@@ -86,47 +96,46 @@ def test_a_step_that_an_explorer_repeats_after_a_crash_is_not_doubled(tmp_path: 
 
 
 def test_a_trainer_killed_between_checkpoint_and_commit_learns_nothing_twice(
-    tmp_path: Path,
+    url: str,
 ) -> None:
     async def main() -> None:
-        explorer = open_as("explore", tmp_path)
+        explorer = open_as("explore", url)
         await explorer.put(step_of(1))
-        trainer = open_as("train", tmp_path)
+        trainer = open_as("train", url)
         await trainer.take(3)
         state = trainer.state()  # the checkpoint has it, and then the process dies
-        again = open_as("train", tmp_path)
+        again = open_as("train", url)
         again.load_state(state)
         assert uids(await again.take(1)) == uids(step_of(1))[3:]
 
     run(main())
 
 
-def test_a_trainer_killed_before_its_first_checkpoint_gets_all_again(tmp_path: Path) -> None:
+def test_a_trainer_killed_before_its_first_checkpoint_gets_all_again(url: str) -> None:
     async def main() -> None:
-        explorer = open_as("explore", tmp_path)
+        explorer = open_as("explore", url)
         await explorer.put(step_of(1))
-        await open_as("train", tmp_path).take(3)
-        assert uids(await open_as("train", tmp_path).take(4)) == uids(step_of(1))
+        await open_as("train", url).take(3)
+        assert uids(await open_as("train", url).take(4)) == uids(step_of(1))
 
     run(main())
 
 
-def test_another_process_feeds_this_one(tmp_path: Path) -> None:
+def test_another_process_feeds_this_one(url: str) -> None:
     code = (
         "import asyncio, sys\n"
-        "from pathlib import Path\n"
         "from tests.buffer.test_sql import open_as\n"
         "from tests.buffer.samples import step_of\n"
         "async def main():\n"
-        "    buffer = open_as('explore', Path(sys.argv[1]))\n"
+        "    buffer = open_as('explore', sys.argv[1])\n"
         "    for batch in range(3): await buffer.put(step_of(batch))\n"
         "    await buffer.close()\n"
         "asyncio.run(main())\n"
     )
 
     async def main() -> None:
-        trainer = open_as("train", tmp_path)
-        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as process:
+        trainer = open_as("train", url)
+        with subprocess.Popen([sys.executable, "-c", code, url]) as process:
             taken = await trainer.take(12)
         assert process.returncode == 0
         assert uids(taken) == [uid for b in range(3) for uid in uids(step_of(b))]
@@ -137,15 +146,146 @@ def test_another_process_feeds_this_one(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_hold_the_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.db").mkdir()
     with pytest.raises(ValueError, match=r"database 'sqlite:.*b\.db' cannot be used"):
-        open_as("both", tmp_path)
+        open_as("both", f"sqlite:///{tmp_path / 'b.db'}")
 
 
-def test_a_group_larger_than_a_statement_s_parameters_goes_in_and_out(tmp_path: Path) -> None:
+def test_a_group_larger_than_a_statement_s_parameters_goes_in_and_out(url: str) -> None:
     async def main() -> None:
-        buffer = open_as("both", tmp_path)
+        buffer = open_as("both", url)
         many = [sample(1, task, 0) for task in range(1200)]
         await buffer.put(many)
         assert uids(await buffer.take(1200)) == uids(many)
         buffer.commit()
+
+    run(main())
+
+
+def test_what_a_silent_reader_took_returns_and_is_not_learned_from_twice(url: str) -> None:
+    async def main() -> None:
+        explorer = open_as("explore", url)
+        await explorer.put(step_of(1))
+        frozen = open_as("train", url, "frozen", lease_time=0.2)
+        await frozen.take(2)
+        frozen._heartbeat.stop()
+        other = open_as("train", url, "other", lease_time=0.2)
+        assert uids(await other.take(4)) == uids(step_of(1))  # waits for the lease
+        with pytest.raises(RuntimeError, match=r"'frozen' was not heard from.*2 of the 2"):
+            frozen.state()
+        other.commit()
+
+    run(main())
+
+
+def test_a_reader_that_is_alive_keeps_what_it_took_past_its_lease(url: str) -> None:
+    async def main() -> None:
+        explorer = open_as("explore", url)
+        await explorer.put(step_of(1))
+        slow = open_as("train", url, "slow", lease_time=0.4)
+        await slow.take(3)
+        other = open_as("train", url, "other", lease_time=0.4)
+        await asyncio.sleep(1.0)
+        assert uids(await other.take(1)) == uids(step_of(1))[3:]
+        slow.commit()
+
+    run(main())
+
+
+def test_what_a_checkpoint_sealed_waits_for_its_reader(url: str) -> None:
+    """Only that reader knows whether the checkpoint was written whole."""
+
+    async def main(written: bool) -> list[str]:
+        explorer = open_as("explore", url)
+        await explorer.put(step_of(int(written)))
+        reader = open_as("train", url, "reader", lease_time=0.1)
+        before = reader.state()
+        reader.commit()
+        await reader.take(3)
+        state = reader.state()  # and here it dies
+        reader._heartbeat.stop()
+        other = open_as("train", url, "other", lease_time=0.1)
+        await asyncio.sleep(0.3)
+        await other.take(1)
+        assert len(other) == 0
+        other.commit()
+        again = open_as("train", url, "reader")
+        again.load_state(state if written else before)
+        return [] if written else uids(await again.take(3))
+
+    assert run(main(True)) == []
+    assert run(main(False)) == uids(step_of(0))[:3]
+
+
+def test_two_processes_of_one_name_do_not_both_go_on(url: str) -> None:
+    async def main() -> None:
+        first = open_as("explore", url)
+        open_as("explore", url)
+        with pytest.raises(RuntimeError, match=r"entered it as 'default'.*names of their own"):
+            await first.put(step_of(1))
+
+    run(main())
+
+
+def test_an_explorer_that_went_without_a_word_is_named(url: str) -> None:
+    async def main() -> None:
+        gone = open_as("explore", url, "explorer_7", lease_time=0.1)
+        gone._heartbeat.stop()
+        trainer = open_as("train", url, lease_time=0.1, max_read_timeout=0.5)
+        with pytest.raises(TimeoutError, match=r"not heard from: explorer_7 for \d s"):
+            await trainer.take(1)
+
+    run(main())
+
+
+def test_a_server_that_cuts_its_connections_costs_nothing(postgres: Server) -> None:
+    async def main(url: str) -> None:
+        explorer, trainer = open_as("explore", url), open_as("train", url)
+        for batch in range(6):
+            await explorer.put(step_of(batch))
+            postgres.end_connections(url)
+            assert uids(await trainer.take(4)) == uids(step_of(batch))
+            postgres.end_connections(url)
+            trainer.state()
+            trainer.commit()
+        assert len(trainer) == 0
+
+    run(main(postgres.database()))
+
+
+def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
+    url = "postgresql://me:geheim@127.0.0.1:1/none"
+    with pytest.raises(
+        ValueError, match=r"me:\*\*\*@127\.0\.0\.1:1/none' cannot be used"
+    ) as caught:
+        open_as("both", url, retries=1, retry_seconds=0.01)
+    assert "geheim" not in str(caught.value)
+
+
+def test_replay_in_a_database_gives_the_newest_first_and_again_after_its_rest(url: str) -> None:
+    async def main() -> None:
+        reuse = Reuse(decay=2.0, use_count_limit=2, cooldown=0.3)
+        buffer = open_as("both", url, reuse=reuse)
+        await buffer.put([sample(4, 0, 0)])
+        await buffer.put([sample(5, 0, 0)])
+        assert [e.eid.batch for e in await buffer.take(1)] == [5]
+        again = await buffer.take(2)  # waits for the rest; 5 - 2 * 1 is less than 4
+        assert [e.eid.batch for e in again] == [4, 5]
+        assert [e.info["use_count"] for e in again] == [1, 2]
+        buffer.commit()
+        assert [e.info["use_count"] for e in await buffer.take(1)] == [2]
+        assert len(buffer) == 0
+
+    run(main())
+
+
+def test_replay_in_a_database_drops_the_lowest_priority(url: str) -> None:
+    async def main() -> None:
+        buffer = open_as("both", url, reuse=Reuse(), capacity=2)
+        for version in (2, 3, 1, 4):
+            await buffer.put([sample(version, 0, run) for run in range(2)])
+        assert buffer.metrics() == {"buffer/dropped": 2.0}
+        assert [e.eid.batch for e in await buffer.take(4)] == [4, 4, 3, 3]
+        await buffer.close()
+        with pytest.raises(Closed):
+            await buffer.take(1)
 
     run(main())

@@ -92,3 +92,11 @@ def test_modes_that_ray_does_not_know_stay_here(tmp_path):
     (plan,), _ = draft_plans(config)
     assert plan.launcher == "local"
     assert any("mode bench runs in this process" in note for note in plan.notes)
+
+
+def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.places.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package ray is not installed"):
+        plan_of(tmp_path, "cluster.launcher=ray")
+    machine(4)
+    assert plan_of(tmp_path, "cluster.gpu_per_node=4").launcher == "local"

@@ -49,12 +49,6 @@ def test_options_of_the_replay_are_checked(tmp_path, replay, message):
         plan_of(tmp_path, f"{key}.enable=true", f"{key}.{replay}")
 
 
-def test_replay_is_of_the_queue(tmp_path):
-    key = "buffer.trainer_input.experience_buffer"
-    with pytest.raises(ConfigError, match="the store is sql, and only a queue has one"):
-        plan_of(tmp_path, f"{key}.replay_buffer.enable=true", f"{key}.storage_type=sql")
-
-
 def test_the_gsm8k_seed_runs_as_it_stands(tmp_path, monkeypatch):
     tree = values(tmp_path, rows=300)
     monkeypatch.setenv("TRINITY_MODEL_PATH", tree["model"]["model_path"])

@@ -146,9 +146,6 @@ def test_an_unknown_workflow_reward_or_algorithm_lists_the_known(tmp_path):
         "algorithm.algorithm_type is 'grop', an unknown algorithm: did you mean 'grpo'? "
         f"Known: {known}"
     )
-    assert f"is not supported yet: expected one of {known}" in only_problem(
-        tmp_path, "algorithm.algorithm_type=rloo"
-    )
     assert "an unknown policy loss" in only_problem(tmp_path, "algorithm.policy_loss_fn=nope")
 
 
@@ -238,19 +235,16 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("mode=colocate", "mode"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
         ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
         ("monitor.monitor_type=wandb", "monitor.monitor_type"),
-        ("model.critic_model_path=x", "model.critic_model_path"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
         (
-            "data_processor.experience_pipeline.operators=[{name: reward_filter}]",
-            "data_processor.experience_pipeline.operators",
+            "data_processor.task_pipeline={priority_weights: {difficulty: 1.0}}",
+            "data_processor.task_pipeline.priority_weights",
         ),
         (f"{TASKSET}.format.image_key=answer", f"{TASKSET}.format.image_key"),
-        ("algorithm.rollout_correction={bypass_mode: true}", "algorithm.rollout_correction"),
     ],
 )
 def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):
@@ -337,3 +331,16 @@ def test_columns_of_an_array_and_of_a_saved_data_set(tmp_path):
 def test_a_server_for_other_machines_needs_a_key(tmp_path):
     problem = only_problem(tmp_path, "mode=serve", "explorer.listen_address=10.0.0.1")
     assert problem.startswith("explorer.listen_address is 10.0.0.1: other machines need")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("experience_pipeline", "experience operator: did you mean 'reward_filter'? Known: dedup"),
+        ("task_pipeline", "task operator: Known: "),
+    ],
+)
+def test_an_operator_that_is_not_there_is_named(tmp_path, pipeline, message):
+    key = f"data_processor.{pipeline}"
+    found = only_problem(tmp_path, f"{key}={{operators: [{{name: reward_filtr}}]}}")
+    assert found.startswith(f"{key}.operators[0].name is 'reward_filtr', an unknown {message}")

@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
 from tests.server.made import on_port, torch_rollouts
+from tests.tiny import make_model
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.engines.torch.engine import TorchEngine
+from trireme.launch.engine_host import EngineHost, start_all, stop_all
 
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
 LONG = Sampling(max_tokens=40, ignore_eos=True)
+SLOW_START = pytest.mark.timeout(400)
+VLLM = pytest.param("vllm", marks=[needs_vllm, SLOW_START])
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
 
-@pytest.fixture(params=["scripted", "torch", "remote"])
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineHost, Path]]:
+    """One process for all tests: it takes long to start."""
+    folder = make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32)
+    host = vllm_host(folder, max_model_len=MAX_LEN)
+    asyncio.run(start_all([host], START_S))
+    yield host, folder
+    asyncio.run(stop_all([host]))
+
+
+@pytest.fixture(params=["scripted", "torch", "remote", VLLM])
 def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     if request.param == "remote":
         return lambda main: asyncio.run(asyncio.wait_for(_remote(main, tiny_dir), 60))
+
+    if request.param == "vllm":
+        host, folder = request.getfixturevalue("vllm")
+        return lambda main: asyncio.run(asyncio.wait_for(_vllm(main, host, folder), 60))
 
     def make(device: Device) -> Engine:
         if request.param == "scripted":
@@ -57,6 +76,18 @@ async def _remote(main: Callable[[Engine], Awaitable[Any]], folder: Path) -> Any
             return await main(engine)
         finally:
             await engine.close()
+
+
+async def _vllm(main: Callable[[Engine], Awaitable[Any]], host: EngineHost, folder: Path) -> Any:
+    engine = RemoteEngine([host.url], api_key=host.key)
+    try:
+        return await main(engine)
+    finally:
+        await engine.close()
+        again = RemoteEngine([host.url], api_key=host.key)  # as the next test expects to find it
+        await again.update_weights(folder, 0)
+        await again.resume()
+        await again.close()
 
 
 def test_n_samples_have_lists_of_one_length_and_tokens_of_the_present_version(run: Run) -> None:
@@ -133,9 +164,14 @@ def test_abort_ends_the_requests_under_a_key_and_no_others(run: Run) -> None:
     run(main)
 
 
-def test_tokens_carry_the_version_after_an_update(run: Run, tiny_dir: Path) -> None:
+def test_tokens_carry_the_version_after_an_update(
+    run: Run, request: pytest.FixtureRequest, tiny_dir: Path
+) -> None:
+    of_vllm = "vllm" in request.node.callspec.params.values()
+    folder = request.getfixturevalue("vllm")[1] if of_vllm else tiny_dir
+
     async def main(engine: Engine) -> None:
-        await engine.update_weights(tiny_dir, 7)
+        await engine.update_weights(folder, 7)
         (reply,) = await engine.generate(PROMPT, Sampling(max_tokens=3, ignore_eos=True))
         assert reply.versions == [7, 7, 7] and engine.health().version == 7
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from tests.tiny import make_tokenizer
-from trireme.algorithms.recipes import GRPO
+from trireme.algorithms.table import GRPO
 from trireme.buffer.queue import QueueBuffer
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trireme.algorithms.recipes import GRPO
+from trireme.algorithms.table import GRPO
 from trireme.buffer.sql import SqlBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import EID, Experience

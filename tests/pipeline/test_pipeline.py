@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from trireme.algorithms.recipes import GRPO, SFT
+from trireme.algorithms.table import GRPO, SFT
 from trireme.buffer.record import Record
 from trireme.experience import EID, Experience
+from trireme.pipeline.names import OPERATORS
+from trireme.pipeline.operator import make_operator
 from trireme.pipeline.pipeline import Pipeline
 
 
@@ -46,3 +49,59 @@ def test_the_raw_copy_is_of_what_came_in(tmp_path: Path) -> None:
 def test_nothing_in_gives_nothing_out() -> None:
     kept, _ = asyncio.run(Pipeline(GRPO).run([]))
     assert kept == []
+
+
+def piped(*operators: tuple[str, dict[str, object]]) -> Pipeline:
+    made = [make_operator(OPERATORS, name, args, "operators") for name, args in operators]
+    return Pipeline(GRPO, operators=made)
+
+
+def test_operators_come_before_the_advantages_and_in_their_order() -> None:
+    pipeline = piped(("reward_filter", {"threshold": 0.5}), ("reward_std_filter", {}))
+    given = group([0.0, 1.0, 2.0]) + group([0.0, 1.0], task=1)
+    kept, metrics = asyncio.run(pipeline.run(given))
+    assert [e.eid.rid for e in kept] == ["1/0/1", "1/0/2"]
+    scores = [e.advantages[-1].item() for e in kept if e.advantages is not None]
+    assert scores == pytest.approx([-0.7071, 0.7071], abs=1e-3)
+    assert metrics["experience_pipeline/reward_filter/dropped"] == 2.0
+    assert metrics["experience_pipeline/reward_std_filter/dropped"] == 1.0
+    assert metrics["experience_pipeline/emptied_groups"] == 1.0
+
+
+def test_a_step_may_be_emptied() -> None:
+    kept, metrics = asyncio.run(piped(("reward_filter", {"threshold": 9})).run(group([0.0, 1.0])))
+    assert kept == [] and metrics["experience_pipeline/emptied_groups"] == 1.0
+
+
+def test_pass_rates_are_those_at_the_operator_s_place() -> None:
+    shaping = {"stats_key": "half", "op_type": "MUL"}
+    pipeline = piped(
+        ("reward_shaping_mapper", {"reward_shaping_configs": [shaping]}),
+        ("pass_rate_calculator", {}),
+        ("reward_filter", {"threshold": 9}),
+    )
+    given = group([1.0, 1.0])
+    for experience in given:
+        experience.info |= {"half": 0.5, "task_index": {"taskset_id": 0, "index": 7}}
+    assert pipeline.pass_rates is None
+    asyncio.run(pipeline.run(given))
+    assert pipeline.pass_rates == {0: {7: 0.5}}
+
+
+def test_the_raw_copy_does_not_see_what_operators_change(tmp_path: Path) -> None:
+    record = Record(lines=tmp_path / "raw.jsonl")
+    pipeline = piped(("length_penalty", {"max_length": 2, "cache_length": 1}))
+    pipeline.raw = record
+    kept, _ = asyncio.run(pipeline.run(group([1.0, 3.0])))
+    record.close()
+    rows = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [1.0, 3.0]
+    assert [e.reward for e in kept] == [0.0, 2.0]
+
+
+def test_a_group_is_as_old_as_its_oldest_token() -> None:
+    given = group([0.0, 1.0]) + group([0.0, 1.0], task=1)
+    for experience, version in zip(given, (3, 5, 4, 4), strict=True):
+        experience.versions = torch.tensor([-1, version, version + 1], dtype=torch.int32)
+    kept, _ = asyncio.run(Pipeline(GRPO).run(given))
+    assert [e.info["group_version"] for e in kept] == [3, 3, 4, 4]

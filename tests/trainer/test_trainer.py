@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from trireme.algorithms.recipes import SFT
+from trireme.algorithms.table import SFT
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
@@ -40,6 +41,15 @@ class Backend:
 
     def weights(self) -> dict[str, Any]:
         return {}
+
+    def each_weight(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def together(self, order: Any, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -110,7 +120,7 @@ async def make(
     trainer = Trainer(
         backend=backend,
         recipe=SFT,
-        supply=BufferSupply(buffer, SFT, 2, sync.waiting if sync else None),
+        supply=BufferSupply(buffer, SFT, 2, waiting=sync.waiting if sync else None),
         device=Device(1),
         checkpointer=Folder(events, buffer),
         report=lambda part, step, metrics: reports.append((part, step, metrics)),

@@ -2,8 +2,9 @@
 
 Functions `(rewards [N], groups [N], *, options) -> advantages [N]`; NaN says: leave this one out of
 training. Further arguments that a function may name: `runs` and `steps` [N], the numbers in the
-eid; `step_rewards` [N], what a step earned by itself; `anchors` [N], equal where two steps were in
-the same state of the environment.
+eid; `lengths` [N], trained tokens; `step_rewards` [N], what a step earned by itself; `anchors` [N],
+equal where two steps were in the same state of the environment. They run before the buffer, where
+groups are whole; advantages of single tokens are `in_trainer` and lie in token_advantage.py.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ def grpo(
     epsilon: float = 1e-6,
     std_threshold: float | None = None,
     std_cal_level: Literal["group", "batch"] = "group",
+    norm_by_std: bool = True,
 ) -> Tensor:
     """A = (R - mean) / (std + epsilon) over the group (DeepSeekMath, arXiv:2402.03300).
 
-    std is the sample's (n - 1). A group of one has mean 0 and std 1. With `std_threshold`, groups
-    whose std is not above it, and groups of one, are left out. `std_cal_level: batch` divides by
-    the std of all rewards of the batch instead (arXiv:2508.08221). A run that left several
-    experiences with one reward (a conversation whose template dropped thinking, say) counts once.
+    std is the sample's (n - 1); `norm_by_std: false` divides by nothing (arXiv:2503.20783). A group
+    of one has mean 0 and std 1. With `std_threshold`, groups whose std is not above it, and groups
+    of one, are left out. `std_cal_level: batch` divides by the std of all rewards of the batch
+    instead (arXiv:2508.08221). A run that left several experiences with one reward (a conversation
+    whose template dropped thinking, say) counts once.
     """
     if std_cal_level not in ("group", "batch"):
         raise ValueError(
             f"algorithm.advantage_fn_args.std_cal_level is '{std_cal_level}': 'group' or 'batch'"
         )
     advantages = torch.empty_like(rewards)
-    counts = _counts(rewards, groups, runs)
+    counts = counted(rewards, groups, runs)
     batch_std = rewards[counts].std() if counts.sum() > 1 else rewards.new_ones(())
     for member in by_group(groups):
         own = rewards[member & counts]
@@ -53,11 +56,41 @@ def grpo(
             advantages[member] = torch.nan
             continue
         scale = batch_std if std_cal_level == "batch" else std
-        advantages[member] = (rewards[member] - mean) / (scale + epsilon)
+        centred = rewards[member] - mean
+        advantages[member] = centred / (scale + epsilon) if norm_by_std else centred
     return advantages
 
 
-def _counts(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
+def dapo(
+    rewards: Tensor,
+    groups: Tensor,
+    lengths: Tensor,
+    runs: Tensor | None = None,
+    *,
+    epsilon: float = 1e-6,
+    std_threshold: float | None = 0.0,
+    overlong_length: int | None = None,
+    overlong_cache: int = 0,
+    overlong_penalty: float = 1.0,
+) -> Tensor:
+    """GRPO of R + overlong(length); groups whose rewards are equal are left out (arXiv:2503.14476).
+
+    overlong is 0 up to L - C trained tokens, -p beyond L, and (L - C - length) / C p between, with
+    L `overlong_length` (not given: 0 always), C `overlong_cache`, p `overlong_penalty`. What is
+    left out is sampled anew: the trainer waits until its batch is full (dynamic sampling).
+    """
+    if overlong_length is not None:
+        if not 0 < overlong_cache <= overlong_length:
+            raise ValueError(
+                f"algorithm.advantage_fn_args.overlong_cache is {overlong_cache}: expected more "
+                f"than 0 and at most overlong_length ({overlong_length})"
+            )
+        beyond = (overlong_length - overlong_cache - lengths) / overlong_cache
+        rewards = rewards + beyond.clamp(-1, 0) * overlong_penalty
+    return grpo(rewards, groups, runs, epsilon=epsilon, std_threshold=std_threshold)
+
+
+def counted(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
     """Which experiences count in a group's mean [N]: the first of a run whose rewards are equal."""
     counts = torch.ones_like(rewards, dtype=torch.bool)
     if runs is None:

@@ -44,6 +44,14 @@ def assign_advantages(
     return kept, metrics
 
 
+def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
+    """Metrics of the rewards alone, where the trainer computes the advantages; {} without any."""
+    if not experiences or any(e.reward is None for e in experiences):
+        return {}
+    data = _data(experiences)
+    return _reward_metrics(data["rewards"], data["groups"])
+
+
 def _data(experiences: list[Experience]) -> dict[str, Tensor]:
     """What an advantage may ask for, one entry per experience."""
     rewards = []
@@ -61,6 +69,7 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
         "groups": torch.tensor([numbers[e.eid.tid] for e in experiences]),
         "runs": torch.tensor([e.eid.run for e in experiences]),
         "steps": torch.tensor([e.eid.step for e in experiences]),
+        "lengths": torch.tensor([int(e.mask.sum()) for e in experiences]),
     }
 
 

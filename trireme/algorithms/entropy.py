@@ -18,3 +18,8 @@ def none(logprobs: Tensor) -> Tensor:
 def default(entropies: Tensor) -> Tensor:
     """-sum_v p(v) log p(v) of each trained token's distribution (A3C, arXiv:1602.01783)."""
     return entropies
+
+
+def mix(entropies: Tensor, expert: Tensor) -> Tensor:
+    """-sum_v p(v) log p(v) on the policy's own tokens, 0 on an expert's."""
+    return entropies * ~expert

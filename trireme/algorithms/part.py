@@ -10,9 +10,12 @@ from typing import Any
 
 from trireme.registry import Registry
 
-# Options that belong to the kind and not to the function, with their defaults.
-COEFFICIENTS: dict[str, dict[str, float]] = {
-    "kl_loss_fn": {"kl_coef": 0.001},
+_KL = {"kl_coef": 0.001, "adaptive": False, "target_kl": 0.1, "horizon": 10000.0}
+# Options that belong to the kind and not to the function, with their defaults. The first one is
+# the coefficient.
+SETTINGS: dict[str, dict[str, float | bool]] = {
+    "kl_loss_fn": _KL,
+    "kl_penalty_fn": _KL,
     "entropy_loss_fn": {"entropy_coef": 0.0},
 }
 
@@ -25,12 +28,22 @@ class Part:
     name: str
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    coefficient: float = 1.0
+    settings: Mapping[str, float | bool] = field(default_factory=dict)
+    """What the kind has beside the function's own options."""
 
     @property
     def label(self) -> str:
         """For messages: `policy_loss_fn 'ppo'`."""
         return f"{self.kind} '{self.name}'"
+
+    @property
+    def coefficient(self) -> float:
+        """What the part's result is multiplied by, at the start where it adapts."""
+        return float(next(iter(self.settings.values()), 1.0))
+
+    def marked(self, name: str) -> bool:
+        """Whether the function says so of itself: `in_trainer`, `of_sequences` and the like."""
+        return bool(getattr(self.function, name, False))
 
     def data(self) -> dict[str, bool]:
         """Names of the data that the function asks for, and whether it can do without."""
@@ -57,18 +70,24 @@ def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] 
         raise ValueError(
             f"algorithm.{kind} '{name}' is not a function but {type(function).__name__}"
         )
+    return part_of(kind, name, function, args)
+
+
+def part_of(
+    kind: str, name: str, function: Callable[..., Any], args: Mapping[str, Any] | None
+) -> Part:
+    """The part that a function and its options make. ValueError for an option it does not have."""
     options = dict(args or {})
     allowed = [
         p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]
-    coefficients = COEFFICIENTS.get(kind, {})
+    settings = dict(SETTINGS.get(kind, {}))
     for key in options:
-        if key not in (*allowed, *coefficients):
-            raise ValueError(_unknown_option(kind, name, key, [*allowed, *coefficients]))
-    coefficient = 1.0
-    for key, default in coefficients.items():
-        coefficient = float(options.pop(key, default))
-    return Part(kind, name, function, options, coefficient)
+        if key not in (*allowed, *settings):
+            raise ValueError(_unknown_option(kind, name, key, [*allowed, *settings]))
+    for key, default in settings.items():
+        settings[key] = type(default)(options.pop(key, default))
+    return Part(kind, name, function, options, settings)
 
 
 def _unknown_option(kind: str, name: str, key: str, known: list[str]) -> str:

@@ -1,6 +1,6 @@
-"""Recipes: which parts an algorithm is made of, one row each.
+"""Recipes: which parts an algorithm is made of, and what they come to with the YAML's options.
 
-A row names its parts; `get_recipe` lays what the YAML says over the row and checks it against the
+`get_recipe` lays what the YAML says over a row of the table (table.py) and checks it against the
 parts' signatures. A recipe is all that explorer (advantages) and trainer (loss) know of an
 algorithm.
 """
@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from trireme.algorithms import names
-from trireme.algorithms.assign import assign_advantages
-from trireme.algorithms.part import Part, make_part
+from trireme.algorithms.assign import assign_advantages, reward_metrics
+from trireme.algorithms.correction import rollout_correction
+from trireme.algorithms.part import Part, make_part, part_of
 from trireme.algorithms.reduce import weights
 from trireme.algorithms.sample import Sample, Takes
 from trireme.batch import Batch
@@ -25,6 +27,7 @@ from trireme.experience import Experience
 _REGISTRIES = {
     "advantage_fn": names.ADVANTAGES,
     "policy_loss_fn": names.POLICY_LOSSES,
+    "kl_penalty_fn": names.KLS,
     "kl_loss_fn": names.KLS,
     "entropy_loss_fn": names.ENTROPIES,
     "sample_strategy": names.SAMPLES,
@@ -38,27 +41,36 @@ class Recipe:
     name: str
     policy_loss_fn: str
     advantage_fn: str | None = None
-    """None: nothing is computed before the buffer."""
+    """None: nothing is computed."""
+    kl_penalty_fn: str = "none"
     kl_loss_fn: str = "none"
     entropy_loss_fn: str = "none"
     loss_agg_mode: str = "token-mean"
     sample_strategy: str = "default"
-    schema: Literal["experience", "sft", "dpo"] = "experience"
+    schema: Literal["experience", "sft", "dpo", "cpt"] = "experience"
     """What the rows of its buffer are."""
     group_size: int = 1
     """Rollouts of a task, where the YAML does not say."""
+    greedy_run: bool = False
+    """Run 0 of a task is greedy: a baseline."""
     bypass_old_logprobs: bool = True
     """The sampler's log-probabilities are the old ones; False: the trainer's own."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    use: str = ""
+    """When to take it, in a sentence."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
         """Every part by its field. Raises ValueError for an unknown part or option."""
-        return {
+        parts = {
             kind: make_part(kind, registry, name, self.options.get(kind))
             for kind, registry in _REGISTRIES.items()
             if (name := getattr(self, kind)) is not None
         }
+        if given := self.options.get("rollout_correction"):
+            kind = "rollout_correction"
+            parts[kind] = part_of(kind, kind, rollout_correction, given)
+        return parts
 
     @property
     def policy_loss(self) -> Part:
@@ -67,27 +79,56 @@ class Recipe:
 
     @property
     def kl(self) -> Part | None:
-        """The distance to the reference model; None where it has no weight."""
-        part = self.parts["kl_loss_fn"]
-        return part if part.coefficient and part.name != "none" else None
+        """The distance to the reference model in the loss; None where it has no weight."""
+        return self._weighted("kl_loss_fn")
+
+    @property
+    def penalty(self) -> Part | None:
+        """The distance to the reference model taken off the rewards; None: no weight."""
+        return self._weighted("kl_penalty_fn")
 
     @property
     def entropy(self) -> Part | None:
         """The entropy bonus; None where it has no weight."""
-        part = self.parts["entropy_loss_fn"]
-        return part if part.coefficient and part.name != "none" else None
+        return self._weighted("entropy_loss_fn")
+
+    @property
+    def correction(self) -> Part | None:
+        """The correction between sampler and trainer, where there is one."""
+        return self.parts.get("rollout_correction")
+
+    @property
+    def token_advantage(self) -> Part | None:
+        """The advantage, where the trainer computes it."""
+        part = self.parts.get("advantage_fn")
+        return part if part is not None and part.marked("in_trainer") else None
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model has to be loaded."""
-        return self.kl is not None or "ref_logprobs" in self.policy_loss.data()
+        return bool(self.kl or self.penalty) or self.asks("ref_logprobs")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model has to be loaded."""
+        return self.asks("values")
+
+    @property
+    def from_data(self) -> bool:
+        """Whether it learns from a data set, without an explorer."""
+        return self.schema != "experience"
 
     @property
     def idle_at_zero_advantage(self) -> bool:
         """Whether a token without an advantage has no gradient."""
-        loss = self.policy_loss
-        known = getattr(loss.function, "idle_at_zero_advantage", False)
+        known = self.policy_loss.marked("idle_at_zero_advantage")
         return known and self.kl is None and self.entropy is None
+
+    def asks(self, name: str) -> bool:
+        """Whether advantage, loss or entropy cannot do without this data."""
+        kinds = ("advantage_fn", "policy_loss_fn", "entropy_loss_fn")
+        parts = (self.parts[kind] for kind in kinds if kind in self.parts)
+        return any(part.data().get(name) is False for part in parts)
 
     def advantages(
         self, experiences: list[Experience]
@@ -95,32 +136,54 @@ class Recipe:
         """Write `advantages` and `returns` of whole groups; those to be trained, and metrics."""
         if self.advantage_fn is None:
             return experiences, {}
+        if self.token_advantage is not None:
+            return experiences, reward_metrics(experiences)
         return assign_advantages(self.parts["advantage_fn"], experiences)
 
     def weights(self, batch: Batch) -> Tensor:
         """The weight of each entry [M] in the loss of the whole batch."""
-        out = weights(self.loss_agg_mode, batch.sample_ids, batch.num_samples, width=batch.width)
         loss_weight = batch.fields.get("loss_weight")
+        if self.policy_loss.marked("of_sequences") and loss_weight is not None:
+            self._refuse_weights(batch, loss_weight)
+        expert = batch.fields.get("expert")
+        if expert is None:
+            out = weights(
+                self.loss_agg_mode, batch.sample_ids, batch.num_samples, width=batch.width
+            )
+        else:
+            out = torch.empty(batch.num_tokens)
+            for kind in (expert, ~expert):
+                samples = batch.sample_ids[kind].unique()
+                part = batch.select(samples.tolist())
+                out[kind] = weights(
+                    self.loss_agg_mode, part.sample_ids, part.num_samples, width=part.width
+                )
         return out if loss_weight is None else out * loss_weight
 
-    async def take(self, buffer: Takes, num: int, version: int = 0) -> Sample:
+    async def take(
+        self,
+        buffer: Takes,
+        num: int,
+        version: int = 0,
+        auxiliary: Mapping[str, Takes] | None = None,
+    ) -> Sample:
         """Experiences for a train step by the sample strategy, and its metrics."""
-        part = self.parts["sample_strategy"]
-        return await part.function(buffer, num, version, **part.options)
+        given = {"buffer": buffer, "num": num, "version": version, "auxiliary": auxiliary or {}}
+        return await self.parts["sample_strategy"](lambda name, _: given[name], given.__contains__)
 
+    def _weighted(self, kind: str) -> Part | None:
+        part = self.parts[kind]
+        return part if part.coefficient and part.name != "none" else None
 
-SFT = Recipe("sft", policy_loss_fn="sft", schema="sft")
-GRPO = Recipe(
-    "grpo", policy_loss_fn="ppo", advantage_fn="grpo", kl_loss_fn="k2", entropy_loss_fn="default"
-)
-MULTI_STEP_GRPO = replace(GRPO, name="multi_step_grpo", advantage_fn="step_wise_grpo")
-GIGPO = replace(
-    GRPO,
-    name="gigpo",
-    advantage_fn="gigpo",
-    group_size=8,
-    options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
-)
+    def _refuse_weights(self, batch: Batch, loss_weight: Tensor) -> None:
+        odd = ((loss_weight != 0) & (loss_weight != 1)).nonzero()
+        if len(odd):
+            entry = int(odd[0])
+            raise ValueError(
+                f"experience {batch.eids[int(batch.sample_ids[entry])]} has a loss_weight of "
+                f"{float(loss_weight[entry]):g}: {self.policy_loss.label} is a loss of whole "
+                "sequences and takes weights of 0 and 1 only"
+            )
 
 
 def algorithm(
@@ -161,12 +224,6 @@ def get_recipe(config: Any) -> Recipe:
         raise ValueError(
             f"algorithm.algorithm_type '{config.algorithm_type}' is not a Recipe: {row!r}"
         )
-    penalty = getattr(config, "kl_penalty_fn", None)
-    if penalty not in (None, "none"):
-        raise ValueError(
-            f"algorithm.kl_penalty_fn is '{penalty}': '{row.name}' computes its advantages "
-            "before the trainer, where no reference model is; use kl_loss_fn, or 'none' here"
-        )
     chosen: dict[str, Any] = {"bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True)}
     options = {kind: dict(args) for kind, args in row.options.items()}
     for kind in _REGISTRIES:
@@ -177,21 +234,52 @@ def get_recipe(config: Any) -> Recipe:
                 options.pop(kind, None)
         if args := getattr(config, f"{kind}_args", None):
             options[kind] = {**options.get(kind, {}), **args}
+    if correction := getattr(config, "rollout_correction", None):
+        options["rollout_correction"] = dict(correction)
+        # The weight is p_trainer / p_sampler: the loss's own ratio must not hold it once more.
+        if correction.get("rollout_is"):
+            chosen["bypass_old_logprobs"] = False
     # The YAML may hold the mode among the policy loss's options; its own key wins.
     older_mode = options.get("policy_loss_fn", {}).pop("loss_agg_mode", None)
     if mode := getattr(config, "loss_agg_mode", None) or older_mode:
         chosen["loss_agg_mode"] = mode
     recipe = replace(row, **chosen, options=options)
     for kind in options:
-        if getattr(recipe, kind) is None:
+        if getattr(recipe, kind, kind) is None:
             raise ValueError(f"algorithm.{kind}_args: algorithm_type '{row.name}' has no {kind}")
+    _check(recipe)
+    return recipe
+
+
+def _check(recipe: Recipe) -> None:
+    """Raise ValueError for parts that are all right alone and not together."""
     assert recipe.parts
     if recipe.loss_agg_mode not in names.LOSS_AGG_MODES:
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': expected one of "
             f"{', '.join(names.LOSS_AGG_MODES)}"
         )
-    return recipe
+    if recipe.penalty is not None and recipe.token_advantage is None:
+        raise ValueError(
+            f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
+            "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
+            "here"
+        )
+    if recipe.asks("pair_ids") and recipe.loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
+            "loss of pairs, whose mean is 'seq-mean-token-mean'"
+        )
+    if recipe.asks("expert") and recipe.sample_strategy != "mix":
+        raise ValueError(
+            f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
+            "expert's rows, which 'mix' brings"
+        )
+    if recipe.asks("pair_ids") != (recipe.schema == "dpo"):
+        raise ValueError(
+            f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of pairs is of "
+            "algorithm_type dpo, and of no other"
+        )
 
 
 def _named(registry: Any, part: str | Callable) -> str:

@@ -14,6 +14,17 @@ from trireme.algorithms.names import LOSS_AGG_MODES
 _EPSILON = 1e-8
 
 
+def segment_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
+    """Of each entry [M] the sum of `values` [M] over its sample."""
+    num = int(sample_ids.max()) + 1 if len(sample_ids) else 0
+    return values.new_zeros(num).index_add(0, sample_ids, values)[sample_ids]
+
+
+def segment_mean(values: Tensor, sample_ids: Tensor) -> Tensor:
+    """Of each entry [M] the mean of `values` [M] over its sample's entries."""
+    return segment_sum(values, sample_ids) / segment_sum(torch.ones_like(values), sample_ids)
+
+
 def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> Tensor:
     """Of each trained token, [M], by its sample's number [M]; `width`: the longest response.
 

@@ -1,13 +1,18 @@
 """Sample: which experiences the next train step gets.
 
-Functions `(buffer, num, version, *, options)`, awaited, that return the experiences and metrics;
-`version` is that of the newest weights the engine has. `warmup` is an old name of `default`.
+Functions `(buffer, num, version, auxiliary, *, options)`, awaited, that return the experiences and
+metrics; they name of the four what they need. `version` is that of the newest weights the engine
+has, `auxiliary` are the stores of `buffer.trainer_input.auxiliary_buffers`. `warmup` is an old name
+of `default`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
+
+import torch
 
 from trireme.experience import Experience
 
@@ -26,12 +31,12 @@ class Takes(Protocol):
         ...
 
 
-async def default(buffer: Takes, num: int, version: int) -> Sample:
+async def default(buffer: Takes, num: int) -> Sample:
     """The next `num` in the buffer's own order."""
     return await buffer.take(num), {}
 
 
-async def explore_step(buffer: Takes, num: int, version: int) -> Sample:
+async def explore_step(buffer: Takes) -> Sample:
     """All experiences of one explore step, however many: on-policy where episodes differ."""
     return await buffer.take_step(), {}
 
@@ -41,16 +46,61 @@ async def staleness_control(
 ) -> Sample:
     """`num` experiences at most `max_staleness` versions old; older ones are dropped and counted.
 
-    An experience is as old as its oldest sampled token. What no weights sampled is never stale.
+    A group is as old as its oldest sampled token, and stays or goes as a whole, wherever a batch
+    begins. What no weights sampled is never stale.
     """
     kept: list[Experience] = []
-    dropped = 0
+    stale: list[Experience] = []
     while len(kept) < num:
         wanted = num - len(kept)
         found = await buffer.take(wanted)
-        fresh = [e for e in found if e.version < 0 or version - e.version <= max_staleness]
-        kept += fresh
-        dropped += len(found) - len(fresh)
+        for experience in found:
+            made = experience.info.get("group_version", experience.version)
+            fresh = made < 0 or version - made <= max_staleness
+            (kept if fresh else stale).append(experience)
         if len(found) < wanted and kept:
             break  # the last ones; with none kept, the next take says that it is over
-    return kept, {"sample/dropped_stale": float(dropped)}
+    return kept, {
+        "sample/dropped_stale": float(len(stale)),
+        "sample/dropped_stale_groups": float(len({e.eid.tid for e in stale})),
+    }
+
+
+async def mix(
+    buffer: Takes,
+    num: int,
+    auxiliary: Mapping[str, Takes],
+    *,
+    expert_data_ratio: float = 0.5,
+    sft_dataset_name: str = "sft_dataset",
+) -> Sample:
+    """`num` experiences, ceil(ratio num) of them an expert's from an auxiliary buffer.
+
+    An expert's has reward and advantages 0, and `info["is_expert"]`.
+    """
+    if sft_dataset_name not in auxiliary:
+        raise ValueError(
+            f"algorithm.sample_strategy 'mix' reads buffer.trainer_input.auxiliary_buffers."
+            f"{sft_dataset_name}, which is not given"
+        )
+    share = own_share(num, expert_data_ratio)
+    # First: between the take from the explorer's buffer and the train step nobody may wait.
+    experts = await auxiliary[sft_dataset_name].take(num - share)
+    own = await buffer.take(share)
+    for expert in experts:
+        nothing = torch.zeros(len(expert.tokens))
+        expert.info["is_expert"] = True
+        expert.reward = 0.0
+        expert.logprobs, expert.advantages, expert.returns = nothing, nothing, nothing
+        expert.versions = torch.full((len(expert.tokens),), -1, dtype=torch.int32)
+    return [*own, *experts], {"sample/expert_count": float(len(experts))}
+
+
+def own_share(num: int, expert_data_ratio: float) -> int:
+    """How many of `num` experiences are not an expert's."""
+    if not 0 < expert_data_ratio < 1:
+        raise ValueError(
+            f"algorithm.sample_strategy_args.expert_data_ratio is {expert_data_ratio:g}: expected "
+            "more than 0 and less than 1"
+        )
+    return num - math.ceil(expert_data_ratio * num)

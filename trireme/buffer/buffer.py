@@ -55,6 +55,10 @@ class Buffer(Protocol):
         """How many experiences can be taken now."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """What the store counts, such as groups that had no room."""
+        ...
+
     def commit(self) -> None:
         """A checkpoint now holds what was taken so far: forget it for good."""
         ...

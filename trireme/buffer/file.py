@@ -91,6 +91,10 @@ class FileBuffer:
             return 0
         return len(self._format) if self._end is None else max(self._end - self._position, 0)
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing is counted here."""
+        return {}
+
     def commit(self) -> None:
         """A data set keeps its rows: nothing to forget."""
 

@@ -1,10 +1,16 @@
 """Parties: who puts into and takes from an SQL buffer, and what each has said last.
 
 A party is a name in a role, `explore` or `train`. All methods run inside the caller's transaction.
+
+Invariants:
+- A name belongs to the process that entered with it last; the one before learns of it (`mine`).
+- Who is alive says so again and again (`beat`); who has not for `lease` seconds is `silent`, and
+  others may have what it took.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +18,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Float,
     Integer,
     MetaData,
     String,
@@ -24,20 +31,26 @@ from sqlalchemy import (
     update,
 )
 
+from trireme.buffer.table import database_time, one_at_a_time
+
 
 class Parties:
     """A table with one row a party; this object speaks for `name` in `roles`."""
 
     def __init__(
-        self, table_name: str, metadata: MetaData, *, name: str, roles: Sequence[str]
+        self, table_name: str, metadata: MetaData, *, name: str, roles: Sequence[str], lease: float
     ) -> None:
         self.name = name
         self.roles = tuple(roles)
+        self.lease = lease
+        self._process = secrets.token_hex(8)
         self._table = Table(
             table_name,
             metadata,
             Column("name", String, primary_key=True),
             Column("role", String, primary_key=True),
+            Column("process", String, nullable=False),  # which one the name belongs to
+            Column("seen", Float, nullable=False),  # by the database's clock
             Column("closed", Boolean, nullable=False),
             Column("failure", Text),
             Column("wanted", Integer, nullable=False),  # it waits for so many experiences
@@ -48,12 +61,45 @@ class Parties:
 
         For a reader what failed before it came is no news; that a writer has ended still is.
         """
+        one_at_a_time(connection, self._table.name)
+        now = database_time(connection)
         for role in self.roles:
-            connection.execute(delete(self._table).where(*self._me(role)))
-            row = {"name": self.name, "role": role, "closed": False, "wanted": 0}
-            connection.execute(insert(self._table).values(**row))
+            connection.execute(delete(self._table).where(*self._row(role)))
+            row = {"name": self.name, "role": role, "process": self._process, "seen": now}
+            connection.execute(insert(self._table).values(**row, closed=False, wanted=0))
         if "train" in self.roles:
-            connection.execute(update(self._table).values(failure=None))
+            failed = self._table.c.failure.is_not(None)
+            connection.execute(update(self._table).where(failed).values(failure=None))
+
+    def beat(self, connection: Connection) -> None:
+        """Say that we are alive."""
+        now = database_time(connection)
+        for role in self.roles:
+            connection.execute(update(self._table).where(*self._me(role)).values(seen=now))
+
+    def mine(self, connection: Connection) -> bool:
+        """Whether the name is still ours."""
+        row = select(self._table.c.process).where(*self._row(self.roles[0]))
+        return connection.scalar(row) == self._process
+
+    def silent(self, connection: Connection, role: str) -> dict[str, float]:
+        """Others of that side that are not heard from any more, with the seconds since.
+
+        One that has closed is among them: what it holds then, nobody will learn from.
+        """
+        now, table = database_time(connection), self._table
+        rows = select(table.c.name, table.c.seen).where(
+            table.c.role == role, table.c.seen < now - self.lease, table.c.name != self.name
+        )
+        return {row.name: now - row.seen for row in connection.execute(rows)}
+
+    def missing(self, connection: Connection, role: str) -> str:
+        """A sentence's end that names those of that side who went without a word; or nothing."""
+        silent = self.silent(connection, role)
+        table = self._table
+        here = select(table.c.name).where(table.c.role == role, table.c.closed.is_(False))
+        gone = [f"{n} for {silent[n]:.0f} s" for n in connection.scalars(here) if n in silent]
+        return f"; not heard from: {', '.join(gone)}" if gone else ""
 
     def leave(self, connection: Connection, failure: str | None = None) -> None:
         """Say that we have ended, and why, where it was a failure."""
@@ -80,12 +126,15 @@ class Parties:
 
     def want(self, connection: Connection, number: int) -> None:
         """Let writers know how many experiences we wait for; 0: none."""
-        mine = update(self._table).where(*self._me("train"))
+        mine = update(self._table).where(*self._me("train"), self._table.c.wanted != number)
         connection.execute(mine.values(wanted=number))
 
     def wanted(self, connection: Connection) -> int:
         """The most that a reader waits for."""
         return connection.scalar(select(func.max(self._table.c.wanted))) or 0
 
-    def _me(self, role: str) -> tuple[Any, Any]:
+    def _row(self, role: str) -> tuple[Any, ...]:
         return self._table.c.name == self.name, self._table.c.role == role
+
+    def _me(self, role: str) -> tuple[Any, ...]:
+        return (*self._row(role), self._table.c.process == self._process)

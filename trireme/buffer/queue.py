@@ -125,6 +125,10 @@ class QueueBuffer:
     def __len__(self) -> int:
         return sum(len(experiences) for experiences in self._puts)
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing is counted here."""
+        return {}
+
     def commit(self) -> None:
         """What was taken is not kept here: nothing to forget."""
 

@@ -24,6 +24,7 @@ from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
 from trireme.experience import Experience
+from trireme.log import hide_passwords
 
 TABLE = "experiences"
 MOST_PENDING = 8
@@ -97,7 +98,7 @@ class Record:
                     connection.execute(insert(self._table), rows)
         except DatabaseError as error:
             raise OSError(
-                f"the copy of experiences in {url} cannot be written: {error.orig}"
+                f"the copy of experiences in {hide_passwords(url)} cannot be written: {error.orig}"
             ) from error
 
     def _rewind(self, step: int) -> None:

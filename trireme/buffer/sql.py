@@ -1,11 +1,13 @@
-"""SqlBuffer: carries experiences through a database, between two commands on one job folder.
+"""SqlBuffer: carries experiences through a database, between any number of processes.
 
 Invariants:
 - A put is one transaction of whole groups; a group that is there already is not put again, so
   that an explorer may repeat a step after a crash.
-- A take claims its rows in one transaction, so that several readers never share one. A claim
-  becomes final with `commit`; `load_state` makes final what its checkpoint holds and gives back
-  all else that this reader had claimed.
+- A take claims its rows in one transaction, so that several readers never share one. `state` seals
+  what is claimed for the checkpoint being made, and `commit` makes it final; `load_state` makes
+  final what its checkpoint sealed and gives back all else that this reader had claimed.
+- A reader that is not heard from for `lease_time` seconds loses what it has not sealed to the
+  others; should it come back, it is told so instead of learning twice.
 - Who has closed or failed stands in the table of parties, where the other process sees it.
   Opening a buffer as a party takes back what that party's last process had said.
 """
@@ -13,16 +15,22 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, MetaData, func, insert, select, update
+from sqlalchemy import Connection, Engine, MetaData
+from sqlalchemy.exc import DBAPIError
 
 from trireme.buffer.buffer import Closed
+from trireme.buffer.claims import Claims, Reuse
+from trireme.buffer.heartbeat import Heartbeat
 from trireme.buffer.parties import Parties
-from trireme.buffer.table import experience_table, open_database, row_of
+from trireme.buffer.table import open_database, row_of
 from trireme.buffer.waiting import Bell, Clock, WallClock
-from trireme.experience import Experience, group_by
+from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.serialize import decode
 
@@ -33,8 +41,8 @@ Result = TypeVar("Result")
 
 POLL_FIRST, POLL_LONGEST = 0.05, 1.0
 """Seconds between two looks at the database; each look without news doubles them."""
-CHUNK = 500
-"""Ids in one statement: databases limit the number of parameters."""
+BEATS = 4
+"""Heartbeats in the time of a lease."""
 
 
 class SqlBuffer:
@@ -49,31 +57,47 @@ class SqlBuffer:
         party: str | None = None,
         capacity: int = 10000,
         max_read_timeout: float = 1800.0,
+        lease_time: float = 60.0,
+        reuse: Reuse | None = None,
+        retries: int = 3,
+        retry_seconds: float = 1.0,
         clock: Clock | None = None,
     ) -> None:
         """`role` is what this process does with the buffer, `party` its name among several.
 
-        `capacity` counts explore steps that lie untaken. Raises ValueError where the database
-        cannot be opened.
+        `capacity` counts explore steps that lie untaken; with `reuse`, groups, beyond which the
+        lowest priority is dropped. A server that is away is tried `retries` times more. Raises
+        ValueError where the database cannot be opened.
         """
         self.name = name
         self._capacity = capacity
         self._timeout = max_read_timeout
+        self._lease = lease_time
+        self._reuse = reuse
+        self._retries = retries
+        self._retry_seconds = retry_seconds
         self._clock = clock or WallClock()
         self._bell = Bell(self._clock)
-        self._metadata = MetaData()
-        self._rows = experience_table(name, self._metadata)
+        metadata = MetaData()
+        party = party or "default"
         roles = ("explore", "train") if role == "both" else (role,)
+        self._claims = Claims(name, metadata, reader=party, reuse=reuse)
         self._parties = Parties(
-            f"{name}_parties", self._metadata, name=party or "default", roles=roles
+            f"{name}_parties", metadata, name=party, roles=roles, lease=lease_time
         )
-        self._database = open_database(url, self._metadata)
+        self._database = open_database(url, metadata, retries=retries, retry_seconds=retry_seconds)
         self._failure: BaseException | None = None
-        self._taken: list[int] = []
-        with self._database.begin() as connection:
-            self._parties.enter(connection)
-            if "train" in roles:
-                self._release(connection)
+        self._held: set[int] = set()
+        """Rows taken and not yet sealed."""
+        self._seal: str | None = None
+        self._sealed = 0
+        """The checkpoint that is being made, and how many rows belong to it."""
+        self._knows_claims = False
+        """Whether the database's claims of this reader are `_held` and what is sealed."""
+        self._dropped = 0
+        self._transact(self._parties.enter)
+        self._heartbeat = Heartbeat(_beat(self._database, self._parties), lease_time / BEATS)
+        weakref.finalize(self, self._heartbeat.stop)
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """See Buffer. Raises TimeoutError when nothing is taken for `max_read_timeout` seconds."""
@@ -81,12 +105,11 @@ class SqlBuffer:
         def full() -> str:
             return (
                 f"buffer '{self.name}' is full ({self._capacity} explore steps) and the trainer "
-                f"took nothing for {self._timeout:g} s (max_read_timeout)"
+                f"took nothing for {self._timeout:g} s (max_read_timeout){self._missing('train')}"
             )
 
         rows = await asyncio.to_thread(lambda: [row_of(e) for e in experiences])
-        groups = list(group_by(experiences, "task"))
-        await self._poll(lambda connection: self._try_put(connection, rows, groups), full)
+        await self._poll(lambda connection: self._try_put(connection, rows), full)
         self._bell.ring()
 
     async def take(self, n: int) -> list[Experience]:
@@ -95,15 +118,16 @@ class SqlBuffer:
         def waited_for() -> str:
             return (
                 f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
-                f"{len(self)}, and no new one came for {self._timeout:g} s (max_read_timeout)"
+                f"{len(self)}, and no new one came for {self._timeout:g} s "
+                f"(max_read_timeout){self._missing('explore')}"
             )
 
         found = await self._poll(lambda connection: self._try_take(connection, n), waited_for)
         self._bell.ring()
         if not found:
             raise Closed(f"buffer '{self.name}' is closed and empty")
-        self._taken += [row_id for row_id, _ in found]
-        return await asyncio.to_thread(lambda: [decode(data)[0] for _, data in found])
+        self._held.update(row_id for row_id, _, _ in found)
+        return await asyncio.to_thread(self._decode, found)
 
     async def take_step(self) -> list[Experience]:
         """Not here: the Plan refuses it."""
@@ -111,43 +135,84 @@ class SqlBuffer:
 
     async def close(self) -> None:
         """See Buffer."""
-        await asyncio.to_thread(self._leave, None)
+        await asyncio.to_thread(self._transact, self._parties.leave)
         self._bell.ring()
 
     async def fail(self, error: BaseException) -> None:
         """This side has failed: whoever puts or takes, in whatever process, stops with its text."""
         self._failure = error
-        await asyncio.to_thread(self._leave, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        await asyncio.to_thread(self._transact, lambda c: self._parties.leave(c, text))
         self._bell.ring()
 
     def __len__(self) -> int:
         with self._database.connect().execution_options(reads_only=True) as connection:
-            return self._count_open(connection)
+            return self._claims.count(connection)
 
     def commit(self) -> None:
-        """See Buffer."""
-        with self._database.begin() as connection:
-            self._consume(connection, self._taken)
-        self._taken = []
+        """See Buffer. Final is what the last `state` sealed, or all that was taken without one."""
+        if self._seal is None:
+            self.state()
+        seal, self._seal, self._sealed = self._seal or "", None, 0
+        self._transact(lambda connection: self._claims.consume(connection, seal))
 
     def state(self) -> dict[str, Any]:
-        """What was taken since the last commit: it belongs to the checkpoint being made."""
-        return {"taken": list(self._taken)}
+        """Seal what was taken since the last commit: it belongs to the checkpoint being made.
+
+        Raises RuntimeError where some of it has gone to another reader.
+        """
+        seal = self._seal or secrets.token_hex(8)
+        wanted = self._sealed + len(self._held)
+
+        def attempt(connection: Connection) -> None:
+            gone = wanted - self._claims.seal(connection, seal)
+            if gone:  # the error undoes the transaction
+                raise RuntimeError(
+                    f"buffer '{self.name}': reader '{self._parties.name}' was not heard from for "
+                    f"{self._lease:g} s (lease_time), and {gone} of the {wanted} experiences that "
+                    f"it had taken went to others: start it again from its last checkpoint"
+                )
+
+        self._transact(attempt)
+        self._seal, self._sealed = seal, wanted
+        self._held.clear()
+        return {"seal": seal}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Buffer."""
-        with self._database.begin() as connection:
-            self._consume(connection, state["taken"])
-            self._release(connection)
-        self._taken = []
+
+        def attempt(connection: Connection) -> None:
+            self._claims.consume(connection, state["seal"])
+            self._claims.release(connection)
+
+        self._transact(attempt)
+        self._held.clear()
+        self._seal, self._sealed = None, 0
+        self._knows_claims = True
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that had no room, so far."""
+        return {"buffer/dropped": float(self._dropped)} if self._reuse is not None else {}
 
     def dispose(self) -> None:
         """Let go of the database's connections."""
+        self._heartbeat.stop()
         self._database.dispose()
 
-    def _leave(self, failure: str | None) -> None:
-        with self._database.begin() as connection:
-            self._parties.leave(connection, failure)
+    def _transact(self, attempt: Callable[[Connection], Result]) -> Result:
+        """`attempt` in a transaction; again where the server went away in the middle of it."""
+        for left in range(self._retries, -1, -1):
+            try:
+                with self._database.begin() as connection:
+                    return attempt(connection)
+            except DBAPIError as error:
+                if not error.connection_invalidated or not left:
+                    raise
+                # whether it was committed is unknown: claims that we never saw are given back
+                self._knows_claims = False
+                logger.warning("buffer '%s': the database went away, trying again", self.name)
+                time.sleep(self._retry_seconds)
+        raise AssertionError("the last try returns or raises")
 
     async def _poll(
         self, attempt: Callable[[Connection], Result | None], waited_for: Callable[[], str]
@@ -157,13 +222,12 @@ class SqlBuffer:
         since = self._clock.now()
         pause = POLL_FIRST
 
-        def look() -> tuple[Result | None, int]:
-            with self._database.begin() as connection:
-                result = attempt(connection)
-                return result, self._changes(connection) if result is None else 0
+        def look(connection: Connection) -> tuple[Result | None, int]:
+            result = attempt(connection)
+            return result, self._claims.changes(connection) if result is None else 0
 
         while True:
-            result, changes = await asyncio.to_thread(look)
+            result, changes = await asyncio.to_thread(self._transact, look)
             if result is not None:
                 return result
             if changes != seen:
@@ -174,75 +238,60 @@ class SqlBuffer:
             await self._bell.wait(min(pause, left))
             pause = min(2 * pause, POLL_LONGEST)
 
-    def _try_put(
-        self, connection: Connection, rows: list[dict[str, Any]], groups: list[str]
-    ) -> bool | None:
+    def _try_put(self, connection: Connection, rows: list[dict[str, Any]]) -> bool | None:
         """True when the rows are in; None while the buffer is full."""
         self._stop_if_failed(connection)
         if self._parties.ended(connection, "train") or self._parties.left(connection, "explore"):
             raise Closed(f"buffer '{self.name}' is closed")
-        table = self._rows
-        steps = select(func.count(func.distinct(table.c.batch))).where(*self._open())
-        full = (connection.scalar(steps) or 0) >= self._capacity
-        if full and self._parties.wanted(connection) <= self._count_open(connection):
+        if self._reuse is None and self._is_full(connection):
             return None
-        there: set[str] = set()
-        for start in range(0, len(groups), CHUNK):
-            part = groups[start : start + CHUNK]
-            known = select(table.c.task_id).where(table.c.task_id.in_(part)).distinct()
-            there.update(connection.scalars(known))
+        there = self._claims.add(connection, rows)
         if there:
-            logger.info("%d groups were in buffer '%s' already", len(there), self.name)
-        new = [row for row in rows if row["task_id"] not in there]
-        if new:
-            connection.execute(insert(table), new)
+            logger.info("%d groups were in buffer '%s' already", there, self.name)
+        if self._reuse is not None:
+            self._dropped += self._claims.drop_lowest(connection, self._capacity)
         return True
 
-    def _try_take(self, connection: Connection, n: int) -> list[tuple[int, bytes]] | None:
+    def _is_full(self, connection: Connection) -> bool:
+        """Whether as many steps lie here as may, and no reader waits for more than there is."""
+        if self._claims.count(connection, most=self._capacity) < self._capacity:
+            return False  # not even with one experience a step
+        if self._claims.steps(connection) < self._capacity:
+            return False
+        return self._parties.wanted(connection) <= self._claims.count(connection)
+
+    def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, bytes]] | None:
         """The rows, claimed; an empty list at the end; None while there are too few."""
         self._stop_if_failed(connection)
-        table = self._rows
+        self._settle_claims(connection)
         ended = self._parties.ended(connection, "explore")
         ended = ended or self._parties.left(connection, "train")
-        has = self._count_open(connection)
+        has = self._claims.count(connection, ended=ended, most=n)
         self._parties.want(connection, n if has < n and not ended else 0)
         if has < n and not ended:
             return None
-        oldest = (
-            select(table.c.id, table.c.experience_bytes)
-            .where(*self._open())
-            .order_by(table.c.id)
-            .limit(n)
-            .with_for_update(skip_locked=True)
-        )
-        found = [(row.id, row.experience_bytes) for row in connection.execute(oldest)]
-        self._update(connection, [i for i, _ in found], claimed_by=self._parties.name)
+        found = self._claims.claim(connection, n, least=1 if ended else n, ended=ended)
+        return found if found or not has else None  # None: another reader is just taking them
+
+    def _settle_claims(self, connection: Connection) -> None:
+        """Give back what this reader's last process held, and what silent readers hold."""
+        if not self._knows_claims:
+            self._claims.release(connection, but=self._held, seal=self._seal)
+            self._knows_claims = True
+        silent = self._parties.silent(connection, "train")
+        if silent and (back := self._claims.release_of(connection, silent)):
+            names = ", ".join(silent)
+            logger.warning("%d experiences of silent readers (%s) are open again", back, names)
+
+    def _missing(self, role: str) -> str:
+        return self._transact(lambda connection: self._parties.missing(connection, role))
+
+    def _decode(self, rows: list[tuple[int, int, bytes]]) -> list[Experience]:
+        found = [decode(data)[0] for _, _, data in rows]
+        if self._reuse is not None:
+            for experience, (_, use, _) in zip(found, rows, strict=True):
+                experience.info["use_count"] = use
         return found
-
-    def _open(self) -> tuple[Any, Any]:
-        """Rows that can be taken."""
-        return self._rows.c.consumed == 0, self._rows.c.claimed_by.is_(None)
-
-    def _count_open(self, connection: Connection) -> int:
-        return connection.scalar(select(func.count()).where(*self._open())) or 0
-
-    def _changes(self, connection: Connection) -> int:
-        """A number that changes when anything is put or taken."""
-        table = self._rows
-        newest = connection.scalar(select(func.max(table.c.id))) or 0
-        return 2 * newest - self._count_open(connection)
-
-    def _consume(self, connection: Connection, ids: Sequence[int]) -> None:
-        self._update(connection, ids, consumed=1, claimed_by=None)
-
-    def _release(self, connection: Connection) -> None:
-        mine = self._rows.c.claimed_by == self._parties.name
-        connection.execute(update(self._rows).where(mine).values(claimed_by=None))
-
-    def _update(self, connection: Connection, ids: Sequence[int], **values: Any) -> None:
-        for start in range(0, len(ids), CHUNK):
-            part = self._rows.c.id.in_(ids[start : start + CHUNK])
-            connection.execute(update(self._rows).where(part).values(**values))
 
     def _stop_if_failed(self, connection: Connection) -> None:
         failed = self._parties.failure(connection)
@@ -250,3 +299,18 @@ class SqlBuffer:
             raise RuntimeError(
                 f"buffer '{self.name}': the other side has failed: {failed}"
             ) from self._failure
+        if not self._parties.mine(connection):
+            raise RuntimeError(
+                f"buffer '{self.name}': another process has entered it as '{self._parties.name}': "
+                f"explorers and trainers need names of their own (explorer.name, trainer.name)"
+            )
+
+
+def _beat(database: Engine, parties: Parties) -> Callable[[], None]:
+    """What the heartbeat does; it must not hold on to the buffer."""
+
+    def beat() -> None:
+        with database.begin() as connection:
+            parties.beat(connection)
+
+    return beat

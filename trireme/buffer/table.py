@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
+    URL,
     Column,
+    Connection,
     Engine,
     Float,
     Index,
@@ -19,25 +22,33 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    extract,
+    func,
     make_url,
+    select,
+    text,
 )
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, OperationalError
 
 from trireme.experience import EID, Experience
+from trireme.log import get_logger, hide_passwords
 from trireme.serialize import encode
+
+logger = get_logger("queue_experience_buffer")
 
 BUSY_SECONDS = 60
 """How long one process waits for another's transaction before it gives up."""
 
 
 def experience_table(name: str, metadata: MetaData) -> Table:
-    """One row an experience. `consumed` is how often it was trained on, for good."""
+    """One row an experience. `consumed` is how often it was trained on, for good; -1: dropped."""
     return Table(
         name,
         metadata,
         Column("id", Integer, primary_key=True, autoincrement=True),
         Column("timestamp", Float, nullable=False),
         Column("batch", Integer, nullable=False),  # explore step, what a resume goes back to
+        Column("source", String, nullable=False),  # the step, and whose, where several explore
         Column("task_id", String, nullable=False),  # batch/task: the group
         Column("run_id", String, nullable=False),  # batch/task/run
         Column("msg_id", String, nullable=False, unique=True),  # the whole id
@@ -45,8 +56,12 @@ def experience_table(name: str, metadata: MetaData) -> Table:
         Column("reward", Float),
         Column("prompt_text", Text),
         Column("response_text", Text),
-        Column("consumed", Integer, nullable=False, default=0),
+        Column("priority", Float, nullable=False),  # its group's oldest version, for replay
+        Column("consumed", Integer, nullable=False),
         Column("claimed_by", String),  # the reader that took it and has not committed yet
+        Column("used", Integer, nullable=False),  # how often that reader has taken it since
+        Column("sealed", String),  # the checkpoint that is being made, or was, of that reader
+        Column("ready_at", Float, nullable=False),  # when it may be used again (replay)
         Column("experience_bytes", LargeBinary, nullable=False),
         Index(f"ix_{name}_task", "task_id"),
         Index(f"ix_{name}_open", "consumed", "claimed_by", "id"),
@@ -59,6 +74,7 @@ def row_of(experience: Experience) -> dict[str, Any]:
     return {
         "timestamp": time.time(),
         "batch": batch_number(eid),
+        "source": str(eid.batch),
         "task_id": eid.tid,
         "run_id": eid.rid,
         "msg_id": eid.uid,
@@ -66,7 +82,10 @@ def row_of(experience: Experience) -> dict[str, Any]:
         "reward": experience.reward,
         "prompt_text": experience.prompt_text,
         "response_text": experience.response_text,
+        "priority": float(experience.version),
         "consumed": 0,
+        "used": 0,
+        "ready_at": 0.0,
         "experience_bytes": encode([experience]),
     }
 
@@ -84,27 +103,67 @@ def resolve_url(path: str, folder: Path) -> str:
     url = make_url(path)
     if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
         return path
-    return str(url.set(database=str(folder / url.database)))
+    return url.set(database=str(folder / url.database)).render_as_string(hide_password=False)
 
 
-def open_database(url: str, metadata: MetaData) -> Engine:
+def open_database(
+    url: str, metadata: MetaData, *, retries: int = 0, retry_seconds: float = 1.0
+) -> Engine:
     """An engine with its tables made. SQLite: WAL, so that readers and a writer don't block.
 
-    Raises ValueError, naming the database, where it cannot be opened.
+    A server that does not answer is tried `retries` times more. Raises ValueError, naming the
+    database, where it cannot be opened.
     """
-    parsed = make_url(url)
+    parsed, known_as = _with_driver(make_url(url)), hide_passwords(url)
     sqlite = parsed.get_backend_name() == "sqlite"
     if sqlite and parsed.database:
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(url)
+    try:
+        engine = create_engine(parsed, pool_pre_ping=not sqlite)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"database '{known_as}' needs the package '{error.name}': for PostgreSQL, "
+            f"pip install 'trireme[postgres]'"
+        ) from error
     if sqlite:
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_immediate)
-    try:
-        metadata.create_all(engine)
-    except DatabaseError as error:
-        raise ValueError(f"database '{url}' cannot be used: {error.orig}") from error
-    return engine
+    while True:
+        try:
+            _make_tables(engine, metadata)
+            return engine
+        except DatabaseError as error:
+            if not isinstance(error, OperationalError) or sqlite or retries <= 0:
+                raise ValueError(f"database '{known_as}' cannot be used: {error.orig}") from error
+            retries -= 1
+            logger.warning("database '%s' cannot be reached, trying again", known_as)
+            time.sleep(retry_seconds)
+
+
+def database_time(connection: Connection) -> float:
+    """Seconds by the clock that all who use the database share."""
+    if connection.dialect.name == "sqlite":
+        return time.time()
+    return float(connection.scalar(select(extract("epoch", func.clock_timestamp()))) or 0.0)
+
+
+def one_at_a_time(connection: Connection, what: str) -> None:
+    """Wait until no other transaction does `what`; SQLite's transactions are so by themselves."""
+    if connection.dialect.name == "postgresql":
+        key = zlib.crc32(what.encode())
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+
+
+def _with_driver(url: URL) -> URL:
+    """PostgreSQL is spoken by psycopg 3, where the URL names no driver."""
+    plain = url.drivername in ("postgresql", "postgres")
+    return url.set(drivername="postgresql+psycopg") if plain else url
+
+
+def _make_tables(engine: Engine, metadata: MetaData) -> None:
+    with engine.begin() as connection:
+        one_at_a_time(connection, "trireme: tables")
+        metadata.create_all(connection)
 
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:

@@ -1,26 +1,55 @@
-"""Convert: makes checkpoints of this trainer into folders that `from_pretrained` loads.
+"""Convert: makes checkpoints into folders that `from_pretrained` loads.
 
-Whether a folder is complete is read from the headers of its safetensors files and compared with
-what the weights' own file holds and the configuration says; no model is built for it. Nothing
-that is complete is touched, and what is written is written whole.
+Three kinds are known, told by their files: this trainer's `model.safetensors`, FSDP shards, and
+Megatron's distributed checkpoints. Whether a folder is complete already is read from the headers of
+its safetensors files; no weights are loaded for it. Nothing that is complete is touched, and what
+is written is written whole.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import torch
+
+from trireme.checkpoint.complete import expected_shapes, incomplete, read_shapes, weight_files
+from trireme.checkpoint.dcp_reader import METADATA
+from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, INDEX, Progress, write_model
+from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import STEP_NAME
+from trireme.checkpoint.megatron_to_hf import MegatronWeights, find_megatron
 from trireme.checkpoint.save import WEIGHTS, copy_model_files
+from trireme.checkpoint.source import OwnFile, Shape, Source
 from trireme.files import naming, whole_file
 
 Status = Literal["exported", "complete", "failed"]
+Expected = dict[str, Shape]
+
+OUTPUT_DTYPES = {
+    "auto": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One checkpoint."""
+
+    root: Path
+    """What it is called in reports."""
+    actor: Path
+    """Where the trainer left its weights."""
+
+    @property
+    def hf(self) -> Path:
+        """Where transformers will find them."""
+        return self.actor / "huggingface"
 
 
 @dataclass(frozen=True)
@@ -32,127 +61,132 @@ class Converted:
     text: str
 
 
-def convert(checkpoint_dir: Path, base_model_dir: Path | None = None) -> list[Converted]:
-    """Every checkpoint in or under a folder, in order of steps, or the one that the path lies in.
+@dataclass(frozen=True)
+class Options:
+    """What a conversion may be told."""
+
+    base_model_dir: Path | None = None
+    """Gives configuration and tokenizer where a checkpoint has none."""
+    dtype: str | None = None
+    """A key of OUTPUT_DTYPES. None: bfloat16 for shards, a file of this trainer's as it is."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """How large a safetensors file may become."""
+
+
+def find_places(path: Path) -> list[Place]:
+    """The checkpoints that a path means: the one it lies in, or those under it in order of steps.
 
     Raises ValueError where there is none.
     """
-    return [convert_step(step, base_model_dir) for step in find_steps(checkpoint_dir)]
-
-
-def find_steps(path: Path) -> list[Path]:
-    """The `global_step_N` folders that a path means: those under it, or the one it lies in."""
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"--checkpoint-dir '{path}' does not exist")
     for place in (path.resolve(), *path.resolve().parents):
-        if STEP_NAME.match(place.name) and place.is_dir():
-            return [place]
-    found = [p for p in path.rglob("global_step_*") if p.is_dir() and STEP_NAME.match(p.name)]
-    if not found:
+        if _is_step(place):
+            return [Place(place, place / "actor")]
+    for place in (path.resolve(), *path.resolve().parents):
+        if (place / METADATA).is_file():
+            return [Place(place, place)]
+    steps = [p for p in path.rglob("global_step_*") if _is_step(p)]
+    places = [Place(p, p / "actor") for p in steps]
+    places += [  # Megatron's own folders, iter_0000120
+        Place(p.parent, p.parent)
+        for p in path.rglob(METADATA)
+        if p.is_file() and not any(step in p.parents for step in steps)
+    ]
+    if not places:
         raise ValueError(f"--checkpoint-dir '{path}' holds no global_step_* folder")
-    return sorted(found, key=lambda p: (p.parent, int(p.name.removeprefix("global_step_"))))
+    return sorted(places, key=lambda p: (p.root.parent, len(p.root.name), p.root.name))
 
 
-def convert_step(step_dir: Path, base_model_dir: Path | None) -> Converted:
-    """Export one checkpoint's policy, unless it is complete."""
-    actor, hf = step_dir / "actor", step_dir / "actor" / "huggingface"
+def convert_place(
+    place: Place, options: Options | None = None, progress: Progress | None = None
+) -> Converted:
+    """Export one checkpoint's policy, unless it is complete; says why where it cannot be."""
     try:
-        own = actor / WEIGHTS
-        if not own.exists() and not weight_files(hf):
-            return Converted(step_dir, "failed", _no_weights(actor))
-        lacks_config = not (hf / "config.json").exists()
-        if lacks_config and base_model_dir is None:
-            text = "actor/huggingface has no config.json: give its model as --base-model-dir"
-            return Converted(step_dir, "failed", text)
-        problem = None if weight_files(hf) else "no weights there yet"
-        problem = problem or incomplete(hf, own if own.exists() else None)
-        if not lacks_config and problem is None:
-            return Converted(step_dir, "complete", "nothing to do")
-        if problem is not None and not own.exists():
-            return Converted(step_dir, "failed", f"{problem}, and no {WEIGHTS} in actor to export")
-        if lacks_config and base_model_dir is not None:
-            _copy_base(base_model_dir, hf)
-        if problem is not None:
-            _export(own, hf)
-            problem = incomplete(hf, own)
-            if problem is not None:
-                return Converted(step_dir, "failed", problem)
+        return _convert(place, options or Options(), progress)
     except (OSError, ValueError) as error:
-        return Converted(step_dir, "failed", str(error))
-    return Converted(step_dir, "exported", str(hf))
+        return Converted(place.root, "failed", str(error))
 
 
-def incomplete(hf: Path, own: Path | None) -> str | None:
-    """Why a folder's weights are not whole; None where they are.
+def _convert(place: Place, options: Options, progress: Progress | None) -> Converted:
+    hf, base = place.hf, options.base_model_dir
+    own = place.actor / WEIGHTS
+    shards = [] if own.exists() else find_shards(place.actor)
+    megatron = None if own.exists() or shards else find_megatron(place.actor)
+    to_export = own.exists() or bool(shards) or megatron is not None
+    if not to_export and not weight_files(hf):
+        return Converted(place.root, "failed", _no_weights(place.actor))
+    lacks_config = not (hf / "config.json").exists()
+    if lacks_config and base is None:
+        text = f"{hf} has no config.json: give its model as --base-model-dir"
+        return Converted(place.root, "failed", text)
+    if lacks_config and base is not None:
+        _copy_base(base, hf)
+    expected = read_shapes(own) if own.exists() else expected_shapes(hf / "config.json")
+    problem = incomplete(hf, expected)
+    if problem is None:
+        done = not lacks_config
+        text = "nothing to do" if done else str(hf)
+        return Converted(place.root, "complete" if done else "exported", text)
+    if not to_export:
+        text = f"{problem}, and there are no weights in {place.actor.name} to export"
+        return Converted(place.root, "failed", text)
+    if own.exists() and OUTPUT_DTYPES[options.dtype or "auto"] is None:
+        _copy_own(own, hf)
+    else:
+        source = _source(place, shards, megatron, expected)
+        write_model(
+            source,
+            _names(source, expected, hf),
+            hf,
+            dtype=OUTPUT_DTYPES[options.dtype or "bfloat16"],
+            shard_bytes=options.shard_bytes,
+            progress=progress,
+        )
+    problem = incomplete(hf, expected)
+    if problem is not None:
+        return Converted(place.root, "failed", problem)
+    return Converted(place.root, "exported", str(hf))
 
-    Each file is as long as its header says, each shard of an index is there, and the tensors are
-    those of the trainer's file, or at least as many layers as the configuration names.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(hf):
-        try:
-            shapes |= read_shapes(path)
-        except (OSError, ValueError) as error:
-            return f"{path.name}: {error}"
-    index = hf / "model.safetensors.index.json"
-    if index.exists():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted(set(listed) - set(shapes))
-        if missing:
-            return f"{listed[missing[0]]} with tensor {missing[0]} is missing"
-    if own is not None:
-        wanted = read_shapes(own)
-        odd = sorted(name for name in wanted if shapes.get(name) != wanted[name])
-        return f"tensor {odd[0]} differs from the trainer's" if odd else None
+
+def _source(
+    place: Place, shards: list[Path], megatron: Path | None, expected: Expected | None
+) -> Source:
+    if shards:
+        return FsdpShards(shards, expected)
+    if megatron is not None:
+        config = json.loads((place.hf / "config.json").read_text(encoding="utf-8"))
+        return MegatronWeights(megatron, config, expected or {})
+    return OwnFile(place.actor / WEIGHTS)
+
+
+def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:
+    """What to write: all that the configuration's model has, and nothing left over."""
+    specs = source.specs
+    if expected is None:
+        return list(specs)
     config = hf / "config.json"
-    if config.exists():
-        return _against_config(shapes, json.loads(config.read_text(encoding="utf-8")))
-    return None
+    for name, shape in expected.items():
+        if name not in specs or specs[name].shape != shape:
+            has = f"is {list(specs[name].shape)}" if name in specs else "is missing"
+            raise ValueError(f"{name} {has} in the checkpoint; {config} makes it {list(shape)}")
+    tied = json.loads(config.read_text(encoding="utf-8")).get("tie_word_embeddings")
+    left = sorted(specs.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
+    if left:
+        raise ValueError(f"the checkpoint has {left[0]}, which the model of {config} has not")
+    return list(expected)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder."""
-    return sorted(folder.glob("*.safetensors"))
+def _is_step(path: Path) -> bool:
+    return STEP_NAME.match(path.name) is not None and path.is_dir()
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a file, from its header. Raises ValueError if it is cut."""
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        text = file.read(length) if 0 < length < 2**30 else b""
-    try:
-        header: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise ValueError("is no safetensors file, or a cut one") from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if os.path.getsize(path) != 8 + length + end:
-        raise ValueError(f"has {os.path.getsize(path)} bytes instead of {8 + length + end}")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
-
-
-def _against_config(shapes: Iterable[str], config: dict[str, Any]) -> str | None:
-    """What a configuration promises and the names don't show."""
-    names = list(shapes)
-    layers = config.get("num_hidden_layers", 0)
-    for layer in range(layers):
-        if not any(f"layers.{layer}." in name or f"h.{layer}." in name for name in names):
-            return f"layer {layer} of {layers} is missing"
-    if not any("embed" in name or "wte" in name for name in names):
-        return "the embedding is missing"
-    if config.get("tie_word_embeddings") is False and not any("lm_head" in name for name in names):
-        return "the head is missing, and the configuration does not tie it"
-    return None
-
-
-def _export(own: Path, hf: Path) -> None:
+def _copy_own(own: Path, hf: Path) -> None:
     """The trainer's file under the name that others look for."""
-    index = hf / "model.safetensors.index.json"
     with whole_file(hf / WEIGHTS) as temporary:
         shutil.copyfile(own, temporary)
-    for stale in [index, *(p for p in weight_files(hf) if p.name != WEIGHTS)]:
+    for stale in [hf / INDEX, *(p for p in weight_files(hf) if p.name != WEIGHTS)]:
         stale.unlink(missing_ok=True)  # shards of an export that was never finished
 
 
@@ -173,8 +207,7 @@ def _no_weights(actor: Path) -> str:
     """Why there is nothing to export."""
     if not actor.is_dir():
         return "there is no actor folder"
-    if any(actor.glob("model_world_size_*_rank_*.pt")):
-        return "its FSDP shards (model_world_size_*.pt) are not converted by this version"
-    if (actor / "dist_ckpt").is_dir():
-        return "its Megatron checkpoint (dist_ckpt) is not converted by this version"
-    return f"there is no {WEIGHTS} in actor"
+    return (
+        f"there is no {WEIGHTS}, no model_world_size_W_rank_R.pt and no distributed checkpoint "
+        f"({METADATA}) in {actor}"
+    )

@@ -1,7 +1,7 @@
 """Layout: where each file of a job's folder lies.
 
 buffer/   log/   monitor/
-global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, actor/*.pt
+global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, actor/*.pt, critic/
 explorer_meta.json   trainer_meta.json   stage_meta.json
 latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
 """
@@ -52,6 +52,10 @@ class JobFolder:
         """How far the explorer is."""
         return self.root / "explorer_meta.json"
 
+    def state_of(self, explorer: str) -> Path:
+        """How far one of several explorers is; of the one named `explorer`: `explorer_meta`."""
+        return self.root / f"{explorer}_meta.json"
+
     @property
     def trainer_meta(self) -> Path:
         """How far the trainer is."""
@@ -79,6 +83,10 @@ class JobFolder:
     def actor_dir(self, step: int) -> Path:
         """The policy's files of a step."""
         return self.step_dir(step) / "actor"
+
+    def critic_dir(self, step: int) -> Path:
+        """The value model's files of a step, where the algorithm has one."""
+        return self.step_dir(step) / "critic"
 
     def hf_dir(self, step: int) -> Path:
         """Configuration and tokenizer of a step, and its weights in the form others load."""

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.save import EXTRA, FORMAT, MANIFEST, OPTIMIZER
+from trireme.checkpoint.save import EXTRA, FORMAT, MANIFEST, OPTIMIZER, WEIGHTS
 from trireme.files import TEMPORARY, clean
 from trireme.log import get_logger
 
@@ -48,6 +50,18 @@ def load_checkpoint(folder: JobFolder) -> Loaded | None:
             return _load(folder, step)
         logger.warning("checkpoint %s is passed by: %s", folder.step_dir(step), missing)
     return None
+
+
+def load_critic(folder: JobFolder, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The value model's weights, and its optimizer and schedule. ValueError where there is none."""
+    place = folder.critic_dir(step)
+    if not place.is_dir():
+        raise ValueError(
+            f"{folder.step_dir(step)} holds no critic, which this algorithm goes on with: it was "
+            "saved by another algorithm; take another name for this run"
+        )
+    state = _load_pt(place / EXTRA) | {"optimizer": _load_pt(place / OPTIMIZER)}
+    return load_file(place / WEIGHTS), state
 
 
 def what_is_missing(step_dir: Path) -> str | None:

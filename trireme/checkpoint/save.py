@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -43,6 +43,19 @@ EXTRA = "extra_state_world_size_1_rank_0.pt"
 KEPT_WEIGHTS = 2
 """Folders with weights alone that stay: an explorer may still read the one before the newest."""
 
+
+class Critic(Protocol):
+    """What of a value model is saved."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All of them, by name."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer under `optimizer`, and what else a resume needs."""
+        ...
+
+
 _MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab")
 
 
@@ -57,13 +70,15 @@ def save_checkpoint(
     model_dir: str | Path,
     hf: bool,
     keep: int | None = None,
+    critic: Critic | None = None,
 ) -> Path:
     """A checkpoint to go on from; returns its folder.
 
     `hf` puts the weights where others load them, else `convert` does later. `extra` is what the
     backend needs beside the optimizer (schedule, random state); `run_state` where explorer, taskset
     and buffer stand: JSON values, and bytes, which get files of their own. `keep` is how many
-    checkpoints stay. Raises OSError naming the path that cannot be written.
+    checkpoints stay; `critic` is saved beside the policy. Raises OSError naming the path that
+    cannot be written.
     """
     target = folder.step_dir(step)
     with whole_folder(target) as temporary:
@@ -76,6 +91,12 @@ def save_checkpoint(
         write_weights((hf_dir if hf else actor) / WEIGHTS, weights)
         _write_pt(actor / OPTIMIZER, dict(optimizer))
         _write_pt(actor / EXTRA, dict(extra))
+        if critic is not None:
+            (temporary / "critic").mkdir()
+            write_weights(temporary / "critic" / WEIGHTS, critic.weights())
+            state = critic.state()
+            _write_pt(temporary / "critic" / OPTIMIZER, state.pop("optimizer"))
+            _write_pt(temporary / "critic" / EXTRA, state)
         manifest = {
             "format": FORMAT,
             "step": step,

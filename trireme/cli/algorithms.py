@@ -1,4 +1,4 @@
-"""`trireme algorithms`: each algorithm with its parts, and what else each part may be."""
+"""`trireme algorithms`: each algorithm with its parts, and what each part may be, by formula."""
 
 from __future__ import annotations
 
@@ -6,20 +6,31 @@ from trireme.cli.listing import first_line, print_table
 
 
 def algorithms() -> int:
-    """Print two tables; returns the exit code."""
+    """Print three tables; returns the exit code."""
     from trireme.algorithms import names
 
-    rows = []
+    rows, uses = [], []
     for name in names.ALGORITHMS.names():
         recipe = names.ALGORITHMS.get(name)
+        needs = [
+            word
+            for word, needed in (
+                ("critic", recipe.needs_critic),
+                ("reference", recipe.needs_reference),
+                ("data set", recipe.from_data),
+            )
+            if needed
+        ]
         parts = (recipe.advantage_fn or "none", recipe.policy_loss_fn, recipe.kl_loss_fn,
-                 recipe.entropy_loss_fn, recipe.loss_agg_mode)  # fmt: skip
+                 recipe.entropy_loss_fn, recipe.loss_agg_mode, ", ".join(needs))  # fmt: skip
         rows.append((name, *parts))
+        uses.append((name, recipe.use))
     print_table(
         ("algorithm_type", "advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn",
-         "loss_agg_mode"),
+         "loss_agg_mode", "needs"),
         rows,
     )  # fmt: skip
+    print_table(("algorithm_type", "when to use it"), uses)
     registries = (
         names.ADVANTAGES,
         names.POLICY_LOSSES,
@@ -28,7 +39,7 @@ def algorithms() -> int:
         names.SAMPLES,
     )
     print_table(
-        ("key", "name", "what it is"),
+        ("key", "name", "formula"),
         [
             (registry.name.removeprefix("algorithm."), name, first_line(registry.get(name)))
             for registry in registries

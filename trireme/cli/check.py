@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trireme.config import ConfigError, Plan, Problem, examine
+from trireme.log import hide_passwords
 
 _WIDTH = 14
 
@@ -31,16 +32,16 @@ def show_plan(plan: Plan, console: Console) -> None:
     title = plan.config.name if plan.stage_name is None else f"stage {plan.stage_name}"
     console.print(Text(f"{title}: {plan.config.algorithm.algorithm_type}, {plan.mode}", "bold"))
     for topic, value in plan_rows(plan):
-        console.print(Text.assemble((f"{topic:<{_WIDTH}}", "cyan"), value))
+        console.print(Text.assemble((f"{topic:<{_WIDTH}}", "cyan"), hide_passwords(value)))
     for note in plan.notes:
-        console.print(Text(f"note: {note}", "dim"))
+        console.print(Text(hide_passwords(f"note: {note}"), "dim"))
     console.print()
 
 
 def show_problems(problems: Sequence[Problem], console: Console) -> None:
     """One line a problem, or one that says there is none."""
     for problem in problems:
-        console.print(Text(f"problem: {problem}", "red"))
+        console.print(Text(hide_passwords(f"problem: {problem}"), "red"))
     if not problems:
         console.print(Text("no problems", "green"))
 
@@ -89,7 +90,7 @@ def _lengths(plan: Plan) -> str:
 
 
 def _engines(plan: Plan) -> str:
-    if plan.launcher == "ray":
+    if plan.launcher == "ray" or plan.engine_hosts:
         return f"{plan.num_engines} {plan.engine_kind} engine{'s' * (plan.num_engines > 1)}"
     return "the embedded torch engine"
 

@@ -2,21 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from trireme.checkpoint.convert import Converted, Options, Place
 
-def convert(checkpoint_dir: Path, base_model_dir: Path | None = None) -> int:
+
+def convert(
+    checkpoint_dirs: Iterable[Path],
+    base_model_dir: Path | None = None,
+    dtype: str | None = None,
+    max_shard_gb: float = 5.0,
+) -> int:
     """Convert, print one line a checkpoint and the totals; 0 where all of them are complete now."""
-    from trireme.checkpoint.convert import convert as convert_all
+    from trireme.checkpoint.convert import OUTPUT_DTYPES, Options, find_places
 
     try:
-        results = convert_all(checkpoint_dir, base_model_dir)
+        if dtype is not None and dtype not in OUTPUT_DTYPES:
+            raise ValueError(f"--dtype '{dtype}' is unknown; one of {', '.join(OUTPUT_DTYPES)}")
+        if not max_shard_gb > 0:
+            raise ValueError(f"--max-shard-gb ({max_shard_gb}) must be more than 0")
+        places = [place for path in checkpoint_dirs for place in find_places(path)]
     except ValueError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 1
+    options = Options(base_model_dir, dtype, int(max_shard_gb * 1e9))
+    results = _convert_all(list(dict.fromkeys(places)), options)
+    _print(results)
+    return 1 if any(result.status == "failed" for result in results) else 0
+
+
+def _convert_all(places: list[Place], options: Options) -> list[Converted]:
+    """One after the other, with a bar each, on a terminal."""
+    from trireme.checkpoint.convert import convert_place
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        results = []
+        for place in places:
+            task = progress.add_task(place.root.name, total=None)
+            results.append(
+                convert_place(
+                    place,
+                    options,
+                    lambda done, total, task=task: progress.update(
+                        task, completed=done, total=total
+                    ),
+                )
+            )
+            progress.update(task, visible=results[-1].status == "exported")
+    return results
+
+
+def _print(results: list[Converted]) -> None:
     table = Table("checkpoint", "result", "", title="trireme convert", title_justify="left")
     for result in results:
         table.add_row(str(result.step_dir), result.status, result.text)
@@ -33,4 +91,3 @@ def convert(checkpoint_dir: Path, base_model_dir: Path | None = None) -> int:
         f"{count['failed']} failed",
         highlight=False,
     )
-    return 1 if count["failed"] else 0

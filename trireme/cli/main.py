@@ -106,17 +106,30 @@ def check(
 @app.command()
 def convert(
     checkpoint_dir: Annotated[
-        Path, typer.Option("--checkpoint-dir", "-c", help="A job, a step of it, or inside one.")
+        list[Path],
+        typer.Option(
+            "--checkpoint-dir", "-c", help="A job, a step of it, or inside one; may be repeated."
+        ),
     ],
     base_model_dir: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--base-model-dir", "-b", help="Where config.json is, if not in the steps."),
     ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="bfloat16, float16, float32, or auto: as stored. Else shards become bfloat16, "
+            "and a model.safetensors stays as it is."
+        ),
+    ] = None,
+    max_shard_gb: Annotated[
+        float, typer.Option("--max-shard-gb", help="How large a file may be, in 10^9 bytes.")
+    ] = 5.0,
 ) -> None:
-    """Export checkpoints for transformers."""
+    """Export checkpoints (this trainer's, FSDP shards, Megatron's) for transformers."""
     from trireme.cli.convert import convert as command
 
-    raise typer.Exit(command(checkpoint_dir, base_model_dir))
+    raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))
 
 
 @app.command()

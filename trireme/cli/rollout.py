@@ -8,10 +8,9 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trireme.config.problem import ConfigError
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DTYPES = ("float32", "bfloat16", "float16")
-GRACE_S = 5
-"""How long answers under way may still take when the server is told to end."""
 
 
 @dataclass(frozen=True)
@@ -87,66 +84,45 @@ def _examine(options: RolloutOptions) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The address taken, before a model is loaded for it. Raises OSError where that cannot be."""
+    """The address taken. Raises OSError where that cannot be."""
+    from trireme.server.serving import listen
+
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        return listen(host, port)
     except OSError as error:
         raise OSError(
             f"--host {host} --port {port} cannot be served on: {error.strerror}: give another"
         ) from error
-    return listener
 
 
 async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
     """Serve on the address until a signal comes; the exit code."""
-    import uvicorn
-
     from trireme.engines.device import Device
     from trireme.server.app import create_app
+    from trireme.server.serving import AppServer
 
     device = Device()
-    rollouts = _make_rollouts(options, device)
+    rollouts = await _make_rollouts(options, device)
     app = create_app(rollouts, key=options.api_key, most=options.max_requests)
-    config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
-    )
-    server: Any = uvicorn.Server(config)
-    server.capture_signals = nullcontext  # it would raise them again, and end us before `finally`
-    stopped: list[int] = []
-
-    def stop(number: int) -> None:
-        server.force_exit = bool(stopped)
-        server.should_exit = True
-        stopped.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    server = AppServer(app, listener)
     led = f", led by {options.multi_turn_scheduler}" if options.multi_turn_scheduler else ""
-    listener.listen(config.backlog)
     port = listener.getsockname()[1]
     print(f"serving {options.model} on http://{options.host}:{port}{led}", flush=True)
     try:
-        await server.serve(sockets=[listener])
+        await server.serve()
     finally:
         await rollouts.engine.close()
         device.close()
     print("stopped", file=sys.stderr)
-    return 130 if signal.SIGINT in stopped else 0
+    return 130 if signal.SIGINT in server.stopped_by else 0
 
 
-def _make_rollouts(options: RolloutOptions, device: Device) -> Rollouts:
+async def _make_rollouts(options: RolloutOptions, device: Device) -> Rollouts:
     """The model, loaded. Raises ValueError for a scheduler or a model that there is not."""
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.derive import num_gpus
-    from trireme.engines.torch.engine import TorchEngine
-    from trireme.model.chat_tokens import ChatTokens
-    from trireme.server.rollouts import Rollouts
+    from trireme.server.engine_spec import EngineSpec, make_rollouts
     from trireme.workflows.scheduled import make_scheduler
 
     scheduler = {"scheduler": options.multi_turn_scheduler, "max_turns": options.max_turns}
@@ -160,25 +136,15 @@ def _make_rollouts(options: RolloutOptions, device: Device) -> Rollouts:
             f"--model {options.model} is no folder here, and no model of this id can be loaded: "
             f"{first}"
         ) from error
-    longest = options.max_model_len or config.max_position_embeddings
     on_gpu = num_gpus() > 0
     auto = "bfloat16" if on_gpu else "float32"
-    engine = TorchEngine(
+    spec = EngineSpec(
         options.model,
-        tokenizer=tokenizer,
-        device=device,
-        max_model_len=longest,
-        seed=options.seed,
-        max_rows=512,
+        options.max_model_len or config.max_position_embeddings,
         dtype=auto if options.dtype == "auto" else options.dtype,
-        device_name="cuda" if on_gpu else "cpu",
-    )
-    return Rollouts(
-        engine,
-        ChatTokens(tokenizer),
-        options.model,
-        longest,
+        device="cuda" if on_gpu else "cpu",
+        seed=options.seed,
         scheduler=scheduler,
         use_async_engine=options.use_async_engine,
-        seed=options.seed,
     )
+    return await make_rollouts(spec, device, tokenizer)

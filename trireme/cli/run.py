@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trireme.config import Plan, load_config, make_plans
 from trireme.config.names import plugin_files
-from trireme.log import write_failure
+from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 
 # Read when torch and tokenizers are loaded: they must be there before.
@@ -68,7 +68,7 @@ def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
 
 def complain(text: str) -> None:
     """Print what is wrong on stderr, the first line marked."""
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {hide_passwords(text)}", file=sys.stderr)
 
 
 def plans_of(

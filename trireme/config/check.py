@@ -11,13 +11,22 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.config.check_data import check_tasksets, check_train_data, used_tasksets
+from trireme.config.check_data import (
+    check_auxiliary_data,
+    check_tasksets,
+    check_train_data,
+    used_tasksets,
+)
+from trireme.config.check_pipeline import check_pipelines
 from trireme.config.located import located
 from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
 from trireme.config.stages import Stage
 
-_GROUP_ALGORITHMS = ("grpo",)
+_GROUP_ALGORITHMS = (
+    *("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "remax", "opmd", "rec", "sppo"),
+    *("multi_step_grpo", "gigpo", "mix", "mix_chord", "raft"),
+)
 _PART_KINDS = {
     "sample_strategy": "sample strategy",
     "advantage_fn": "advantage",
@@ -44,31 +53,10 @@ def check_stage(stage: Stage) -> None:
         check_tasksets(stage)
     if stage.reads_file:
         check_train_data(stage)
+    check_auxiliary_data(stage)
+    check_pipelines(stage)
     _check_model(stage)
     _check_auxiliary(stage)
-
-
-def _check_auxiliary(stage: Stage) -> None:
-    """Whether each auxiliary model is there, or its server is named."""
-    for place, model in enumerate(stage.config.explorer.auxiliary_models):
-        key = f"explorer.auxiliary_models[{place}]"
-        served = model.engine_type in ("external", "remote")
-        if not model.model_path:
-            stage.problem(f"{key}.model_path", "is not given: expected a folder, hub id, or name")
-        if served != bool(model.base_urls):
-            stage.problem(
-                f"{key}.base_urls",
-                f"is {model.base_urls}: expected the server's address with engine_type external "
-                "(an OpenAI API) or remote (trireme rollout), and with no other",
-            )
-        if model.engine_type == "external" or not model.model_path:
-            continue
-        try:
-            if model_facts(model.model_path).folder is None:
-                text = f"{key}.model_path ({model.model_path}): not on this machine, will be"
-                stage.file_notes.append(f"{text} downloaded")
-        except ValueError as error:
-            stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
 def _check_algorithm(stage: Stage) -> None:
@@ -119,6 +107,26 @@ def _check_model(stage: Stage) -> None:
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
     if found.has_chat_template is False and not (model.custom_chat_template or template):
         _check_chats(stage)
+
+
+def _check_auxiliary(stage: Stage) -> None:
+    """Whether the models beside the trained one are there, or their servers are named."""
+    for place, model in enumerate(stage.config.explorer.auxiliary_models):
+        key = f"explorer.auxiliary_models[{place}]"
+        if (model.engine_type in ("external", "remote")) != bool(model.base_urls):
+            stage.problem(
+                f"{key}.base_urls",
+                f"is {model.base_urls}: expected the server's address with engine_type external "
+                "(an OpenAI API) or remote (trireme rollout), and with no other",
+            )
+        if not model.model_path:
+            text = "is not given: expected the folder or hub id of its model and tokenizer"
+            stage.problem(f"{key}.model_path", text)
+        elif model.engine_type != "external":
+            try:
+                model_facts(model.model_path)
+            except ValueError as error:
+                stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
 def _check_chats(stage: Stage) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from trireme.config.check_pipeline import prepares_tasks
 from trireme.config.dataset import DatasetFacts, dataset_facts
 from trireme.config.names import check_name, known_names
 from trireme.config.schema import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trireme.config.stages import Stage
 
 _PLAIN = FormatConfig()
-_INFERRED = ("messages",), ("message",), ("prompt", "response"), ("question", "answer"), ("tokens",)
-"""What an SFT row is read from where `format` says nothing; the last one: recorded experiences."""
+_INFERRED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "sft": (("messages",), ("message",), ("prompt", "response"), ("question", "answer")),
+    "dpo": (("prompt", "chosen", "rejected"), ("messages", "chosen", "rejected")),
+    "cpt": (("text",), ("prompt",)),
+}
+"""What a row is read from where `format` says nothing; SFT also: recorded experiences' tokens."""
 
 
 JUDGES = ("judge", "ruler", "rubric")
@@ -69,7 +74,8 @@ def check_tasksets(stage: Stage) -> None:
     for item in used:
         _check_names(stage, item)
         found = _rows(stage, item.key, item.taskset)
-        if found:
+        made = prepares_tasks(stage) and not item.is_eval  # operators may make columns
+        if found and not made:
             _check_columns(stage, item.key, item.taskset, found, _columns(item.taskset.format))
         if not item.is_eval:
             _check_selector(stage, item, found)
@@ -77,7 +83,8 @@ def check_tasksets(stage: Stage) -> None:
             stage.workflows.add(item.workflow or "")
             stage.task_paths += filter(None, [item.taskset.path])
     known = [n for n in rows if n is not None]
-    stage.task_rows = sum(known) if rows and len(known) == len(rows) else None
+    whole = bool(rows) and len(known) == len(rows) and not prepares_tasks(stage)
+    stage.task_rows = sum(known) if whole else None
 
 
 def _check_names(stage: Stage, item: UsedTaskset) -> None:
@@ -223,23 +230,67 @@ def check_train_data(stage: Stage) -> None:
         return
     # how many pieces a text gives is known when it is encoded
     stage.train_rows = None if stage.config.algorithm.algorithm_type == "cpt" else found.rows
-    named = _named_columns(data.format)
+    _check_form(stage, key, data, found, stage.config.algorithm.algorithm_type)
+
+
+def check_auxiliary_data(stage: Stage) -> None:
+    """Looks at the data sets of experts, whose rows are those of sft."""
+    for name, data in stage.config.buffer.trainer_input.auxiliary_buffers.items():
+        key = f"buffer.trainer_input.auxiliary_buffers.{name}"
+        if data.storage_type not in (None, "file"):
+            stage.problem(f"{key}.storage_type", f"is {data.storage_type}: expected file")
+        elif found := _rows(stage, key, data):
+            _check_form(stage, key, data, found, "sft")
+    if stage.expert_ratio is not None and not stage.config.buffer.trainer_input.auxiliary_buffers:
+        stage.problem(
+            "buffer.trainer_input.auxiliary_buffers",
+            f"is empty: {stage.config.algorithm.algorithm_type} needs an expert's data, by the "
+            "name sft_dataset",
+        )
+
+
+def _check_form(
+    stage: Stage, key: str, data: ExperienceBufferConfig, found: DatasetFacts, schema: str
+) -> None:
+    """Whether rows have the columns that a data set of this kind is read from."""
+    named = _named_columns(data.format, schema)
     _check_columns(stage, key, data, found, named)
-    columns = found.columns
-    if columns is None or named or any(set(names) <= set(columns) for names in _INFERRED):
+    columns, forms = found.columns, _INFERRED[schema]
+    if columns is None or named or any(set(names) <= set(columns) for names in forms):
         return
-    known = ", ".join(" + ".join(names) for names in _INFERRED[:-1])
+    if schema == "sft" and "tokens" in columns:
+        return
+    known = ", ".join(" + ".join(names) for names in forms)
+    keys = {
+        "sft": "messages_key, or prompt_key and response_key",
+        "dpo": "prompt_key (or messages_key), chosen_key and rejected_key",
+        "cpt": "prompt_key",
+    }
     stage.problem(
         f"{key}.format",
         f"is not given, and {data.path} has the columns {', '.join(columns)}, none of {known}: "
-        f"expected messages_key, or prompt_key and response_key",
+        f"expected {keys[schema]}",
     )
 
 
-def _named_columns(form: FormatConfig) -> dict[str, str]:
-    """Keys by which the user says what an SFT row is read from; none: it is inferred."""
+def _named_columns(form: FormatConfig, schema: str) -> dict[str, str]:
+    """Keys by which the user says what a row is read from; none: it is inferred."""
+    if schema != "sft":
+        return _named_of_pairs(form) if schema == "dpo" else _given(form, "prompt_key")
     if form.messages_key != _PLAIN.messages_key:
         return {"messages_key": form.messages_key}
     pair = {"prompt_key": form.prompt_key, "response_key": form.response_key}
     plain = {name: getattr(_PLAIN, name) for name in pair}
     return pair if form.prompt_type == "plaintext" or pair != plain else {}
+
+
+def _named_of_pairs(form: FormatConfig) -> dict[str, str]:
+    """The same for pairs: their prompt's column, and those of the two replies."""
+    prompt = _given(form, "messages_key") or _given(form, "prompt_key")
+    return prompt | _given(form, "chosen_key") | _given(form, "rejected_key")
+
+
+def _given(form: FormatConfig, name: str) -> dict[str, str]:
+    """The key with its column, where the user chose it."""
+    column = getattr(form, name)
+    return {} if column == getattr(_PLAIN, name) else {name: column}

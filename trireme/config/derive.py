@@ -7,6 +7,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+from trireme.config.engines import choose_engine
 from trireme.config.places import gpus_of, note_places, places_of
 from trireme.config.plan import Plan, SyncMethod, SyncStyle
 from trireme.config.sizes import lengths_of, steps_of
@@ -32,19 +33,21 @@ def derive(stage: Stage, root: Path) -> Plan:
     gpus = num_gpus()
     places = places_of(stage, gpus)
     on_ray = places.launcher == "ray"
-    check_support(stage, on_ray=on_ray)
+    engine = choose_engine(stage, gpus, on_ray=on_ray)
+    hosts = 0 if on_ray else engine.hosts
+    check_support(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
     note_places(stage, places, gpus)
     lengths = lengths_of(stage)
     steps = steps_of(stage)
     whole = stage.whole_steps
-    style = _style(stage, steps.train_batch_size)
-    method = _method(stage, on_ray)
-    lock_step = not on_ray and _lock_step(stage, steps.train_batch_size, method)
+    style = _style(stage, steps.own_batch)
+    method = _method(stage, on_ray, hosts)
+    lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
     _check_whole_steps(stage)
     _check_beat(stage, style, lock_step)
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
-    _note_engine(stage, on_ray)
+    _note_engine(stage, on_ray or hosts > 0)
     window = config.trainer.ulysses_sequence_parallel_size
     two_rows = math.ceil(2 * lengths.max_model_len / window)
     return Plan(
@@ -60,9 +63,10 @@ def derive(stage: Stage, root: Path) -> Plan:
         model_path=config.model.model_path,
         batch_size=config.buffer.batch_size,
         repeat_times=config.algorithm.repeat_times,
-        least_batch=1 if whole else steps.train_batch_size,
+        least_batch=1 if whole else steps.own_batch,
         runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
         engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
+        engine_key=explorer.rollout_model.api_key,
         eval_interval=max(explorer.eval_interval // sync.sync_interval, 1) * sync.sync_interval,
         max_token_len=config.trainer.max_token_len_per_gpu or two_rows,
         sync_method=method,
@@ -78,9 +82,11 @@ def derive(stage: Stage, root: Path) -> Plan:
         launcher=places.launcher,
         nodes=places.nodes if on_ray else 1,
         places_per_node=places.per_node if on_ray else 1,
-        num_engines=places.num_engines if on_ray else 1,
+        num_engines=places.num_engines if on_ray else max(hosts, 1),
         engine_size=places.engine_size if on_ray else 1,
-        engine_kind="torch",
+        engine_kind=engine.kind,
+        engine_python=engine.python,
+        engine_hosts=hosts,
         trainer_ranks=places.trainer_ranks if on_ray else 1,
         gpus=gpus_of(places, gpus),
         notes=(*stage.notes, *stage.file_notes),
@@ -115,12 +121,12 @@ def _dtype(stage: Stage, gpus: int) -> str:
     return "float32"
 
 
-def _note_engine(stage: Stage, on_ray: bool) -> None:
+def _note_engine(stage: Stage, several: bool) -> None:
     """Lines on what becomes of the engine that was asked for."""
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
     if stage.config.mode == "train":
         return
-    if model.engine_type in ("vllm", "sglang"):
+    if model.engine_type == "sglang":
         stage.notes.append(
             f"{key}.engine_type ({model.engine_type}): the embedded torch engine generates in its "
             f"place"
@@ -136,7 +142,7 @@ def _note_engine(stage: Stage, on_ray: bool) -> None:
     for url in model.base_urls:
         if not url.startswith(("http://", "https://")):
             stage.problem(f"{key}.base_urls", f"has {url!r}: expected http://HOST:PORT")
-    if model.engine_num > 1 and not on_ray:
+    if model.engine_num > 1 and not several:
         stage.notes.append(
             f"{key}.engine_num ({model.engine_num}): one engine generates, and runners are "
             f"{model.engine_num} x {stage.config.explorer.runner_per_model}"
@@ -184,14 +190,18 @@ def _style(stage: Stage, train_batch_size: int) -> SyncStyle:
     return style
 
 
-def _method(stage: Stage, on_ray: bool) -> SyncMethod:
-    """How weights travel here: inside the process where both sides live in it, else by files; on
-    Ray by HTTP.
+def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
+    """How weights travel here: inside the process where both sides live in it, else by files; to
+    engines in other processes as asked, or by HTTP.
     """
     mode, given = stage.config.mode, stage.config.synchronizer.sync_method
     asked = _OLDER_METHODS.get(given, given)
+    if stage.colocated and not stage.reads_file:
+        return "memory"
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
         return "checkpoint"
+    if mode == "both" and (hosts or (on_ray and not stage.remote)):
+        return "nccl" if asked == "nccl" else "memory"
     how = "explorer and trainer share one process, so weights are handed over in memory"
     if on_ray:
         how = "the trainer sends weights to the engines by HTTP"

@@ -19,13 +19,6 @@ from pathlib import Path
 
 from trireme.config.stages import Stage
 
-LATER_ALGORITHMS = (
-    *("ppo", "multi_step_grpo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr"),
-    *("cispo", "gspo", "sapo", "mix", "mix_chord", "raft", "sppo", "rec", "on_policy_distill"),
-    *("jsd", "dapo", "gigpo", "cpt", "remax", "grpo_verl"),
-)
-"""Names that the vocabulary has and this version does not."""
-
 _REGISTRIES = {
     "workflow": ("trireme.workflows.names", "WORKFLOWS"),
     "reward": ("trireme.rewards.names", "REWARDS"),
@@ -37,6 +30,8 @@ _REGISTRIES = {
     "sample strategy": ("trireme.algorithms.names", "SAMPLES"),
     "multi-turn scheduler": ("trireme.workflows.names", "MULTI_TURNS"),
     "reward function": ("trireme.rewards.names", "ORMS"),
+    "experience operator": ("trireme.pipeline.names", "OPERATORS"),
+    "task operator": ("trireme.pipeline.names", "TASK_OPERATORS"),
     "data selector": ("trireme.data.selectors", "SELECTORS"),
 }
 """Kind of name -> the module and the registry that know the names of that kind."""
@@ -67,9 +62,6 @@ def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
     if entry_points(group="trireme.plugins"):
         return
     listed = ", ".join(known)
-    if kind == "algorithm" and name in LATER_ALGORITHMS:
-        stage.problem(key, f"({name}) is not supported yet: expected one of {listed}")
-        return
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     stage.problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}")

@@ -6,6 +6,7 @@ A place is a GPU, or on machines without any a CPU process with one thread. Engi
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 from trireme.config.stages import Stage
@@ -111,6 +112,13 @@ def _launcher(stage: Stage, present: int) -> Launcher:
             f"cluster.launcher ({cluster.launcher}): mode {mode} runs in this process, without Ray"
         )
         return "local"
+    if wanted and find_spec("ray") is None:
+        lacks = "the package ray is not installed: pip install 'trireme[ray]'"
+        if cluster.launcher == "ray" or named:
+            stage.problem("cluster.launcher", f"is {cluster.launcher}, and {lacks}")
+        else:
+            stage.notes.append(f"cluster.launcher ({cluster.launcher}): one process, since {lacks}")
+        return "local"
     return "ray" if wanted else "local"
 
 
@@ -141,6 +149,13 @@ def _check_split(stage: Stage, places: Places) -> None:
             key,
             f"{asked} leaves {places.trainer_ranks} of the cluster's {have} for the trainer: "
             f"expected at most {places.per_node}, or whole machines",
+        )
+    algorithm = stage.config.algorithm
+    if places.trainer_ranks > 1 and "ppo" in (algorithm.advantage_fn, algorithm.algorithm_type):
+        stage.problem(
+            "algorithm.algorithm_type",
+            f"({algorithm.algorithm_type}) has a critic, which is not sharded: expected one place "
+            f"for the trainer, and the cluster leaves {places.trainer_ranks}",
         )
     window = stage.config.trainer.ulysses_sequence_parallel_size
     if places.trainer_ranks and places.trainer_ranks % window:

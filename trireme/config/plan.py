@@ -9,7 +9,7 @@ from typing import Literal
 from trireme.config.places import Launcher
 from trireme.config.schema import Config
 
-SyncMethod = Literal["memory", "checkpoint"]
+SyncMethod = Literal["memory", "checkpoint", "nccl"]
 SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
 EngineKind = Literal["torch", "vllm"]
 BufferType = Literal["queue", "sql", "file"]
@@ -40,6 +40,8 @@ class Plan:
     batch_size: int
     repeat_times: int
     train_batch_size: int
+    own_batch: int
+    """Experiences of a train step that the explorer makes; the rest is an expert's."""
     least_batch: int
     """Experiences without which a train step has to wait."""
     explore_steps: int | None
@@ -52,6 +54,8 @@ class Plan:
     runners: int
     engine_urls: tuple[str, ...]
     """Rollout servers that generate; none: the embedded engine does."""
+    engine_key: str | None
+    """What they ask for."""
     eval_interval: int
     """Explore steps between evaluations, a multiple of `sync_interval`."""
     max_token_len: int
@@ -78,6 +82,10 @@ class Plan:
     engine_size: int
     """Places of one engine."""
     engine_kind: EngineKind
+    engine_python: str
+    """The interpreter of engine processes."""
+    engine_hosts: int
+    """Engine processes that the local launcher starts; 0: the engine is embedded, or remote."""
     trainer_ranks: int
     gpus: dict[str, int]
     """GPUs of each role."""

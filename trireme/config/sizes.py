@@ -26,6 +26,8 @@ class Steps(NamedTuple):
     """How much there is to do; None: only the data or the workflow tells, or there is none."""
 
     train_batch_size: int
+    own_batch: int
+    """Of it, what comes from the explorer."""
     explore_steps: int | None = None
     train_steps: int | None = None
     schedule_steps: int | None = None
@@ -68,6 +70,7 @@ def steps_of(stage: Stage) -> Steps:
     """Batch sizes and numbers of steps, as far as they are known before the data is loaded."""
     config, buffer = stage.config, stage.config.buffer
     wanted = buffer.train_batch_size or stage.rollouts
+    own = max(wanted - math.ceil((stage.expert_ratio or 0) * wanted), 1)
     if stage.reads_file or config.mode == "train":
         if not buffer.train_batch_size:
             name = config.algorithm.algorithm_type
@@ -80,19 +83,19 @@ def steps_of(stage: Stage) -> Steps:
         given = config.trainer.total_steps or buffer.total_steps
         path = buffer.trainer_input.experience_buffer.path or ""
         steps = given or _epochs(stage, "buffer.train_batch_size", wanted, rows, path)
-        return Steps(wanted, None, steps, steps, None if rows is None else rows // wanted)
+        return Steps(wanted, own, None, steps, steps, None if rows is None else rows // wanted)
     if config.mode in ("bench", "serve"):
-        return Steps(wanted)
+        return Steps(wanted, own)
     rows, size = stage.task_rows, buffer.batch_size
     path = ", ".join(stage.task_paths)
     explore = buffer.total_steps or _epochs(stage, "buffer.batch_size", size, rows, path)
-    expected = None if explore is None else math.ceil(explore * stage.rollouts / wanted)
+    expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected
     train = None if config.mode == "explore" else config.trainer.total_steps
     one_each = stage.workflows <= ONE_CHAT_WORKFLOWS
     if train is None and config.mode == "both" and (stage.whole_steps or one_each):
         train = expected
-    return Steps(wanted, explore, train, schedule, None if rows is None else rows // size)
+    return Steps(wanted, own, explore, train, schedule, None if rows is None else rows // size)
 
 
 def _epochs(stage: Stage, key: str, size: int, rows: int | None, path: str) -> int | None:

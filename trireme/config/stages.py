@@ -6,7 +6,7 @@ Each stage merges onto the original file, key by key, never onto the stage befor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from trireme.config.problem import Problem
@@ -15,6 +15,7 @@ from trireme.config.typed import build
 
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 _FILE_ALGORITHMS = ("sft", "dpo", "cpt")
+_MIX_ALGORITHMS = ("mix", "mix_chord")
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Stage:
     name: str | None = None
     model_from: int | None = None
     """The stage whose model it starts from; None: `model_path`."""
+    colocated: bool = False
+    """`mode: colocate`: as both, where trainer and engine have one device."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was mapped onto this machine, and what has no effect on it."""
@@ -66,6 +69,16 @@ class Stage:
         return self.config.algorithm.sample_strategy == "explore_step"
 
     @property
+    def expert_ratio(self) -> float | None:
+        """Which share of a train batch an expert's data set gives; None: it gives none."""
+        algorithm = self.config.algorithm
+        mixes = algorithm.algorithm_type in _MIX_ALGORITHMS
+        if (algorithm.sample_strategy or ("mix" if mixes else None)) != "mix":
+            return None
+        ratio = (algorithm.sample_strategy_args or {}).get("expert_data_ratio", 0.5)
+        return ratio if isinstance(ratio, float) and 0 < ratio < 1 else 0.5
+
+    @property
     def rollouts(self) -> int:
         """Rollouts of an explore step."""
         return self.config.buffer.batch_size * self.config.algorithm.repeat_times
@@ -82,8 +95,17 @@ def stages_of(config: Config) -> list[Stage]:
         own_model = bool((stage.model or {}).get("model_path"))
         model_from = trained[-1] if trained and not own_model else None
         name = stage.stage_name or f"stage_{index}"
-        out.append(Stage(build(Config, values), index, name, model_from))
-    return out or [Stage(config)]
+        out.append(_stage(build(Config, values), index, name, model_from))
+    return out or [_stage(config)]
+
+
+def _stage(config: Config, *rest: Any) -> Stage:
+    """A stage whose mode says what runs, and not where."""
+    if config.mode != "colocate":
+        return Stage(config, *rest)
+    stage = Stage(replace(config, mode="both"), *rest)
+    stage.colocated = True
+    return stage
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
             f"each goes to the file"
         )
         kind = "queue"
-    _check_replay(stage, kind)
+    _check_replay(stage)
     if not path:
         path = f"sqlite:///{buffer.name}.db" if kind == "sql" else f"{buffer.name}.jsonl"
     elif kind == "sql" and not is_url:
@@ -47,14 +47,12 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
     return kind, _placed(path, job_dir)
 
 
-def _check_replay(stage: Stage, kind: BufferType) -> None:
-    """Priority replay is of the queue in memory, and its options are those of its priority."""
+def _check_replay(stage: Stage) -> None:
+    """Priority replay's options are those of its priority."""
     replay = stage.config.buffer.trainer_input.experience_buffer.replay_buffer
     key = f"{_KEY}.replay_buffer"
     if not replay.enable:
         return
-    if kind != "queue":
-        stage.problem(f"{key}.enable", f"is true: the store is {kind}, and only a queue has one")
     known = _REPLAY_OPTIONS[replay.priority_fn]
     for name, value in replay.priority_fn_args.items():
         if name not in known:

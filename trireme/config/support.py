@@ -11,18 +11,15 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from trireme.config.engines import PASSED
 from trireme.config.stages import Stage
 
 REFUSED: dict[str, str] = {
-    "AlgorithmConfig.bypass_old_logprobs": "is not supported yet: the sampler's are always used",
     "AlgorithmConfig.enable_router_replay": "is not supported yet",
-    "AlgorithmConfig.rollout_correction": "is not supported yet",
-    "ExperiencePipelineConfig.operators": "is not supported yet",
     "FormatConfig.image_key": "is not supported yet: prompts are text only",
     "FormatConfig.video_key": "is not supported yet: prompts are text only",
     "GenerationConfig.n": "has no meaning here: algorithm.repeat_times sets the number of rollouts",
     "LoraConfig.path": "is not supported yet: adapters start afresh",
-    "ModelConfig.critic_model_path": "is not supported yet: no algorithm here has a critic",
     "ModelConfig.external_model": "is not supported yet",
     "ModelConfig.rope_scaling": "is not supported yet: set it in the model's config.json",
     "ModelConfig.rope_theta": "is not supported yet: set it in the model's config.json",
@@ -30,7 +27,6 @@ REFUSED: dict[str, str] = {
     "ModelConfig.trust_remote_code": "is refused: code that comes with a model runs unchecked",
     "OptimizerConfig.clip_grad": "is the older place of trainer.grad_clip: set that one",
     "OptimizerConfig.warmup_style": "is the older name of lr_scheduler_type: set that one",
-    "RolloutModelConfig.enable_auto_tool_choice": "is not supported yet",
     "RolloutModelConfig.chat_template": "is not read here: set model.custom_chat_template",
     "RolloutModelConfig.enable_thinking": "is not read here: set model.enable_thinking",
     "RolloutModelConfig.max_model_len": "is not read here: set model.max_model_len",
@@ -38,29 +34,29 @@ REFUSED: dict[str, str] = {
     "RolloutModelConfig.max_response_tokens": "is not read here: set model.max_response_tokens",
     "RolloutModelConfig.min_response_tokens": "is not read here: set model.min_response_tokens",
     "RolloutModelConfig.model_path": "has no meaning here: the rollout model is model.model_path",
-    "RolloutModelConfig.reasoning_parser": "is not supported yet",
-    "RolloutModelConfig.tool_call_parser": "is not supported yet",
+    "RolloutModelConfig.reasoning_parser": "is not supported: a reply keeps its thinking",
     "ServiceConfig.data_juicer": "is not supported yet",
-    "DataProcessorConfig.task_pipeline": "is not supported yet",
+    "TaskPipelineConfig.inputs": "is not read here: the operators get the rows of the tasksets",
+    "TaskPipelineConfig.output": "is not read here: what is left lies in the job folder",
+    "TaskPipelineConfig.priority_weights": "is not supported yet: scoring is an operator's work",
+    "TaskPipelineConfig.target_fields": "is not supported yet: operators get whole rows",
     "SynchronizerConfig.explorer_sync_interval": "is not supported yet: set sync_interval",
     "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
     "TrainerConfig.trainer_config": "is not supported yet: use the keys of the trainer section",
     "TrainerConfig.ulysses_sequence_parallel_size": "is not supported yet: only 1 is",
-    "TrainerInputConfig.auxiliary_buffers": "is not supported yet",
 }
 """Meaning: refused where it differs from the default."""
 
-AUXILIARY = "explorer.auxiliary_models["
-_AUXILIARY_READS = (
-    *("model_path", "engine_type", "chat_template", "enable_thinking"),
-    *("max_model_len", "max_prompt_tokens", "max_response_tokens"),
+OF_AUXILIARY = frozenset(
+    f"RolloutModelConfig.{name}"
+    for name in (
+        *("model_path", "chat_template", "enable_thinking", "max_model_len"),
+        *("max_prompt_tokens", "max_response_tokens", "enable_openai_api", "engine_type"),
+    )
 )
-"""Keys that an auxiliary model reads for itself."""
+"""Keys that auxiliary models have a use for, and the rollout model has not."""
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "Config.mode": {
-        "colocate": "is not supported yet: expected both, explore, train, bench or serve",
-    },
     "MonitorConfig.monitor_type": {
         name: "is not supported yet: expected tensorboard"
         for name in ("wandb", "mlflow", "swanlab")
@@ -97,12 +93,12 @@ WORKS_ON_RAY: frozenset[str] = frozenset(
 )
 """What is mapped in one process alone."""
 
+WORKS_ON_VLLM: frozenset[str] = frozenset(f"RolloutModelConfig.{name}" for name in PASSED)
+"""What has a meaning for vLLM alone."""
+
 HINTS: frozenset[str] = frozenset(
     {
         "Config.ignore_validator_suggestions",
-        "ExperienceBufferConfig.enable_progress_bar",
-        "ExperienceBufferConfig.max_retry_interval",
-        "ExperienceBufferConfig.max_retry_times",
         "ExplorerConfig.db_url",
         "ExplorerConfig.min_running_model_num",
         "LogConfig.group_by_node",
@@ -151,24 +147,27 @@ def given_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
                 yield from given_keys(part, f"{at}.")
 
 
-def check_support(stage: Stage, *, on_ray: bool = False) -> None:
+def check_support(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) -> None:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
     Sections that the mode does not use are left aside.
     """
     idle = _idle(stage)
+    works = {*(WORKS_ON_RAY if on_ray else ()), *(WORKS_ON_VLLM if on_vllm else ())}
     hints: list[str] = []
     for key, where, value in given_keys(stage.config):
         if key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
             continue
-        if key.startswith(AUXILIARY) and key.rpartition(".")[2] in _AUXILIARY_READS:
-            continue
         refused = REFUSED_VALUES.get(where, {}).get(value if isinstance(value, str) else "")
         refused = refused or REFUSED.get(where)
+        if key.startswith("explorer.auxiliary_models[") and where in OF_AUXILIARY:
+            continue
         if refused:
             idle += (key,)
             stage.problem(key, f"({_short(value)}) {refused}")
-        elif where in PLACED and not (on_ray and where in WORKS_ON_RAY):
+        elif where in works:
+            continue
+        elif where in PLACED:
             stage.notes.append(f"{key} ({_short(value)}): {PLACED[where]}")
         elif where in HINTS:
             hints.append(f"{key}={_short(value)}")

@@ -124,6 +124,8 @@ class RemoteEngine:
         completions = [_completion(c) for c in found]
         self._prefilled += len(ids)
         self._generated += sum(len(c.ids) for c in completions)
+        # new weights may have come from another process
+        self._version = max([self._version, *(max(c.versions, default=0) for c in completions)])
         return completions
 
     async def infer(
@@ -171,16 +173,35 @@ class RemoteEngine:
 
     async def fingerprint(self) -> dict[str, float] | None:
         """See Engine. Raises RuntimeError where the servers have different weights."""
-        self._check()
-        await self.connect()
-        path = "/engine/fingerprint"
-        found = await self._all(
-            self._ask(url, path, self._client.get(url + path)) for url in self._urls
-        )
+        found = await self.get_all("/engine/fingerprint")
         for url, other in zip(self._urls[1:], found[1:], strict=True):
             if other != found[0]:
                 raise RuntimeError(f"{url} has other weights than {self._urls[0]}")
         return found[0]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers, in their order."""
+        return tuple(self._urls)
+
+    async def get_all(self, path: str) -> list[Any]:
+        """What every server answers, in their order."""
+        self._check()
+        await self.connect()
+        calls = (self._ask(url, path, self._client.get(url + path)) for url in self._urls)
+        return await self._all(calls)
+
+    async def call_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
+        """POST to every server, to each its own body, or to all the one or none that is given."""
+        self._check()
+        await self.connect()
+        own = bodies if len(bodies) == len(self._urls) else (bodies or ({},)) * len(self._urls)
+        pairs = zip(self._urls, own, strict=True)
+        return await self._all(self._post(url, path, body) for url, body in pairs)
+
+    def now_at(self, version: int) -> None:
+        """All servers have taken new weights on a way of their own."""
+        self._version = version
 
     async def pause(self) -> None:
         """See Engine."""

@@ -60,11 +60,14 @@ class Explorer:
         show: Callable[[Experience], None] | None = None,
         folder: JobFolder | None = None,
         max_pending: int = 1 << 30,
+        name: str = "explorer",
     ) -> None:
         """`report(part, step, metrics)` is told of each step; `show` gets a rollout to look at.
 
         Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
         it keeps its state in `folder` itself, after every step.
+
+        Several explorers of one store have a `name` each: it is in the ids of what they make.
 
         `max_failures` is the share of a step's rollouts that may fail before the run stops, and
         `max_pending` how many steps may be under way at once.
@@ -83,6 +86,7 @@ class Explorer:
         self.max_failures = max_failures
         self.folder = folder
         self.max_pending = max_pending
+        self.name = name
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
@@ -139,15 +143,20 @@ class Explorer:
             await self.evaluate(step)
 
     async def close(self) -> None:
-        """End the runners."""
+        """End the runners, and let go of the operators."""
         await self.scheduler.close()
+        await self.pipeline.close()
 
-    def state(self) -> dict[str, Any]:
-        """Where to go on: before the first step whose experiences are not in the buffer."""
+    def state(self, *, putting: bool = False) -> dict[str, Any]:
+        """Where to go on: before the first step whose experiences are not in the buffer.
+
+        `putting`: as it will be once the step that is being put is there.
+        """
         assert self.taskset is not None
-        if not self._pending:
+        pending = self._pending[putting:]
+        if not pending:
             return self._state_now()
-        state = dict(self._before[self._pending[0]])
+        state = dict(self._before[pending[0]])
         if "feedback" in state:  # what was known then, and what has come since
             state["feedback"] = self.feedback.state() | {"upto": state["feedback"]["upto"]}
         return state
@@ -222,6 +231,9 @@ class Explorer:
             # Before `put`: the trainer may change shared weights as soon as it has a batch.
             await self._finish_evaluation(step)
         experiences = [e for outcome in outcomes for e in outcome.experiences]
+        if self.name != "explorer":
+            for experience in experiences:
+                experience.eid.batch = f"{step}/{self.name}"
         metrics = rollout_metrics(outcomes)
         metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
         sampled = sum(int(e.mask.sum()) for e in experiences)
@@ -274,8 +286,8 @@ class Explorer:
 
     def _load_own_state(self) -> None:
         """Go on where an explorer without a trainer beside it left off."""
-        if self.folder is not None and self.folder.explorer_meta.exists():
-            meta = json.loads(self.folder.explorer_meta.read_text())
+        if self.folder is not None and self.folder.state_of(self.name).exists():
+            meta = json.loads(self.folder.state_of(self.name).read_text())
             self.step = meta["latest_iteration"]
             if states := meta["taskset_states"]:  # none: a server was the explorer so far
                 own = {key: meta[key] for key in ("feedback",) if key in meta}
@@ -286,4 +298,4 @@ class Explorer:
         if self.folder is not None:
             state = self.state()
             meta = {"latest_iteration": state.pop("step"), "taskset_states": [state.pop("taskset")]}
-            write_json(self.folder.explorer_meta, meta | state)
+            write_json(self.folder.state_of(self.name), meta | state)

@@ -1,68 +1,106 @@
-"""Auxiliary: makes the further models of a plan, which judge or teach.
+"""Auxiliary: models beside the trained one that workflows may ask: judges, teachers.
 
-Each is an embedded engine in this process, a rollout server, or an OpenAI-compatible endpoint.
+Each of `explorer.auxiliary_models` is an engine of its own, embedded or behind servers, or a model
+of someone else's behind an OpenAI API. They are never trained and get no new weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from trireme.config import Plan
 from trireme.config.located import located
-from trireme.config.schema.explorer import RolloutModelConfig
+from trireme.config.schema import RolloutModelConfig
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
+from trireme.explorer.runner import Key
 from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 
-LONGEST = 32_768
-"""Tokens of an auxiliary model whose `max_model_len` is not given, at most."""
+LONGEST = 8192
+"""Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
 
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """One further model: made anew for each rollout, on an engine that is closed with the run."""
+    """One of them."""
 
-    make: Callable[[tuple[Any, ...]], Model | Endpoint]
-    """`(batch, task, run)` -> what workflows and judges hold."""
-    engine: Engine | None = None
-
-
-def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary]:
-    """Those of the plan, in their order."""
-    models = plan.config.explorer.auxiliary_models
-    return [_endpoint(plan, m) if m.engine_type == "external" else _engine(plan, m, device)
-            for m in models]  # fmt: skip
-
-
-def _endpoint(plan: Plan, config: RolloutModelConfig) -> Auxiliary:
-    endpoint = Endpoint(
-        config.base_urls[0],
-        config.model_path or "",
-        api_key=config.api_key,
-        timeout=plan.config.explorer.max_timeout,
-    )
-    return Auxiliary(lambda key: endpoint)
-
-
-def _engine(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
-    path = config.model_path or ""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    length = config.max_model_len or min(_positions(path), LONGEST)
     engine: Engine
-    if config.base_urls:
+    chat: ChatTokens
+    model_path: str
+    max_model_len: int
+    sampling: Sampling
+
+    def model(self, key: Key) -> Model:
+        """What a workflow holds, for one rollout."""
+        return Model(
+            self.engine,
+            self.chat,
+            key=key,
+            sampling=self.sampling,
+            max_model_len=self.max_model_len,
+            model_path=self.model_path,
+        )
+
+
+@dataclass(frozen=True)
+class Served:
+    """One behind an OpenAI API."""
+
+    endpoint: Endpoint
+
+    def model(self, key: Key) -> Endpoint:
+        """What a workflow holds: it remembers nothing, and serves all rollouts."""
+        return self.endpoint
+
+
+def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Served]:
+    """All of the plan's, in the YAML's order."""
+    models = plan.config.explorer.auxiliary_models
+    return [
+        _served(plan, config) if config.engine_type == "external" else _make(plan, config, device)
+        for config in models
+    ]
+
+
+def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary | Served], tokenizer: Any) -> None:
+    """Raise ValueError unless the first of them reads the ids that the trained model writes."""
+    if not auxiliary:
+        raise ValueError(
+            "explorer.auxiliary_models is empty: the algorithm needs a teacher, the first of them"
+        )
+    teacher = auxiliary[0]
+    if isinstance(teacher, Served):
+        raise ValueError(
+            "explorer.auxiliary_models[0].engine_type is external: the OpenAI API scores no given "
+            "tokens, and a teacher does: expected torch or remote"
+        )
+    if teacher.chat.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"explorer.auxiliary_models[0].model_path ({teacher.model_path}) has another "
+            "vocabulary than model.model_path: a teacher scores the student's own token ids"
+        )
+
+
+def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
+    path = config.model_path or ""
+    trust = plan.config.model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    # a judge reads several replies: it may need more than the model that wrote them
+    longest = config.max_model_len or max(plan.max_model_len, min(_positions(path), LONGEST))
+    engine: Engine
+    if config.engine_type == "remote":
         timeout = plan.config.explorer.max_timeout
         engine = RemoteEngine(
-            config.base_urls, api_key=config.api_key, timeout=timeout, seed=plan.seed
+            tuple(config.base_urls), api_key=config.api_key, timeout=timeout, seed=plan.seed
         )
     else:
         engine = TorchEngine(
@@ -70,31 +108,28 @@ def _engine(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary
             tokenizer=tokenizer,
             device=device,
             seed=plan.seed if config.seed is None else config.seed,
-            max_model_len=length,
+            max_model_len=longest,
             dtype=plan.dtype,
+            trust_remote_code=trust,
         )
     chat = ChatTokens(
         tokenizer, chat_template=config.chat_template, enable_thinking=config.enable_thinking
     )
-    sampling = Sampling(max_tokens=config.max_response_tokens or plan.max_response_tokens)
+    reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
+    return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))
 
-    def make(key: tuple[Any, ...]) -> Model:
-        return Model(
-            engine,
-            chat,
-            key=key,
-            sampling=sampling,
-            max_model_len=length,
-            max_prompt_tokens=config.max_prompt_tokens,
-            model_path=path,
-        )
 
-    return Auxiliary(make, engine)
+def _served(plan: Plan, config: RolloutModelConfig) -> Served:
+    timeout = plan.config.explorer.max_timeout
+    name = config.model_path or ""
+    return Served(Endpoint(config.base_urls[0], name, api_key=config.api_key, timeout=timeout))
 
 
 def _positions(path: str) -> int:
-    """The positions that the model was made for."""
-    folder = located(path, "models") or Path(path)
-    config = folder / "config.json"
-    found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return int(found.get("max_position_embeddings") or LONGEST)
+    """The positions that a model was made for; 0 where its folder is not here."""
+    folder = located(path, "models")
+    config = folder / "config.json" if folder is not None else None
+    if config is None or not config.is_file():
+        return 0
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return int(found.get("max_position_embeddings") or 0)

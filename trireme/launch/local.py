@@ -12,8 +12,11 @@ from collections.abc import Awaitable
 from typing import Any
 
 from trireme.buffer.buffer import OtherSideFailed
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.engines.device import Device
+from trireme.launch.engine_host import start_all, stop_all, watched
+from trireme.launch.engine_plan import engine_hosts
 from trireme.launch.serving import run_serve
 from trireme.launch.session import Session, StageResult
 from trireme.monitor.console import Console
@@ -27,14 +30,21 @@ async def run_plan(
     `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
     begins with the same evaluation.
     """
+    if plan.launcher == "ray":
+        from trireme.launch.ray.run import run_on_ray
+
+        return await run_on_ray(plan, model_path, console, measure_end=measure_end)
     started = time.monotonic()
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
     modes |= {"serve": run_serve}
     device = Device()
+    hosts = engine_hosts(plan, model_path, JobFolder(plan.job_dir).log)
     try:
-        with Session(plan, model_path, console, device, measure_end) as session:
-            result = await modes[plan.mode](session)
+        with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
+            await start_all(hosts)
+            result = await watched(hosts, modes[plan.mode](session))
     finally:
+        await stop_all(hosts)
         device.close()
     result.seconds = time.monotonic() - started
     return result
@@ -45,7 +55,7 @@ async def run_both(session: Session) -> StageResult:
     sync = session.synchronizer
     explorer, trainer = session.explorer(sync), session.trainer(sync)
     try:
-        if session.resumed or session.plan.engine_urls:
+        if session.resumed or session.engine_urls:
             await session.refresh_engine(sync.version)
         await first_failure_ends_all(explorer.explore(), trainer.train())
         await sync.final_push()
@@ -57,8 +67,8 @@ async def run_both(session: Session) -> StageResult:
 
 
 async def run_train(session: Session) -> StageResult:
-    """The trainer alone: on a data set (SFT), or on what explorers of other processes put."""
-    if session.recipe.schema == "sft":
+    """The trainer alone: on a data set (SFT, DPO), or on what explorers of other processes put."""
+    if session.recipe.from_data:
         return await run_supervised(session)
     sync = session.synchronizer
     trainer = session.trainer(sync)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
+from trireme.buffer.claims import Reuse
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
@@ -21,8 +22,8 @@ from trireme.buffer.table import resolve_url
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.generated import COLUMNS, generated
-from trireme.config.schema import ExperienceBufferConfig, TasksetConfig
-from trireme.data.formats import SftFormat
+from trireme.config.schema import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
+from trireme.data.kinds import FORMATS
 from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows, load_rows
 from trireme.data.tasksets import Taskset, check_task
@@ -33,17 +34,23 @@ from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.auxiliary import Auxiliary
+from trireme.launch.auxiliary import Auxiliary, Served
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.pipeline.names import OPERATORS
+from trireme.pipeline.operator import make_operator
+from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.tasks import prepared
 from trireme.rewards.reward import resolve as resolve_reward
+from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
 from trireme.trainer.backend import TorchBackend
+from trireme.trainer.critic import Critic
+from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.lora import Lora
+from trireme.trainer.orders import Orders
+from trireme.trainer.ranks import Ranks
 from trireme.workflows.workflow import resolve
-
-MAX_ROWS = 512
-"""Rollouts that the embedded engine decodes at once; more wait in its queue."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,24 @@ def make_text(plan: Plan, model_path: str) -> Text:
 
 def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
     """The trained model with its optimizer, and the reference where the recipe needs one."""
+    return TorchBackend(model_path, device=plan.device, **_backend_options(plan, recipe))
+
+
+def make_sharded_backend(
+    plan: Plan, model_path: str, recipe: Recipe, ranks: Ranks, orders: Orders | None = None
+) -> Fsdp2Backend:
+    """The same over several ranks; `orders` on the first one."""
+    return Fsdp2Backend(
+        model_path,
+        ranks=ranks,
+        orders=orders,
+        offload=plan.config.trainer.offload,
+        **_backend_options(plan, recipe),
+    )
+
+
+def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """What every backend takes."""
     config = plan.config
     loras = config.model.lora_configs or []
     lora = None
@@ -79,17 +104,33 @@ def make_backend(plan: Plan, model_path: str, recipe: Recipe) -> TorchBackend:
             alpha=loras[0].lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
         )
-    return TorchBackend(
-        model_path,
-        optimizer=config.algorithm.optimizer,
+    return {
+        "optimizer": config.algorithm.optimizer,
+        "max_token_len": plan.max_token_len,
+        "total_steps": plan.schedule_steps,
+        "dtype": plan.dtype,
+        "grad_clip": config.trainer.grad_clip,
+        "lora": lora,
+        "gradient_checkpointing": config.trainer.enable_gradient_checkpointing,
+        "reference": recipe.needs_reference,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+
+
+def make_critic(plan: Plan, model_path: str, recipe: Recipe) -> Critic | None:
+    """The value model, where the recipe has one: from its own path, else from the policy's."""
+    config = plan.config
+    if not recipe.needs_critic:
+        return None
+    return Critic(
+        config.model.critic_model_path or model_path,
+        optimizer=config.algorithm.critic.optimizer,
         max_token_len=plan.max_token_len,
         total_steps=plan.schedule_steps,
         device=plan.device,
         dtype=plan.dtype,
         grad_clip=config.trainer.grad_clip,
-        lora=lora,
-        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
-        reference=recipe.needs_reference,
+        clip_range=config.algorithm.critic.cliprange_value,
         trust_remote_code=config.model.trust_remote_code,
     )
 
@@ -113,11 +154,10 @@ def make_engine(
     )
 
 
-def make_remote_engine(plan: Plan) -> RemoteEngine:
-    """The rollout servers that the YAML names."""
-    explorer = plan.config.explorer
-    key = explorer.rollout_model.api_key
-    return RemoteEngine(plan.engine_urls, api_key=key, timeout=explorer.max_timeout, seed=plan.seed)
+def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
+    """The rollout servers at these addresses."""
+    timeout = plan.config.explorer.max_timeout
+    return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
 
 
 def make_scheduler(
@@ -126,25 +166,34 @@ def make_scheduler(
     engine: Engine,
     text: Text,
     gate: Gate | None,
-    auxiliary: Sequence[Auxiliary] = (),
+    *,
+    greedy_run: bool = False,
+    auxiliary: Sequence[Auxiliary | Served] = (),
 ) -> Scheduler:
-    """As many runners as the plan says, each of which makes a Model for every attempt."""
+    """As many runners as the plan says, each of which makes a Model for every attempt.
+
+    With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
+    may ask.
+    """
 
     def make_further(task: Task) -> list[Any]:
         key = (batch_order(task), task.task_id, -1)
-        return [further.make(key) for further in auxiliary]
+        return [other.model(key) for other in auxiliary]
 
     def make_model(task: Task, key: Key) -> Model:
+        sampling = sampling_of(plan, task.rollout_args)
+        if greedy_run and key[2] == 0 and not task.is_eval:
+            sampling = dataclasses.replace(sampling, temperature=0.0)
         return Model(
             engine,
             text.chat,
             key=key,
-            sampling=sampling_of(plan, task.rollout_args),
+            sampling=sampling,
             max_model_len=plan.max_model_len,
             max_prompt_tokens=plan.max_prompt_tokens,
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
             model_path=model_path,
-            auxiliary=[further.make(key) for further in auxiliary],
+            auxiliary=[other.model(key) for other in auxiliary],
         )
 
     explorer = plan.config.explorer
@@ -210,9 +259,11 @@ def make_taskset(
     if is_eval:
         workflow = workflow or inputs.default_eval_workflow_type
     selector = config.task_selector or config.data_selector
+    name = config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}")
+    rows = _rows(config)
     return Taskset(
-        _rows(config),
-        name=config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}"),
+        rows if is_eval else _prepared(plan, rows, name),
+        name=name,
         batch_size=1 if mixed else plan.batch_size,
         total_epochs=plan.config.buffer.total_epochs,
         total_steps=None if is_eval else plan.explore_steps,
@@ -248,6 +299,13 @@ def _rows(config: TasksetConfig) -> Rows:
     return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
 
 
+def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
+    """What the task pipeline leaves of the rows."""
+    tasks = plan.config.data_processor.task_pipeline
+    given = [(item.name, item.args) for item in tasks.operators] if tasks else []
+    return prepared(rows, given, JobFolder(plan.job_dir).buffer, name) if given else rows
+
+
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
     """The tasks to explore; None in the modes that only measure or only train."""
     inputs = plan.config.buffer.explorer_input
@@ -271,24 +329,36 @@ def make_eval_tasksets(plan: Plan) -> list[Taskset]:
 
 
 def make_buffer(
-    plan: Plan, folder: JobFolder, text: Text, *, end_ids: Collection[int] = ()
+    plan: Plan,
+    folder: JobFolder,
+    text: Text,
+    *,
+    schema: str = "sft",
+    end_ids: Collection[int] = (),
 ) -> tuple[Buffer, Record | None]:
     """The store between explorer and trainer or the data set that is read, and a queue's copy.
 
-    `end_ids` are where the model's generation stops: what supervised replies have to end with.
+    `schema` is what a data set's rows are, and `end_ids` are where the model's generation stops:
+    what supervised replies have to end with.
     """
     config = plan.config.buffer.trainer_input.experience_buffer
     if plan.buffer_type == "file":
-        return _make_file_buffer(plan, config, text, end_ids), None
+        return make_file_buffer(plan, config, text, end_ids, schema=schema), None
     if plan.buffer_type == "sql":
         roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
+        role = roles.get(plan.mode, "both")
+        names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
         store = SqlBuffer(
             config.name,
             resolve_url(plan.buffer_path, folder.buffer),
-            role=roles.get(plan.mode, "both"),
-            party=plan.config.explorer.name if plan.mode in ("explore", "serve") else None,
+            role=role,
+            party=names.get(role),
             capacity=config.capacity,
             max_read_timeout=config.max_read_timeout,
+            lease_time=config.lease_time,
+            reuse=_reuse(config.replay_buffer),
+            retries=config.max_retry_times,
+            retry_seconds=config.max_retry_interval,
         )
         return store, None
     record = record_for(config.path, folder.buffer)
@@ -313,18 +383,34 @@ def make_buffer(
     return queue, record
 
 
-def _make_file_buffer(
-    plan: Plan, config: ExperienceBufferConfig, text: Text, end_ids: Collection[int]
+def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
+    """Priority replay in a database."""
+    if not replay.enable:
+        return None
+    limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
+    args = {"use_count_limit": limit, **replay.priority_fn_args}
+    return Reuse(cooldown=replay.reuse_cooldown_time, **args)
+
+
+def make_file_buffer(
+    plan: Plan,
+    config: ExperienceBufferConfig,
+    text: Text,
+    end_ids: Collection[int],
+    *,
+    schema: str = "sft",
+    endless: bool = False,
 ) -> FileBuffer:
+    """A data set as a store; `endless`: again and again, for who mixes it into something else."""
     model = plan.config.model
     rows = load_rows(
-        plan.buffer_path,
+        config.path or "",
         config.subset_name,
         config.split,
         progress=config.enable_progress_bar,
         on_error=config.on_error,
     )
-    form = SftFormat(
+    form = FORMATS[schema](
         rows,
         text.tokenizer,
         max_model_len=plan.max_model_len,
@@ -334,8 +420,18 @@ def _make_file_buffer(
         enable_thinking=model.enable_thinking,
         on_error=config.on_error,
     )
-    epochs = None if plan.train_steps else plan.config.buffer.total_epochs
+    epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
+
+
+def make_pipeline(plan: Plan, recipe: Recipe, raw: Record | None) -> Pipeline:
+    """What is done to a step's experiences before they are trained."""
+    key = "data_processor.experience_pipeline.operators"
+    operators = [
+        make_operator(OPERATORS, item.name, item.args, f"{key}[{place}]")
+        for place, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
+    ]
+    return Pipeline(recipe, raw=raw, operators=operators)
 
 
 def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
@@ -349,13 +445,22 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     return Record(database=resolve_url(path, folder.buffer))
 
 
-def examine_taskset(taskset: Taskset | Mixture) -> None:
-    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options."""
+def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> None:
+    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options.
+
+    `greedy_run`: one of a task's rollouts samples otherwise than the rest.
+    """
     seen = set()
     for task in taskset.all():
         if (kind := f"{task.workflow} {task.reward_fn}") not in seen:
             seen.add(kind)
-            examine = resolve(task.workflow).examine
+            spec = resolve(task.workflow)
+            if greedy_run and spec.can_repeat and not task.is_eval:
+                raise ValueError(
+                    f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
+                    "algorithm needs a greedy one among them: take another algorithm than remax"
+                )
+            examine = spec.examine
             if examine is not None:
                 examine(task)
             else:

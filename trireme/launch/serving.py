@@ -18,9 +18,8 @@ import uvicorn
 
 from trireme.explorer.intake import Intake
 from trireme.files import write_text
-from trireme.launch.parts import make_raw_record, sampling_of
+from trireme.launch.parts import make_pipeline, make_raw_record, sampling_of
 from trireme.launch.session import Session, StageResult
-from trireme.pipeline.pipeline import Pipeline
 from trireme.server.app import create_app
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
@@ -110,7 +109,7 @@ def _intake(session: Session, sync: PolledSync, sessions: Sessions) -> Intake:
     if raw is not None:
         session.keep(raw)
     return Intake(
-        pipeline=Pipeline(session.recipe, raw=raw),
+        pipeline=make_pipeline(session.plan, session.recipe, raw),
         buffer=session.buffer,
         sync=sync,
         folder=session.folder,

@@ -6,12 +6,12 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors.torch import load_file
 
@@ -19,7 +19,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import Loaded, load_checkpoint
+from trireme.checkpoint.resume import Loaded, load_checkpoint, load_critic
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.data.mixture import Mixture
@@ -27,19 +27,30 @@ from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
+from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import end_tokens
+from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
-from trireme.launch.auxiliary import Auxiliary, make_auxiliary
-from trireme.log import get_logger, setup_logging
-from trireme.monitor.console import Console
-from trireme.monitor.monitor import open_monitor
-from trireme.pipeline.pipeline import Pipeline
+from trireme.launch.auxiliary import (
+    Auxiliary,
+    Served,
+    make_auxiliary,
+    refuse_other_vocabulary,
+)
+from trireme.launch.engine_host import EngineHost
+from trireme.launch.trainer_ranks import TrainerRanks
+from trireme.log import PARTS, get_logger, setup_logging
+from trireme.monitor.monitor import Monitors, open_monitor
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.memory import MemorySync
-from trireme.sync.synchronizer import ExplorerSync, Synchronizer
+from trireme.sync.process_group import GroupSync
+from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
-from trireme.trainer.supply import BufferSupply
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.learning import Learning
+from trireme.trainer.ranks import Place
+from trireme.trainer.supply import BufferSupply, Supply
 from trireme.trainer.trainer import Trainer
 
 logger = get_logger("launcher")
@@ -62,6 +73,42 @@ class StageResult:
     """Seconds of exploring, training and evaluating."""
     model_dir: str | None = None
 
+    def add(self, part: StageResult) -> None:
+        """What one part of the run came to; of steps the last part's count."""
+        self.first, self.last = part.first or self.first, part.last or self.last
+        self.steps, self.phases = part.steps, self.phases | part.phases
+        self.model_dir = part.model_dir or self.model_dir
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What one part of a run that is spread over processes has of the others."""
+
+    logs: tuple[str, ...] = ()
+    """The log files that this part writes."""
+    host: str = "127.0.0.1"
+    """This machine, as the others see it."""
+    buffer: Buffer | None = None
+    supply: Supply | None = None
+    push: Push | None = None
+    snapshot: Callable[[], Awaitable[dict[str, Any]]] | None = None
+
+
+class Console(Protocol):
+    """Who is told what goes on: a terminal, or another process that has one."""
+
+    def note(self, text: str) -> None:
+        """A lasting line."""
+        ...
+
+    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
+        """A part has done a step."""
+        ...
+
+    def rollout(self, experience: Experience) -> None:
+        """A rollout to look at."""
+        ...
+
 
 class Session(AbstractContextManager["Session"]):
     """One plan with its folder, logs and monitors, open while it runs."""
@@ -73,13 +120,26 @@ class Session(AbstractContextManager["Session"]):
         console: Console,
         device: Device,
         measure_end: bool,
+        place: Place | None = None,
+        hosts: Sequence[EngineHost] = (),
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`model_path` is the plan's, or the last stage's model."""
+        """`model_path` is the plan's, or the last stage's model.
+
+        `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
+        `hosts`: engine processes, which serve when the engine is first asked for.
+        `elsewhere`: this process has one part of the run, and another one its monitors.
+        """
         self.plan = plan
         self.model_path = model_path
         self.console = console
         self.device = device
         self.measure_end = measure_end
+        self.elsewhere = elsewhere or Elsewhere()
+        self._is_whole = elsewhere is None
+        self._place = place
+        self._ranks: TrainerRanks | None = None
+        self._hosts = hosts
         self.folder = JobFolder(plan.job_dir)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
@@ -90,20 +150,16 @@ class Session(AbstractContextManager["Session"]):
         """Make the folder, open its files, and look for a checkpoint to go on from."""
         plan = self.plan
         self.folder.make()
-        self._close_log = setup_logging(
-            self.folder.log,
-            plan.config.log.level,
-            runners=0 if plan.mode == "train" else plan.runners,
-        )
-        for note in plan.notes:
-            logger.info(note)
-        self.monitor = open_monitor(self.folder.monitor, plan.config.monitor.monitor_type)
+        runners = 0 if plan.mode == "train" or not self._is_whole else plan.runners
+        parts = PARTS if self._is_whole else self.elsewhere.logs
+        level = plan.config.log.level
+        self._close_log = setup_logging(self.folder.log, level, parts=parts, runners=runners)
+        self.monitor = Monitors([])
         os.environ.update(plan.config.explorer.env_vars)
         if plan.mode in ("both", "train"):
             self.resumed = load_checkpoint(self.folder)
-        self._examine()
-        if self.resumed is not None:
-            self.console.note(f"going on from {self.folder.step_dir(self.resumed.step)}")
+        if self._is_whole:
+            self._open_run()
         return self
 
     def __exit__(
@@ -112,20 +168,37 @@ class Session(AbstractContextManager["Session"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever happened."""
+        """Close the files and send other trainer ranks home, whatever happened."""
+        if self._ranks is not None:
+            self._ranks.close()
         for record in self._records:
             record.close()
         self.monitor.close()
         self._close_log()
 
+    def _open_run(self) -> None:
+        """What one process does for all parts."""
+        for note in self.plan.notes:
+            logger.info(note)
+        self.monitor = open_monitor(self.folder.monitor, self.plan.config.monitor.monitor_type)
+        self._examine()
+        if self.resumed is not None:
+            self.console.note(f"going on from {self.folder.step_dir(self.resumed.step)}")
+
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
-        assert self.recipe.parts
+        if self.recipe.needs_critic and self._place is not None:
+            raise ValueError(
+                "algorithm.algorithm_type has a critic, which several trainer ranks cannot train "
+                "yet: expected one rank, or an algorithm without a critic, such as grpo"
+            )
+        greedy = self.recipe.greedy_run
+        parts.make_pipeline(self.plan, self.recipe, None)
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
-                parts.examine_taskset(taskset)
+                parts.examine_taskset(taskset, greedy_run=greedy)
         if self._reads_file:  # a malformed row is named now
-            parts.make_buffer(self.plan, self.folder, self.text)
+            parts.make_buffer(self.plan, self.folder, self.text, schema=self.recipe.schema)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
@@ -150,12 +223,14 @@ class Session(AbstractContextManager["Session"]):
     @property
     def _shares(self) -> bool:
         """Whether the engine reads the trainer's tensors: nothing trains while it generates."""
-        lock_step = self.plan.share_tensors or self.recipe.schema == "sft"
-        return lock_step and self.backend.adapter is None
+        lock_step = self.plan.share_tensors or self.recipe.from_data
+        alone = not self.engine_urls and self._place is None
+        return lock_step and alone and self.backend.adapter is None
 
     async def refresh_engine(self, version: int) -> None:
         """Give the engine the trainer's weights as they are, without a push."""
-        await self.engine.update_weights(None if self._shares else self.backend.weights(), version)
+        source = None if self._shares else await self.device.run(self.backend.weights)
+        await self.engine.update_weights(source, version)
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -168,9 +243,13 @@ class Session(AbstractContextManager["Session"]):
         return parts.make_text(self.plan, self.model_path)
 
     @cached_property
-    def backend(self) -> TorchBackend:
+    def backend(self) -> TorchBackend | Fsdp2Backend:
         """The trained model, where the checkpoint left it."""
-        backend = parts.make_backend(self.plan, self.model_path, self.recipe)
+        if self._place is not None:
+            self._ranks = TrainerRanks(self.plan, self.model_path, self.recipe, self._place)
+            backend = self._ranks.backend
+        else:
+            backend = parts.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
             _restore(backend, self.resumed)
         return backend
@@ -180,40 +259,79 @@ class Session(AbstractContextManager["Session"]):
         """Deterministic mode's."""
         return Gate() if self.plan.deterministic else None
 
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Where engines of other processes serve; none: the engine is embedded."""
+        return tuple(host.url for host in self._hosts) or self.plan.engine_urls
+
     @cached_property
     def engine(self) -> Engine:
         """The embedded engine, over the trainer's tensors where nothing trains meanwhile; or the
         rollout servers.
         """
-        if self.plan.engine_urls:
-            return parts.make_remote_engine(self.plan)
+        if self.engine_urls:
+            own = self._hosts[0].key if self._hosts else None
+            key = own or self.plan.engine_key
+            return parts.make_remote_engine(self.plan, self.engine_urls, key)
         share = self.backend.module if self._shares else None
         return parts.make_engine(
             self.plan, self.model_path, self.text, self.device, self.gate, share
         )
 
     @cached_property
-    def auxiliary_models(self) -> list[Auxiliary]:
-        """Further models that judge or teach."""
-        return make_auxiliary(self.plan, self.device)
+    def auxiliary_models(self) -> list[Auxiliary | Served]:
+        """Models beside the trained one; a teacher has the student's vocabulary."""
+        models = make_auxiliary(self.plan, self.device)
+        if self.recipe.asks("teacher_logprobs"):
+            refuse_other_vocabulary(models, self.text.tokenizer)
+        return models
 
     async def close_engines(self) -> None:
-        """The engine, and those of auxiliary models that were made."""
-        for further in vars(self).get("auxiliary_models", ()):
-            if further.engine is not None:
-                await further.engine.close()
+        """Those that were made."""
+        for auxiliary in self.__dict__.get("auxiliary_models", ()):
+            if isinstance(auxiliary, Auxiliary):
+                await auxiliary.engine.close()
         await self.engine.close()
 
     @cached_property
     def buffer(self) -> Buffer:
         """The store between the two, where the checkpoint left it."""
+        if self.elsewhere.buffer is not None:
+            return self.elsewhere.buffer
         ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
-        buffer, record = parts.make_buffer(self.plan, self.folder, self.text, end_ids=ends)
+        buffer, record = parts.make_buffer(
+            self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
+        )
         if record is not None:
             self.keep(record)
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer
+
+    @cached_property
+    def auxiliary(self) -> dict[str, Buffer]:
+        """Data sets that are mixed into the trainer's batches, where the checkpoint left them."""
+        given = self.plan.config.buffer.trainer_input.auxiliary_buffers
+        out: dict[str, Buffer] = {}
+        for name, config in given.items():
+            ends = end_tokens(self.backend.module, self.text.tokenizer)
+            out[name] = parts.make_file_buffer(self.plan, config, self.text, ends, endless=True)
+            if self.resumed is not None:
+                out[name].load_state(self.resumed.run_state["auxiliary"][name])
+        return out
+
+    @cached_property
+    def learning(self) -> Learning:
+        """What train steps share beside the policy, where the checkpoint left it."""
+        critic = parts.make_critic(self.plan, self.model_path, self.recipe)
+        warmup = self.plan.config.algorithm.critic.warmup_steps
+        learning = Learning(self.recipe, critic, critic_warmup=warmup)
+        if self.resumed is not None:
+            if known := self.resumed.run_state.get("learning"):
+                learning.load_state(known)
+            if critic is not None:
+                critic.load(*load_critic(self.folder, self.resumed.step))
+        return learning
 
     @cached_property
     def synchronizer(self) -> Synchronizer:
@@ -222,8 +340,9 @@ class Session(AbstractContextManager["Session"]):
         alone = plan.mode == "train"
         state = self.resumed.run_state if self.resumed else {"version": 0}
         step = self.resumed.step if self.resumed else 0
+        own = self.elsewhere.push or (self._checkpoint_push(None).push if alone else self.push())
         return Synchronizer(
-            self._checkpoint_push(None).push if alone else self._push(),
+            own,
             style="trainer_driven" if alone else plan.sync_style,
             interval=plan.sync_interval,
             offset=plan.sync_offset,
@@ -262,9 +381,15 @@ class Session(AbstractContextManager["Session"]):
             taskset=self.taskset,
             eval_tasksets=self.eval_tasksets,
             scheduler=parts.make_scheduler(
-                plan, self.model_path, self.engine, self.text, self.gate, self.auxiliary_models
+                plan,
+                self.model_path,
+                self.engine,
+                self.text,
+                self.gate,
+                greedy_run=self.recipe.greedy_run,
+                auxiliary=self.auxiliary_models,
             ),
-            pipeline=Pipeline(self.recipe, raw=raw),
+            pipeline=parts.make_pipeline(plan, self.recipe, raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
             sync=sync,
             eval_interval=plan.eval_interval,
@@ -274,23 +399,38 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.console.rollout,
             folder=self.folder if plan.mode == "explore" else None,
+            name=config.name if plan.mode == "explore" else "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
         if self.resumed is not None and plan.mode == "both":
             self._explorer.load_state(self.resumed.run_state["explorer"])
         return self._explorer
 
-    def trainer(self, sync: Synchronizer | None) -> Trainer:
+    @cached_property
+    def supply(self) -> Supply:
+        """Where the trainer's batches come from."""
+        if self.elsewhere.supply is not None:
+            return self.elsewhere.supply
+        waiting = None if self._reads_file else self.synchronizer.waiting
+        return BufferSupply(
+            self.buffer,
+            self.recipe,
+            self.plan.train_batch_size,
+            least_batch=self.plan.least_batch,
+            auxiliary=self.auxiliary,
+            waiting=waiting,
+        )
+
+    def trainer(self, sync: TrainerSync | None) -> Trainer:
         """The trainer, where the checkpoint left it."""
         plan = self.plan
         self._trainer = Trainer(
             backend=self.backend,
             recipe=self.recipe,
-            supply=BufferSupply(
-                self.buffer, self.recipe, plan.least_batch, sync.waiting if sync else None
-            ),
+            supply=self.supply,
             device=self.device,
             sync=sync,
+            learning=self.learning,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
@@ -311,8 +451,22 @@ class Session(AbstractContextManager["Session"]):
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
-        state: dict[str, Any] = {"buffer": self.buffer.state(), "version": 0}
-        if self.recipe.schema == "experience":
+        if self.elsewhere.snapshot is not None:
+            state = await self.elsewhere.snapshot()
+        else:
+            state = self._where()
+        if self._trainer is not None:
+            state["learning"] = self.learning.state()
+        return state
+
+    def _where(self) -> dict[str, Any]:
+        """Where the parts stand that may live in another process than the trainer."""
+        state: dict[str, Any] = {
+            "buffer": self.buffer.state(),
+            "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
+            "version": 0,
+        }
+        if not self.recipe.from_data:
             state["version"] = self.synchronizer.version
         if self._explorer is not None and self.plan.mode == "both":
             state["explorer"] = self._explorer.state()
@@ -333,6 +487,7 @@ class Session(AbstractContextManager["Session"]):
             model_dir=self.model_path,
             hf=when == "always" or (when == "last" and last),
             keep=trainer.max_checkpoints_to_keep,
+            critic=self.learning.critic,
         )
 
     def result(self, explorer: Explorer | None, trainer: Trainer | None) -> StageResult:
@@ -356,11 +511,22 @@ class Session(AbstractContextManager["Session"]):
         if self.plan.mode == "both":
             record.rewind(self.resumed.run_state["explorer"]["step"] if self.resumed else 0)
 
-    def _push(self) -> Any:
-        """How weights travel inside this process."""
+    def push(self) -> Push:
+        """How weights travel from this process to its engine."""
         plan, backend = self.plan, self.backend
         if plan.sync_method == "checkpoint":
             return self._checkpoint_push(self.engine).push
+        if plan.sync_method == "nccl":
+            assert isinstance(self.engine, RemoteEngine)
+            return GroupSync(
+                backend,
+                self.engine,
+                self.device,
+                dtype=plan.dtype,
+                vocabulary=backend.module.config.vocab_size,
+                transport="nccl" if plan.device == "cuda" else "gloo",
+                host=self.elsewhere.host,
+            ).push
         return MemorySync(
             backend,
             self.engine,
@@ -375,14 +541,14 @@ class Session(AbstractContextManager["Session"]):
             self.backend,
             self.device,
             self.folder,
-            step=lambda: self.synchronizer.trained_step,
+            step=lambda: self._trainer.step if self._trainer else 0,
             vocabulary=self.backend.module.config.vocab_size,
             dtype=self.plan.dtype,
             engine=engine,
         )
 
 
-def _restore(backend: TorchBackend, saved: Loaded) -> None:
+def _restore(backend: TorchBackend | Fsdp2Backend, saved: Loaded) -> None:
     """Weights, optimizer, schedule and random state as the checkpoint has them."""
     if backend.adapter is None:
         own, weights = backend.weights(), load_file(saved.weights_path)

@@ -94,6 +94,11 @@ class BlockingModel:
         return self.model.max_model_len
 
     @property
+    def auxiliary(self) -> list[Any]:
+        """`explorer.auxiliary_models`, in this form."""
+        return [model.blocking(self._loop) for model in self.model.auxiliary]
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.model.chat_tokens.tokenizer

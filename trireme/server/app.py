@@ -32,7 +32,13 @@ def create_app(
 
     With `sessions` those of agents alone: nobody else may steer the engine.
     """
-    from trireme.server import engine_routes, openai_routes, rollout_routes, stream_routes
+    from trireme.server import (
+        engine_routes,
+        group_routes,
+        openai_routes,
+        rollout_routes,
+        stream_routes,
+    )
 
     app = FastAPI(title="Trireme rollout server", version="1")
     app.state.rollouts = rollouts
@@ -40,7 +46,8 @@ def create_app(
     for path in ("/health", "/health/"):
         app.add_api_route(path, partial(_health, rollouts), methods=["GET"])
     app.include_router(openai_routes.make_router(rollouts, sessions))
-    for routes in (engine_routes, stream_routes, rollout_routes) if sessions is None else ():
+    steering = (engine_routes, stream_routes, group_routes, rollout_routes)
+    for routes in steering if sessions is None else ():
         app.include_router(routes.make_router(rollouts))
     app.add_middleware(Limits, key=key, most=most, instance=app.state.instance)
     for kind in (Exception, RuntimeError, *(kind for kind, _ in STATUS), StarletteError):

@@ -6,7 +6,7 @@ scored by both, must come out alike: right tensors may still be used wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,6 +23,10 @@ class WeightSource(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as they are now, by Hugging Face names."""
+        ...
+
+    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, one after the other."""
         ...
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:

@@ -52,7 +52,13 @@ class ExplorerSync(Protocol):
 
 
 class TrainerSync(Protocol):
-    """What a trainer tells the synchronizer."""
+    """What a trainer tells the synchronizer, in this process or another."""
+
+    version: int
+    """The last that was pushed."""
+    trained_step: int
+    pushed_step: int
+    """The train step whose weights they are."""
 
     async def trained(self, step: int) -> dict[str, float]:
         """Train step `step` is done: publish if it is time to. Returns metrics."""

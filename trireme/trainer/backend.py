@@ -12,16 +12,18 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
+from trireme.experience import Experience
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.model import load_model, token_logprobs
 from trireme.trainer.optim import OptimizerSettings, Schedule, make_optimizer
@@ -31,8 +33,21 @@ from trireme.trainer.pack import cut
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
 
 
+T = TypeVar("T")
+
+
 class NotFinite(RuntimeError):
     """A loss or gradient is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks are to do now."""
+
+    what: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    experiences: Sequence[Experience] = ()
 
 
 class TrainerBackend(Protocol):
@@ -56,6 +71,20 @@ class TrainerBackend(Protocol):
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights as they are now, by Hugging Face names, not copied."""
+        ...
+
+    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights` one after the other, each whole; what is sharded is gathered as it is asked
+        for, so that no rank holds them all.
+        """
+        ...
+
+    def together(self, order: Order, work: Callable[[], T]) -> T:
+        """`work()`, with every other rank told to do the same; inside such work plain `work()`."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON value of each rank that had a share of the batch to itself."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -188,6 +217,18 @@ class TorchBackend:
                 out[name] = tensor.detach()
             seen.add(tensor.data_ptr())
         return out
+
+    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend."""
+        yield from self.weights().items()
+
+    def together(self, order: Order, work: Callable[[], T]) -> T:
+        """See TrainerBackend: there are no others."""
+        return work()
+
+    def gather(self, value: Any) -> list[Any]:
+        """See TrainerBackend."""
+        return [value]
 
     def state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state; with LoRA the adapter too."""

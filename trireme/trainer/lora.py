@@ -16,6 +16,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trireme.checkpoint.shards import assign
+
 _ADAPTER = "default"
 _BASE_LAYER = ".base_layer."
 
@@ -74,16 +76,19 @@ class Adapter:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(weights[name])
+                assign(tensor, weights[name])
 
     def merged(self) -> dict[str, Tensor]:
         """The model's state dict with the additions added, under the names it had without them."""
+        return dict(self.each_merged())
+
+    def each_merged(self) -> Iterator[tuple[str, Tensor]]:
+        """`merged` one after the other, each computed when it is asked for."""
         layers = {
             name: module
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer)
         }
-        out: dict[str, Tensor] = {}
         for key, tensor in self._model.state_dict().items():
             if ".lora_" in key:
                 continue
@@ -91,8 +96,12 @@ class Adapter:
             if key.endswith(f"{_BASE_LAYER}weight") and owner in layers:
                 with torch.no_grad():
                     tensor = tensor + layers[owner].get_delta_weight(_ADAPTER)  # pyright: ignore
-            out[key.replace(_BASE_LAYER, ".")] = tensor.detach()
-        return out
+            yield self.plain_name(key), tensor.detach()
+
+    @staticmethod
+    def plain_name(key: str) -> str:
+        """What a tensor of the adapted model is called in the plain one."""
+        return key.replace(_BASE_LAYER, ".")
 
     def save(self, folder: str | Path) -> None:
         """The adapter as peft writes it: adapter_config.json and adapter_model.safetensors."""

@@ -93,7 +93,7 @@ def token_logprobs(
     """
     device = next(model.parameters()).device
     layout = pack(batch, share_prefix=share_prefix).to(device)
-    hidden = _hidden(model, layout)
+    hidden = hidden_states(model, layout)
     temperatures = batch.temperatures.to(device)
     chunk = max(1, _LOGIT_NUMBERS // model.config.get_text_config().vocab_size)
     targets = batch.targets.to(device)
@@ -109,7 +109,7 @@ def token_logprobs(
     return logprobs, entropies if entropy else None
 
 
-def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
+def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
     """Last hidden states [T, D] of the flat tokens."""
     out = model.base_model(
         input_ids=layout.tokens[None],

@@ -124,10 +124,12 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
     """Micro-batches of at most `max_tokens` computed tokens (a longer sample stays alone).
 
-    A group goes into one micro-batch where it fits. Samples without an entry are left out.
+    A group goes into one micro-batch where it fits, and the two samples of a pair always. Samples
+    without an entry are left out.
     """
     inputs = _inputs(batch)
-    order, shared = _sorted(inputs, share_prefix)
+    paired = "pair_ids" in batch.fields
+    order, shared = _sorted(inputs, share_prefix and not paired)  # as given: pairs are neighbours
     sizes = [len(inputs[n]) for n in order]
     added = [size - common for size, common in zip(sizes, shared, strict=True)]
     chosen: list[int] = []
@@ -135,20 +137,28 @@ def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator
     for begin, end in _neighbours(batch, order):
         # A group's samples share their prompt: what it costs alone is the first one whole.
         whole = sizes[begin] + sum(added[begin + 1 : end])
-        if chosen and room < whole - sizes[begin] + added[begin] and whole <= max_tokens:
+        fits = paired or whole <= max_tokens
+        if chosen and room < whole - sizes[begin] + added[begin] and fits:
             yield batch.select(sorted(chosen))
             chosen, room = [], max_tokens
         for at in range(begin, end):
             if not sizes[at]:
                 continue
             new = added[at] if chosen else sizes[at]
-            if chosen and new > room:
+            if chosen and new > room and not paired:
                 yield batch.select(sorted(chosen))
                 chosen, room, new = [], max_tokens, sizes[at]
             chosen.append(order[at])
             room -= new
     if chosen:
         yield batch.select(sorted(chosen))
+
+
+def packed_tokens(batch: Batch, *, share_prefix: bool = True) -> int:
+    """How many tokens the model computes where the whole batch is one micro-batch."""
+    inputs = _inputs(batch)
+    _, shared = _sorted(inputs, share_prefix)
+    return sum(len(row) for row in inputs) - sum(shared)
 
 
 def _inputs(batch: Batch) -> list[np.ndarray]:

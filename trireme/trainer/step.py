@@ -2,7 +2,8 @@
 
 The loss is policy loss - entropy_coef * entropy + kl_coef * KL, each weighted per token over the
 whole batch. There is one optimizer step a batch, so that the log-probabilities that the sampler
-reported are the old ones.
+reported are the old ones. What else a recipe wants is put into the batch before: the reference's
+scores, values, advantages of tokens (which a critic learns from first).
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from torch import Tensor
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
-from trireme.trainer.backend import NotFinite, TrainerBackend
-from trireme.trainer.tally import Tally
+from trireme.trainer.backend import NotFinite, Order, TrainerBackend
+from trireme.trainer.learning import Learning
+from trireme.trainer.prepare import prepare
+from trireme.trainer.tally import Tally, metrics_of
+from trireme.trainer.tokens import split_pairs
 
 
 def train_step(
@@ -28,8 +32,11 @@ def train_step(
     version: int,
     moved: bool = False,
     skip_idle: bool = True,
+    learning: Learning | None = None,
 ) -> dict[str, float]:
     """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
+
+    `learning` is what the steps of a run share; none: this step is the first.
 
     `moved`: the trainer's weights are newer than those, so that the two cannot be compared.
 
@@ -38,22 +45,48 @@ def train_step(
 
     Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
     """
+    learning = learning or Learning(recipe)
+    options = {"version": version, "moved": moved, "skip_idle": skip_idle}
+    order = Order("train_step", options | {"learning": learning.state()}, experiences)
+    return backend.together(
+        order, partial(_train_step, backend, recipe, experiences, learning, **options)
+    )
+
+
+def _train_step(
+    backend: TrainerBackend,
+    recipe: Recipe,
+    experiences: Sequence[Experience],
+    learning: Learning,
+    *,
+    version: int,
+    moved: bool,
+    skip_idle: bool,
+) -> dict[str, float]:
+    """What every rank does."""
+    if recipe.schema == "dpo":
+        experiences = split_pairs(experiences)
     batch = flatten(experiences)
     if not batch.num_tokens:
         return {"perf/trained_tokens": 0.0}
     sizes = _sizes(batch, version)
-    batch = batch.with_fields(weights=recipe.weights(batch))
-    if recipe.needs_reference:
-        batch = batch.with_fields(ref_logprobs=backend.logprobs(batch, reference=True))
+    batch, prepared = prepare(backend, recipe, experiences, batch, learning)
     if skip_idle and recipe.idle_at_zero_advantage:
         batch = _with_advantage(batch)
     sizes["perf/idle_experiences"] = sizes["perf/experiences"] - batch.num_samples
     tally = Tally()
     fresh = None if moved else version
-    loss = partial(batch_loss, recipe=recipe, tally=tally, fresh=fresh)
-    backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
-    stepped = backend.step()
-    return tally.metrics() | stepped | sizes
+    loss = partial(batch_loss, recipe=recipe, tally=tally, fresh=fresh, learning=learning)
+    metrics: dict[str, float] = {}
+    if learning.trains_policy:
+        backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
+        metrics = backend.step()
+    metrics = metrics_of(backend.gather(tally.read())) | metrics | sizes | prepared
+    if recipe.kl:
+        metrics["actor/kl_coef"] = learning.coefficients["kl_loss_fn"]
+        learning.adapt("kl_loss_fn", metrics.get("actor/kl_loss", 0.0), len(experiences))
+    learning.steps += 1
+    return metrics
 
 
 def batch_loss(
@@ -64,9 +97,13 @@ def batch_loss(
     recipe: Recipe,
     tally: Tally,
     fresh: int | None,
+    learning: Learning,
 ) -> Tensor:
     """What a part of the batch adds to the loss, a scalar; `tally` gets what is to be reported."""
     own = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
+    own["step"] = torch.tensor(learning.steps)
+    if "old_logprobs" in batch.fields:
+        own["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
         own["entropies"] = entropies
     if not recipe.bypass_old_logprobs:
@@ -83,11 +120,16 @@ def batch_loss(
     policy = recipe.policy_loss(lookup, has)
     policy, reported = policy if isinstance(policy, tuple) else (policy, {})
     _check(policy, batch, recipe)
+    if recipe.correction:
+        factors, corrected = recipe.correction(lookup, has)
+        policy = policy * factors
+        for name, values in corrected.items():
+            tally.mean(f"rollout_correction/{name}", values)
     total = policy
     tally.sum("actor/pg_loss", policy * weights)
     if recipe.kl:
         divergence = recipe.kl(lookup, has)
-        total = total + recipe.kl.coefficient * divergence
+        total = total + learning.coefficients["kl_loss_fn"] * divergence
         tally.sum("actor/kl_loss", divergence * weights)
     if recipe.entropy:
         bonus = recipe.entropy(lookup, has)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from trireme.algorithms.recipes import Recipe
@@ -37,21 +37,33 @@ class BufferSupply:
         buffer: Buffer,
         recipe: Recipe,
         batch_size: int,
+        *,
+        least_batch: int | None = None,
+        auxiliary: Mapping[str, Buffer] | None = None,
         waiting: Callable[[bool], None] | None = None,
     ) -> None:
-        """`waiting(True)` is told when a take begins to wait for experiences that are not there."""
+        """A batch of `batch_size` needs `least_batch` experiences of the buffer (all where not
+        given); the rest is from `auxiliary`.
+
+        `waiting(True)` is told when a take begins to wait for experiences that are not there.
+        """
         self.buffer = buffer
         self._recipe = recipe
         self._batch_size = batch_size
+        self._least_batch = batch_size if least_batch is None else least_batch
+        self._auxiliary = auxiliary or {}
         self._waiting = waiting or (lambda _: None)
 
     async def take(self, version: int) -> Sample:
         """See Supply. Nobody may look between the take and the word that it waits no more."""
-        short = len(self.buffer) < self._batch_size
+        short = len(self.buffer) < self._least_batch
         if short:
             self._waiting(True)
         try:
-            return await self._recipe.take(self.buffer, self._batch_size, version)
+            batch, metrics = await self._recipe.take(
+                self.buffer, self._batch_size, version, self._auxiliary
+            )
+            return batch, metrics | self.buffer.metrics()
         finally:
             if short:
                 self._waiting(False)

@@ -18,6 +18,7 @@ from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.sync.synchronizer import TrainerSync
 from trireme.trainer.backend import TrainerBackend
+from trireme.trainer.learning import Learning
 from trireme.trainer.step import train_step
 from trireme.trainer.supply import Supply
 
@@ -49,6 +50,7 @@ class Trainer:
         supply: Supply,
         device: Device,
         sync: TrainerSync | None,
+        learning: Learning | None = None,
         total_steps: int | None,
         save_interval: int,
         checkpointer: Checkpointer,
@@ -62,6 +64,7 @@ class Trainer:
         self.supply = supply
         self.device = device
         self.sync = sync
+        self.learning = learning or Learning(recipe)
         self.total_steps = total_steps
         self.save_interval = save_interval
         self.checkpointer = checkpointer
@@ -111,6 +114,7 @@ class Trainer:
             experiences,
             version=self.version(),
             moved=self.moved(),
+            learning=self.learning,
         )
 
     async def _save(self, *, last: bool) -> None:

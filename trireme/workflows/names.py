@@ -26,6 +26,8 @@ WORKFLOW_PATHS = {
     "math_ruler_workflow": _MATH_RULER,
     "async_math_ruler_workflow": _MATH_RULER,
     "rubric_judge_workflow": _RUBRIC,
+    "on_policy_distill_workflow": "trireme.workflows.distill.OnPolicyDistillWorkflow",
+    "on_policy_distill_math_workflow": "trireme.workflows.distill.OnPolicyDistillMathWorkflow",
     "alfworld_workflow": "trireme.workflows.alfworld.AlfworldWorkflow",
     "step_wise_alfworld_workflow": "trireme.workflows.alfworld.StepWiseAlfworldWorkflow",
     "webshop_workflow": "trireme.workflows.webshop.WebShopWorkflow",

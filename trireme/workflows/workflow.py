@@ -142,8 +142,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
     def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
         # whoever loops over the task's or its own repeat_times loops over this call's
         own = dataclasses.replace(task, repeat_times=repeat_times)
-        further = [m.blocking(model.model.loop) for m in model.model.auxiliary]
-        instance = cls(task=own, model=model, auxiliary_models=further or None)
+        instance = cls(task=own, model=model, auxiliary_models=model.auxiliary or None)
         if can_repeat:
             instance.set_repeat_times(repeat_times, run_id_base)
         return instance

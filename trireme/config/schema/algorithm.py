@@ -35,6 +35,18 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    """The value model of algorithms that have one; it starts from `model.critic_model_path`."""
+
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """Its own learning rate (1e-5 where not given), schedule, optimizer."""
+    cliprange_value: float = number(0.5, above=0)
+    """How far a value may move in one update before it stops gaining."""
+    warmup_steps: int = number(0, at_least=0)
+    """Train steps at the start in which it learns alone and the policy stays."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """The algorithm, by name, and the parts of it that the user replaces."""
 
@@ -44,6 +56,8 @@ class AlgorithmConfig:
     """Rollouts of each task: the group that group-relative advantages compare."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Learning rate, schedule, optimizer."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model of `ppo`."""
     sample_strategy: str | None = None
     """How a train batch is drawn from the buffer; not given: the algorithm's own."""
     sample_strategy_args: dict[str, Any] | None = None
@@ -61,9 +75,9 @@ class AlgorithmConfig:
     kl_penalty_fn_args: dict[str, Any] | None = None
     """Options of the KL penalty."""
     kl_loss_fn: str | None = None
-    """KL to the reference model, added to the loss: none, k1, k2, k3, low_var_kl, abs."""
+    """KL to the reference, added to the loss: none, k1, k2, k3, low_var_kl, abs, corrected_k3."""
     kl_loss_fn_args: dict[str, Any] | None = None
-    """Options of the KL loss; `kl_coef: 0` loads no reference model."""
+    """Its options; `kl_coef: 0` loads no reference model, `adaptive: true` follows target_kl."""
     entropy_loss_fn: str | None = None
     """Entropy bonus; not given: the algorithm's own."""
     entropy_loss_fn_args: dict[str, Any] | None = None
@@ -78,6 +92,6 @@ class AlgorithmConfig:
     bypass_old_logprobs: bool = True
     """Take the sampler's log-probabilities as the old ones instead of computing them again."""
     rollout_correction: dict[str, Any] = field(default_factory=dict)
-    """Importance correction between engine and trainer."""
+    """Correction between engine and trainer: rollout_is, rollout_rs, their thresholds."""
     enable_router_replay: bool = False
     """Replay the engine's expert choices in mixture-of-experts models."""

@@ -61,14 +61,16 @@ class ExperienceBufferConfig:
     """Explore steps a queue holds before the explorer waits."""
     max_read_timeout: float = number(1800, above=0)
     """Seconds without a new experience after which the trainer gives up, and says so."""
+    lease_time: float = number(60, above=0)
+    """Seconds without a word from a reader until what it took returns to the store (sql)."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
-    """Priority replay."""
+    """Priority replay (queue, sql)."""
     on_error: Literal["fail", "skip"] = "fail"
     """What a malformed row does: end the run before it begins, or be left out and counted."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     max_retry_times: int = number(3, at_least=0)
-    """Tries to reach an SQL store."""
+    """Further tries to reach an SQL store that is away."""
     max_retry_interval: float = number(1, at_least=0)
     """Seconds between them."""
 
@@ -116,11 +118,27 @@ class ExperiencePipelineConfig:
     """What happens to experiences before the buffer."""
 
     operators: list[OperatorConfig] = field(default_factory=list)
-    """Filters and reward shapers, in order."""
+    """Filters and reward shapers, in order; own ones by name or path, `file:name`."""
     save_input: bool = True
     """Keep a copy of all that the explorer made."""
     input_save_path: str | None = None
     """Where; not given: `sqlite:///explorer_output.db` in the job's buffer folder."""
+
+
+@dataclass(frozen=True)
+class TaskPipelineConfig:
+    """What happens to the rows of the training tasksets before the run."""
+
+    operators: list[OperatorConfig] = field(default_factory=list)
+    """Functions of rows, in order: by name or path, `file:name`."""
+    inputs: list[str] = field(default_factory=list)
+    """Other data to read."""
+    output: dict[str, Any] | None = None
+    """Another place to write to."""
+    target_fields: list[str] = field(default_factory=list)
+    """Columns to look at."""
+    priority_weights: dict[str, float] | None = None
+    """Weights of scores that sort the rows."""
 
 
 @dataclass(frozen=True)
@@ -129,5 +147,5 @@ class DataProcessorConfig:
 
     experience_pipeline: ExperiencePipelineConfig = field(default_factory=ExperiencePipelineConfig)
     """Of experiences."""
-    task_pipeline: dict[str, Any] | None = None
-    """Of tasks (Data-Juicer)."""
+    task_pipeline: TaskPipelineConfig | None = None
+    """Of the tasks' rows, once before the run."""

@@ -16,8 +16,10 @@ class RolloutModelConfig:
     """Only auxiliary models name their own; the rollout model is `model.model_path`."""
     engine_type: Literal["torch", "vllm", "sglang", "remote", "external", "tinker"] | None = None
     """Not given: the best that is there; without vLLM or a GPU: torch, embedded."""
+    engine_python: str | None = None
+    """Python of an environment that has vLLM; not given: this one, or TRIREME_VLLM_PYTHON's."""
     engine_num: int = number(1, at_least=1)
-    """Engines; locally they are one, and only the number of runners multiplies."""
+    """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
     tensor_parallel_size: int = number(1, at_least=1)
     """GPUs that share one engine."""
     data_parallel_size: int = number(1, at_least=1)

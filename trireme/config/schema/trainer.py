@@ -44,5 +44,9 @@ class TrainerConfig:
     """Normalise losses over the whole batch; always so here."""
     enable_gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time."""
+    offload: bool = False
+    """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
+    collective_timeout: float = number(1800, above=0)
+    """Seconds that trainer ranks may wait for one another; dead ones are seen sooner."""
     trainer_config: dict[str, Any] = field(default_factory=dict)
     """Options of verl, as it spells them."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw
 from trireme.engines.torch.prefix import PrefixCache
-from trireme.engines.torch.request import Request
 from trireme.engines.torch.rows import Pass, RowStore
 
 PREFILL_TOKENS = 8192

@@ -21,9 +21,8 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.fingerprint import fingerprint
 from trireme.engines.gate import Gate
-from trireme.engines.sampling import Stream
+from trireme.engines.request import Request, make_requests
 from trireme.engines.torch.decoder import Decoder
-from trireme.engines.torch.request import Request
 from trireme.engines.torch.shell import load_shell, load_weights, share_shell
 
 STEPS_PER_HOP = 8
@@ -190,30 +189,18 @@ class TorchEngine:
 
     def _make(self, ids: list[int], sampling: Sampling, key: tuple[Any, ...]) -> list[Request]:
         """One request a sample. Raises ValueError for a prompt that leaves no room."""
-        room = min(self._max_model_len, self._kv_tokens) - len(ids)
-        if not ids or room < 1:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens: expected 1 to {self._max_model_len - 1} "
-                f"(max_model_len {self._max_model_len}, and at least one token to generate)"
-            )
         if not key:
             self._anonymous += 1
             key = ((-1, self._anonymous),)
-        seed = self._seed if sampling.seed is None else sampling.seed
-        stream_key = key if sampling.seed is None else ()
-        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._ends)
-        return [
-            Request(
-                prompt=ids,
-                sampling=sampling,
-                key=key,
-                sample=sample,
-                stream=Stream(seed, stream_key, sample),
-                max_tokens=min(sampling.max_tokens, room),
-                ends=frozenset(ends),
-            )
-            for sample in range(sampling.n)
-        ]
+        return make_requests(
+            ids,
+            sampling,
+            key,
+            seed=self._seed,
+            room=self._kv_tokens,
+            max_model_len=self._max_model_len,
+            ends=self._ends,
+        )
 
     async def _drive(self) -> None:
         """Until closed: wait for work, advance, hand out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,3 +98,40 @@ class Request:
             text=text,
             alternatives=self.alternatives[:n],
         )
+
+
+def make_requests(
+    ids: Sequence[int],
+    sampling: Sampling,
+    key: tuple[Any, ...],
+    *,
+    seed: int,
+    room: int,
+    max_model_len: int,
+    ends: Iterable[int],
+) -> list[Request]:
+    """One request a sample, each with a random stream of its own.
+
+    `room`: tokens that memory holds; `ends`: the model's end-of-sequence ids. Raises ValueError for
+    a prompt that leaves no room.
+    """
+    room = min(room, max_model_len) - len(ids)
+    if not ids or room < 1:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens: expected 1 to {max_model_len - 1} "
+            f"(max_model_len {max_model_len}, and at least one token to generate)"
+        )
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(ends))
+    stream = (seed, key) if sampling.seed is None else (sampling.seed, ())
+    return [
+        Request(
+            prompt=list(ids),
+            sampling=sampling,
+            key=key,
+            sample=sample,
+            stream=Stream(*stream, sample),
+            max_tokens=min(sampling.max_tokens, room),
+            ends=frozenset(stops),
+        )
+        for sample in range(sampling.n)
+    ]

@@ -1,0 +1,69 @@
+"""Algorithms page: the tables of docs/algorithms.md, written from the rows and their docstrings.
+
+`python scripts/algorithms_page.py` writes them between the page's two marks; a test holds that it
+was done.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+from trireme.algorithms import names
+from trireme.algorithms.part import SETTINGS
+from trireme.cli.listing import first_line
+
+PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
+BEGIN, END = "<!-- tables: scripts/algorithms_page.py -->", "<!-- end of tables -->"
+_PARTS = (
+    ("advantage_fn", names.ADVANTAGES, names.ADVANTAGE_PATHS),
+    ("policy_loss_fn", names.POLICY_LOSSES, names.POLICY_LOSS_PATHS),
+    ("kl_loss_fn", names.KLS, names.KL_PATHS),
+    ("entropy_loss_fn", names.ENTROPIES, names.ENTROPY_PATHS),
+    ("sample_strategy", names.SAMPLES, names.SAMPLE_PATHS),
+)
+
+
+def tables() -> str:
+    """All tables."""
+    return "\n".join([*_algorithms(), *(line for part in _PARTS for line in _part(*part))])
+
+
+def document() -> str:
+    """The page with its tables written anew."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def _algorithms() -> Iterator[str]:
+    yield "| `algorithm_type` | advantage | policy loss | KL | averaged by | when to use it |"
+    yield "|-|-|-|-|-|-|"
+    for name in names.ALGORITHM_PATHS:
+        recipe = names.ALGORITHMS.get(name)
+        cells = (f"`{name}`", recipe.advantage_fn or "", recipe.policy_loss_fn, recipe.kl_loss_fn,
+                 recipe.loss_agg_mode, recipe.use)  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def _part(kind: str, registry: names.Registry, paths: dict[str, str]) -> Iterator[str]:
+    yield f"\n### `{kind}`\n"
+    if kind in SETTINGS:
+        own = ", ".join(f"`{key}` {value:g}" for key, value in SETTINGS[kind].items())
+        yield f"All have the options {own}.\n"
+    yield "| name | what it computes | options |"
+    yield "|-|-|-|"
+    for name in paths:
+        function = registry.get(name)
+        options = [
+            f"`{p.name}` {p.default}"
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        ]
+        line = first_line(function).replace("|", "\\|")
+        yield f"| `{name}` | {line} | {', '.join(options)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")

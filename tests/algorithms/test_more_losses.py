@@ -1,0 +1,223 @@
+"""Policy losses beyond PPO against hand-worked values, and their gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from trireme.algorithms import kl
+from trireme.algorithms.correction import rollout_correction
+from trireme.algorithms.entropy import mix as mixed_entropy
+from trireme.algorithms.mix import chord_mu, mix, mix_chord
+from trireme.algorithms.policy_loss import (
+    cispo,
+    importance_sampling,
+    opmd,
+    ppo,
+    sapo,
+    sft_is,
+    sft_phi,
+    sppo,
+    topr,
+)
+from trireme.algorithms.reduce import segment_mean, segment_sum
+from trireme.algorithms.sequence_loss import dpo, gspo, rec
+
+
+def _slope(loss, ratio: float, advantage: float, **options) -> tuple[float, float]:
+    """The loss of one token with p = ratio * p_old, p_old = 1/e, and its slope in log p."""
+    old = torch.tensor([-1.0], dtype=torch.float64)
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    given = {"logprobs": logprobs, "old_logprobs": old, "advantages": torch.tensor([advantage])}
+    names = loss.__code__.co_varnames[: loss.__code__.co_argcount]
+    given["sample_ids"] = torch.tensor([0])
+    found = loss(**{n: given[n] for n in names if n in given}, **options)
+    value = found[0] if isinstance(found, tuple) else found
+    value.sum().backward()
+    slope = 0.0 if logprobs.grad is None else logprobs.grad.item()
+    return value.item(), slope
+
+
+def _lp(ratio: float) -> float:
+    return math.log(ratio) - 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "ratio", "advantage", "options", "value", "slope"),
+    [
+        (opmd, 2.0, 3.0, {}, -1.5 * _lp(2), -1.5),
+        (opmd, 2.0, 3.0, {"tau": 2.0}, -_lp(2), -1),
+        (importance_sampling, 2.0, 3.0, {}, -6, -6),
+        (cispo, 1.1, 2.0, {}, -2.2 * _lp(1.1), -2.2),
+        (cispo, 3.0, 2.0, {}, -2.56 * _lp(3), -2.56),  # clipped, and still learning
+        (cispo, 3.0, 2.0, {"enable_mask_clip": True}, 0, 0),
+        (cispo, 3.0, -2.0, {"enable_mask_clip": True}, 2.56 * _lp(3), 2.56),
+        (sapo, 1.0, 2.0, {}, -4, -2),  # at r = 1 the slope is that of -A r
+        (sapo, 3.0, 1.0, {}, -4 / (1 + math.exp(-2)), -12 * math.exp(-2) / (1 + math.exp(-2)) ** 2),
+        (sapo, 1.0, -2.0, {}, 4 / 1.05, 2),
+        (topr, 3.0, 2.0, {}, -2 * _lp(3), -2),
+        (topr, 3.0, -2.0, {}, 2 * _lp(3), 2),
+        (topr, 0.5, -2.0, {}, _lp(0.5), 1),
+        (sppo, 1.2, 2.0, {}, -2 * math.log(1.2), -2),
+        (sppo, 1.4, 2.0, {}, 0, 0),
+        (sppo, 0.7, 2.0, {}, 0, 0),
+        (gspo, 1.0002, 2.0, {}, -2.0004, -2.0004),
+        (gspo, 1.01, 2.0, {}, -2.0008, 0),
+        (gspo, 0.99, -2.0, {}, 1.9994, 0),
+        (gspo, 1.01, -2.0, {}, 2.02, 2.02),
+        (rec, 1.1, 2.0, {}, -2 * _lp(1.1), -2),
+        (rec, 1.3, 2.0, {}, 0, 0),
+        (rec, 0.5, 2.0, {}, -2 * _lp(0.5), -2),
+        (rec, 0.5, -2.0, {}, 0, 0),
+        (rec, 1.3, 2.0, {"clip_mode": "none"}, -2 * _lp(1.3), -2),
+        (rec, 1.3, 2.0, {"clip_mode": "gspo-one-side"}, 0, 0),
+        (rec, 0.5, 2.0, {"clip_mode": "two-side"}, 0, 0),
+        (rec, 0.5, 2.0, {"clip_mode": "ring"}, 0, 0),
+        (rec, 0.3, 2.0, {"clip_mode": "ring"}, -2 * _lp(0.3), -2),
+        (rec, 3.5, 2.0, {"clip_mode": "ring"}, 0, 0),
+        (rec, 3.5, -2.0, {"clip_mode": "ring"}, 2 * _lp(3.5), 2),
+        (rec, 1.1, 2.0, {"weight": "importance_sampling"}, -2.2 * _lp(1.1), -2.2),
+        (rec, 1.1, 2.0, {"weight": "gspo_importance_sampling"}, -2.2 * _lp(1.1), -2.2),
+        (rec, 1.1, 2.0, {"weight": "advantage", "temp": 4.0}, -2 * math.exp(0.5) * _lp(1.1),
+         -2 * math.exp(0.5)),
+        (rec, 2.0, 0.0, {"regularizer": "k2", "regularizer_coef": 3.0}, 1.5 * math.log(2) ** 2,
+         3 * math.log(2)),
+        (rec, 2.0, 0.0, {"regularizer": "forward-kl", "regularizer_coef": 3.0}, -3 * math.log(2),
+         -3),
+        (ppo, 3.0, 2.0, {"fallback_to_policy_gradient": True}, -2, -2),
+        (ppo, 0.5, -1.0, {"enable_sequence_masking": True}, 0, 0),
+        (ppo, 0.5, 1.0, {"enable_sequence_masking": True}, -0.5, -0.5),
+    ],
+)  # fmt: skip
+def test_a_tokens_loss_and_slope(loss, ratio, advantage, options, value, slope):
+    assert _slope(loss, ratio, advantage, **options) == pytest.approx((value, slope), abs=1e-6)
+
+
+@pytest.mark.parametrize("option", ["clip_mode", "weight", "regularizer"])
+def test_rec_refuses_an_unknown_variant(option):
+    with pytest.raises(ValueError, match=f"{option} is 'other': expected one of none, "):
+        _slope(rec, 1.0, 1.0, **{option: "other"})
+
+
+def test_weighted_imitation():
+    p = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    assert sft_is(p.log()).tolist() == pytest.approx((-p * p.log()).tolist())
+    assert sft_phi(p.log()).tolist() == pytest.approx((-p * (1 - p) * p.log()).tolist())
+    assert sft_phi(p.log(), cutoff_prob=0.8)[1] == 0
+
+
+def test_segments_are_summed_and_averaged_by_sample():
+    values, ids = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 2])
+    assert segment_sum(values, ids).tolist() == [3, 3, 6]
+    assert segment_mean(values, ids).tolist() == [1.5, 1.5, 6]
+
+
+def test_gspos_ratio_is_the_samples_and_its_gradient_is_spread_over_it():
+    old = torch.zeros(3, dtype=torch.float64)
+    logprobs = torch.tensor([2e-4, -1e-4, 0.3], dtype=torch.float64, requires_grad=True)
+    loss, _ = gspo(logprobs, old, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1]))
+    s = math.exp(0.5e-4)
+    assert loss.tolist() == pytest.approx([-s, -s, math.exp(0.3)])
+    (loss * torch.tensor([0.5, 0.5, 1.0])).sum().backward()  # the mean over each sample
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-s / 2, -s / 2, math.exp(0.3)])
+
+
+def _dpo(policy: Tensor, **options) -> Tensor:
+    """Two pairs, the second's samples apart: chosen (2 and 1 tokens), rejected (1 and 2)."""
+    pairs = torch.tensor([0, 0, 1, 0, 1, 1])
+    chosen = torch.tensor([True, True, True, False, False, False])
+    ref = torch.tensor([-1.0, -1.0, -2.0, -1.0, -0.5, -0.5], dtype=torch.float64)
+    return dpo(policy, ref, pairs, chosen, **options)[0]
+
+
+def test_dpo_is_a_loss_of_each_pair():
+    policy = torch.tensor([-0.5, -1.0, -1.0, -2.0, -0.5, -0.3], dtype=torch.float64)
+    # gains over the reference: .5 + 0 against -1; 1 against 0 + .2
+    margins = [0.2 * 1.5, 0.2 * 0.8]
+    losses = [-math.log(1 / (1 + math.exp(-m))) for m in margins]
+    out = _dpo(policy, beta=0.2)
+    a, b = losses
+    assert out.tolist() == pytest.approx([a, a, b, a, b, b])
+    flipped = [-math.log(1 / (1 + math.exp(m))) for m in margins]
+    smooth = [0.9 * x + 0.1 * y for x, y in zip(losses, flipped, strict=True)]
+    c, d = smooth
+    assert _dpo(policy, beta=0.2, label_smoothing=0.1).tolist() == pytest.approx([c, c, d, c, d, d])
+
+
+def test_mix_is_ppo_on_own_tokens_and_imitation_of_the_expert():
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    old, advantages = torch.tensor([-1.0, 0.0]), torch.tensor([3.0, 0.0])
+    expert = torch.tensor([False, True])
+    loss, reported = mix(logprobs, old, advantages, expert, mu=0.25)
+    assert loss.tolist() == pytest.approx([0.75 * -3, 0.25 * 2])
+    assert len(reported["ppo_kl"]) == 1
+    step = torch.tensor(5)
+    chord, _ = mix_chord(logprobs, old, advantages, expert, step, mu_valley=0.5)
+    p = math.exp(-2)
+    assert chord.tolist() == pytest.approx([0.5 * -3, 0.5 * p * (1 - p) * 2])
+    plain, _ = mix_chord(logprobs, old, advantages, expert, step, enable_phi_function=False)
+    assert plain.tolist() == pytest.approx([0.9 * -3, 0.1 * 2])
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 0), (5, 0.45), (10, 0.9), (15, 0.5), (20, 0.1), (99, 0.1)],
+)
+def test_chords_mu_rises_and_falls(step, expected):
+    assert chord_mu(step, 10, 10, mu_peak=0.9, mu_valley=0.1) == pytest.approx(expected)
+
+
+def test_the_entropy_of_an_experts_tokens_does_not_count():
+    out = mixed_entropy(torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
+    assert out.tolist() == [1, 0]
+
+
+def test_corrected_k3_weighs_by_the_ratio_up_to_2():
+    logprobs, ref = torch.zeros(2), torch.full((2,), -math.log(2))
+    plain = 0.5 - 1 + math.log(2)
+    old = torch.tensor([-math.log(1.5), -math.log(8)])
+    assert kl.corrected_k3(logprobs, ref, old).tolist() == pytest.approx([1.5 * plain, 2 * plain])
+    assert kl.corrected_k3(logprobs, ref).tolist() == pytest.approx([plain, plain])
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"), [(0.1, 1), (0.11, 1 + 0.1 * 64 / 1000), (9, 1 + 0.2 * 64 / 1000),
+                                 (0, 1 - 0.2 * 64 / 1000)],
+)  # fmt: skip
+def test_a_coefficient_follows_its_target(divergence, expected):
+    got = kl.adapted(1.0, divergence, 64, target_kl=0.1, horizon=1000)
+    assert got == pytest.approx(expected)
+
+
+RATIOS = torch.tensor([3.0, 0.6, 1.0, 1.0, 0.1], dtype=torch.float64)
+SAMPLES = torch.tensor([0, 0, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rollout_is": "token"}, [2, 0.6, 1, 1, 0.1]),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.5}, [2.5, 0.6, 1, 1, 0.1]),
+        ({"rollout_is": "sequence"}, [1.8, 1.8, 1, 1, 0.1]),
+        ({"rollout_rs": "token"}, [0, 1, 1, 1, 0]),
+        ({"rollout_rs": "sequence"}, [1, 1, 1, 1, 0]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 1.7}, [0, 0, 1, 1, 0]),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.5}, [1, 1, 1, 1, 0]),
+        ({"rollout_rs": "token", "rollout_rs_threshold_lower": 0.05}, [0, 1, 1, 1, 1]),
+        ({"rollout_is": "token", "rollout_rs": "token"}, [0, 0.6, 1, 1, 0]),
+        ({}, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_correction_truncates_or_masks(options, expected):
+    sampler = torch.full((5,), -1.0, dtype=torch.float64)
+    weights, _ = rollout_correction(sampler + RATIOS.log(), sampler, SAMPLES, **options)
+    assert weights.tolist() == pytest.approx(expected)
+
+
+def test_the_correction_refuses_an_unknown_level():
+    with pytest.raises(ValueError, match="rollout_is is 'geometric': expected one of token, seq"):
+        rollout_correction(RATIOS, RATIOS, SAMPLES, rollout_is="geometric")  # pyright: ignore

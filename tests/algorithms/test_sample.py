@@ -1,0 +1,76 @@
+"""Sample: an expert's rows beside one's own."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from trireme.algorithms.recipes import get_recipe
+from trireme.algorithms.sample import own_share
+from trireme.experience import EID, Experience
+
+
+class Rows:
+    """An endless buffer of one kind, which remembers what was asked for."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.asked = kind, []
+
+    async def take(self, n: int) -> list[Experience]:
+        self.asked.append(n)
+        return [Experience([1, 2, 3], prompt_length=1, eid=EID(self.kind, i)) for i in range(n)]
+
+    async def take_step(self) -> list[Experience]:
+        raise AssertionError("not asked for")
+
+
+def _recipe(**given):
+    return get_recipe(SimpleNamespace(algorithm_type="mix", **given))
+
+
+def test_the_expert_gives_its_share_rounded_up():
+    own, expert = Rows("own"), Rows("expert")
+    recipe = _recipe(sample_strategy_args={"expert_data_ratio": 0.3})
+    taken, metrics = asyncio.run(recipe.take(own, 8, 0, {"sft_dataset": expert}))
+    assert (own.asked, expert.asked) == ([5], [3])
+    assert metrics == {"sample/expert_count": 3}
+    theirs = [e for e in taken if e.info.get("is_expert")]
+    assert [e.eid.batch for e in theirs] == ["expert"] * 3
+    for e in theirs:
+        assert e.reward == 0 and e.version == -1
+        assert e.advantages is not None and not e.advantages.any()
+
+
+def test_a_mix_without_its_buffer_is_told():
+    with pytest.raises(ValueError, match=r"auxiliary_buffers\.sft_dataset, which is not given"):
+        asyncio.run(_recipe().take(Rows("own"), 8))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_share_is_between_0_and_1(ratio):
+    with pytest.raises(ValueError, match="more than 0 and less than 1"):
+        own_share(8, ratio)
+
+
+def test_a_mix_needs_the_strategy_that_brings_the_expert():
+    with pytest.raises(ValueError, match="'mix' needs an expert's rows, which 'mix' brings"):
+        _recipe(sample_strategy="default")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm_type": "dpo", "loss_agg_mode": "token-mean"}, "a loss of pairs, whose mean"),
+        ({"algorithm_type": "grpo", "policy_loss_fn": "dpo",
+          "loss_agg_mode": "seq-mean-token-mean"}, "is of algorithm_type dpo, and of no other"),
+        ({"algorithm_type": "rloo", "kl_penalty_fn": "k1"}, "use kl_loss_fn"),
+        ({"algorithm_type": "ppo", "rollout_correction": {"rollout_iss": "token"}},
+         "has no option 'rollout_iss' .did you mean 'rollout_is'"),
+        ({"algorithm_type": "rec", "policy_loss_fn_args": {"clip": 1}}, "It has: clip_mode, eps"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_refused_in_one_sentence(given, message):
+    with pytest.raises(ValueError, match=message):
+        get_recipe(SimpleNamespace(**given))

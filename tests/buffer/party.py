@@ -1,0 +1,78 @@
+"""One writer or reader of an SQL buffer as a process of its own, which may be killed at any moment.
+
+A writer notes the step that it has put, as an explorer does; a reader writes checkpoints of what it
+has learned from, as a trainer does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.buffer.samples import step_of, uids
+from trireme.buffer.buffer import Closed
+from trireme.buffer.sql import SqlBuffer
+from trireme.experience import Experience
+from trireme.files import write_json
+
+TASKS, RUNS = 25, 4
+BATCH, SAVE_INTERVAL = 64, 5
+LEASE = 5.0
+
+
+def open_as(url: str, role: Any, name: str) -> SqlBuffer:
+    return SqlBuffer("shared", url, role=role, party=name, lease_time=LEASE, max_read_timeout=120)
+
+
+def made(name: str, step: int) -> list[Experience]:
+    """What writer `name` puts at a step: whole groups, ids with its name."""
+    experiences = step_of(step, tasks=TASKS, runs=RUNS)
+    for experience in experiences:
+        experience.eid.batch = f"{step}/{name}"
+    return experiences
+
+
+def load(path: Path, default: Any) -> Any:
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+async def write(url: str, name: str, folder: Path, steps: int) -> None:
+    """Every step once, or again after a kill."""
+    buffer, meta = open_as(url, "explore", name), folder / f"{name}.json"
+    for step in range(load(meta, 0), steps):
+        await buffer.put(made(name, step))
+        write_json(meta, step + 1)
+    await buffer.close()
+
+
+async def read(url: str, name: str, folder: Path) -> None:
+    """Until the writers have ended."""
+    buffer, checkpoint = open_as(url, "train", name), folder / f"{name}.json"
+    saved = load(checkpoint, None)
+    if saved is not None:
+        buffer.load_state(saved["buffer"])
+    learned: list[str] = saved["learned"] if saved else []
+    ended, taken = False, 0
+    while not ended:
+        try:
+            learned += uids(await buffer.take(BATCH))
+        except Closed:
+            ended = True
+        taken += 1
+        if ended or taken % SAVE_INTERVAL == 0:
+            write_json(checkpoint, {"buffer": buffer.state(), "learned": learned})
+            buffer.commit()
+    await buffer.close()
+
+
+if __name__ == "__main__":
+    role, address, own_name, place, *count = sys.argv[1:]
+    os.nice(5)
+    if role == "explore":
+        asyncio.run(write(address, own_name, Path(place), int(count[0])))
+    else:
+        asyncio.run(read(address, own_name, Path(place)))

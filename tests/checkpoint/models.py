@@ -1,0 +1,33 @@
+"""Models whose every weight is random, so that no two tensors can be taken for each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+
+def random_model(folder: Path, arch: str, *, tie: bool, vocab: int = 100) -> Path:
+    """Eight query heads over four key/value heads; Qwen3's are wider than the model's width."""
+    kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+    config = kinds[arch](
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=tie,
+        **({"head_dim": 8} if arch == "qwen3" else {}),
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 1.0 if "norm" in name else 0.3
+            parameter.copy_(torch.randn_like(parameter) * 0.2 * scale + ("norm" in name))
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,31 @@
+"""`trireme algorithms` and the page of the same tables."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from trireme.algorithms.names import ALGORITHM_PATHS, POLICY_LOSS_PATHS
+from trireme.cli.algorithms import algorithms
+
+PAGE = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "algorithms_page.py"))
+
+
+def test_every_algorithm_is_listed_with_its_parts_and_formulas(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert algorithms() == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in ALGORITHM_PATHS:
+        assert any(line.split()[:1] == [name] for line in lines), name
+    for name in POLICY_LOSS_PATHS:
+        [line] = [x for x in lines if x.split()[:2] == ["policy_loss_fn", name]]
+        assert len(line.split()) > 4, f"{name} has no formula"
+    assert any(line.startswith("ppo ") and line.endswith("critic, reference") for line in lines)
+
+
+def test_the_documentation_page_is_up_to_date() -> None:
+    page = PAGE["PAGE"].read_text(encoding="utf-8")
+    assert page == PAGE["document"](), "run: python scripts/algorithms_page.py"

@@ -1,0 +1,115 @@
+"""`trireme run` with engines in processes of their own: learns, proves every sync, and ends when an
+engine does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.e2e.job import command, environment, run, small_config
+from tests.engines.vllm.made import needs_vllm
+from tests.tiny import make_model
+
+VLLM = {"engine_type": "vllm", "enable_prefix_caching": True}
+TORCH = {"engine_type": "torch", "engine_num": 2}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def job(folder: Path, engine: dict[str, Any], **sync: Any) -> dict[str, Any]:
+    config = small_config(folder)
+    make_model(folder / "model", max_len=256, head_dim=32)
+    config["explorer"]["rollout_model"] = engine
+    config["synchronizer"] = {"sync_method": "nccl", **sync}
+    return config
+
+
+def scalars(folder: Path, name: str) -> list[float]:
+    """All values of a metric."""
+    found: list[float] = []
+    for file in (folder / "checkpoints/tests/job/monitor").rglob("events*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        if name in events.Tags()["scalars"]:
+            found += [event.value for event in events.Scalars(name)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "style"),
+    [
+        pytest.param(VLLM, "fixed", marks=needs_vllm),
+        pytest.param(VLLM, "fully_async", marks=needs_vllm),
+        (TORCH, "fixed"),
+    ],
+)
+def test_weights_reach_engines_of_other_processes(
+    tmp_path: Path, engine: dict[str, Any], style: str
+) -> None:
+    done = run(tmp_path, job(tmp_path, engine, sync_style=style))
+    assert done.returncode == 0, done.stderr
+    differences = scalars(tmp_path, "sync/probe_diff")
+    assert len(differences) == 4 and max(differences) < 1e-4
+    assert max(scalars(tmp_path, "sync/version")) == 4
+    recorded = scalars(tmp_path, "rollout/logprob_diff_max")
+    assert recorded and (style != "fixed" or max(recorded) < 1e-4)
+
+
+def test_an_engine_that_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    config = job(tmp_path, TORCH)
+    config["buffer"]["total_steps"] = 100_000
+    config["buffer"]["total_epochs"] = 100_000
+    going = subprocess.Popen(
+        command(tmp_path, config), stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    log = tmp_path / "checkpoints/tests/job/log/trainer.log"
+    try:
+        deadline = time.monotonic() + 120
+        while not engines_of(going.pid) or not log.exists() or "saved" not in log.read_text():
+            assert time.monotonic() < deadline and going.poll() is None
+            time.sleep(0.2)
+        first, second = engines_of(going.pid)
+        os.kill(first, signal.SIGKILL)
+        _, said = going.communicate(timeout=60)
+    finally:
+        going.kill()
+    assert going.returncode == 1
+    assert "torch engine" in said and "of 2 has ended by signal 9" in said
+    assert not Path(f"/proc/{second}").exists(), "the other engine ends with the run"
+
+
+def test_engines_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    config = job(tmp_path, TORCH)
+    going = subprocess.Popen(
+        command(tmp_path, config), stderr=subprocess.DEVNULL, env=environment()
+    )
+    deadline = time.monotonic() + 120
+    while len(found := engines_of(going.pid)) < 2:
+        assert time.monotonic() < deadline and going.poll() is None
+        time.sleep(0.1)
+    going.kill()
+    going.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in found):
+        assert time.monotonic() < deadline, "an engine was left behind"
+        time.sleep(0.2)
+
+
+def engines_of(parent: int) -> list[int]:
+    """Engine processes that `parent` has started."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            ppid = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if ppid == parent and b"trireme.server.process" in words:
+            found.append(int(place.name))
+    return sorted(found)

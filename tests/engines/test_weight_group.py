@@ -1,0 +1,90 @@
+"""Weight groups over gloo: what is sent arrives, and who does not come is named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from trireme.engines.weight_group import Meeting, WeightGroup
+
+
+def pair(timeout: float = 20) -> tuple[WeightGroup, WeightGroup]:
+    """The trainer and one engine, met."""
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=timeout))
+    engine = WeightGroup(Meeting("127.0.0.1", trainer.port, 2, 1, timeout=timeout))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda group: group.connect(), (trainer, engine)))
+    return trainer, engine
+
+
+def test_tensors_of_all_kinds_arrive_in_buckets_as_they_were() -> None:
+    trainer, engine = pair()
+    sent = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "next": torch.randn(7, 5),
+        "half": torch.randn(3).to(torch.bfloat16),
+        "large": torch.randn(300, 10),
+        "number": torch.tensor(5),
+        "empty": torch.zeros(0, 4),
+    }
+    thread = threading.Thread(
+        target=trainer.send, args=(sent.items(),), kwargs={"bucket_bytes": 99}
+    )
+    thread.start()
+    found = dict(engine.receive())
+    thread.join()
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+
+
+def test_a_dtype_is_that_of_numbers_with_a_point_alone() -> None:
+    trainer, engine = pair()
+    sent = {"a": torch.tensor([1.5]), "b": torch.tensor([3])}
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(trainer.send, sent.items(), dtype=torch.bfloat16)
+        found = dict(engine.receive())
+        sending.result()
+    assert found["a"].dtype == torch.bfloat16 and found["b"].dtype == torch.int64
+
+
+def test_who_does_not_come_is_named_on_both_sides() -> None:
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 3, 0, timeout=1))
+    engine = WeightGroup(Meeting("127.0.0.1", trainer.port, 3, 1, timeout=1))
+    names = {1: "worker 0 of http://a", 2: "worker 0 of http://b"}
+    with ThreadPoolExecutor() as pool:
+        ours, theirs = pool.submit(trainer.connect, names), pool.submit(engine.connect)
+        with pytest.raises(TimeoutError, match=r"worker 0 of http://b did not come .* in 1 s"):
+            ours.result()
+        with pytest.raises(TimeoutError, match="rank 2 did not come to the weight group"):
+            theirs.result()
+    with pytest.raises(RuntimeError, match=r"meeting point 127.0.0.1:1 was not there in 1 s"):
+        WeightGroup(Meeting("127.0.0.1", 1, 2, 1, timeout=1))
+
+
+def test_a_sender_that_fails_is_heard_at_once() -> None:
+    trainer, engine = pair()
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(100)
+        raise ValueError("no second one")
+
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(trainer.send, broken(), bucket_bytes=8)
+        with pytest.raises(RuntimeError, match="the trainer has failed while it sent"):
+            list(engine.receive())
+        with pytest.raises(ValueError, match="no second one"):
+            sending.result()
+
+
+def test_a_sender_that_is_gone_is_seen_by_the_time_out() -> None:
+    _, engine = pair(timeout=1)
+    with pytest.raises(RuntimeError, match="the weight group has broken"):
+        list(engine.receive())
+    with pytest.raises(RuntimeError, match="its members have not met"):
+        list(engine.receive())

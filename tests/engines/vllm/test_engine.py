@@ -1,0 +1,172 @@
+"""VllmEngine against Hugging Face's own forward pass: scores, updates in flight, a stale head."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.test_torch_engine import reference
+from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
+from tests.tiny import make_model
+from trireme.config.schema import OptimizerConfig
+from trireme.engines.device import Device
+from trireme.engines.engine import Sampling
+from trireme.engines.remote import RemoteEngine
+from trireme.launch.engine_host import EngineHost, start_all, stop_all
+from trireme.sync.memory import MemorySync
+from trireme.sync.probe import WrongWeights, compare, probe_ids
+from trireme.sync.process_group import GroupSync
+from trireme.trainer.backend import TorchBackend
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+PROMPT = [5, 6, 7, 8]
+WORKERS = "tests.engines.vllm.stale_head"
+
+
+def close_to(own: torch.Tensor, found: list[float]) -> bool:
+    return torch.allclose(own, torch.tensor(found), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, EngineHost]]:
+    """A model, and one process that serves it for all tests: it takes long to start."""
+    folder = make_model(tmp_path_factory.mktemp("vllm") / "a", head_dim=32)
+    host = vllm_host(folder, max_model_len=512, enable_prefix_caching=True)
+    asyncio.run(start_all([host], START_S))
+    yield folder, host
+    asyncio.run(stop_all([host]))
+
+
+def run(host: EngineHost, main: Callable[[RemoteEngine], Awaitable[Any]]) -> None:
+    async def go() -> None:
+        engine = RemoteEngine([host.url], api_key=host.key)
+        try:
+            await asyncio.wait_for(main(engine), 200)
+        finally:
+            await engine.close()
+
+    asyncio.run(go())
+
+
+def trained(folder: Path, learning_rate: float) -> TorchBackend:
+    """A trainer whose weights differ from the folder's by a step of that size in every number."""
+    backend = TorchBackend(folder, optimizer=OptimizerConfig(), max_token_len=512)
+    with torch.no_grad():
+        for parameter in backend.module.parameters():
+            parameter.add_(learning_rate * torch.randn_like(parameter))
+    return backend
+
+
+def test_scores_samples_and_updates_are_the_models_own(
+    served: tuple[Path, EngineHost], tmp_path: Path
+) -> None:
+    old, host = served
+    new = make_model(tmp_path / "b", seed=1, head_dim=32)
+
+    async def main(engine: RemoteEngine) -> None:
+        kinds = [
+            Sampling(max_tokens=20, n=2, ignore_eos=True),
+            Sampling(max_tokens=20, n=2, temperature=0.7, top_p=0.8, top_k=30, ignore_eos=True),
+            Sampling(max_tokens=20, temperature=1.3, repetition_penalty=1.2, min_tokens=20),
+            Sampling(max_tokens=20, temperature=0, ignore_eos=True, logprobs=2),
+        ]
+        for place, sampling in enumerate(kinds):
+            for c in await engine.generate(PROMPT, sampling, key=(1, place, 0)):
+                own = reference(old, PROMPT + c.ids, sampling.temperature or 1.0)[3:]
+                assert close_to(own, c.logprobs)
+                plain = place == 0
+                assert (c.sampler_logprobs == c.logprobs) is plain or plain
+        assert all(p == 0 for p in c.sampler_logprobs) and len(c.alternatives[0]) == 2
+        assert max(c.alternatives[0].values()) == pytest.approx(c.logprobs[0], abs=1e-6)
+        first = await engine.generate(PROMPT, kinds[1], key=(9, 0, 0))
+        again = await engine.generate(PROMPT, kinds[1], key=(9, 0, 0))
+        assert [c.ids for c in first] == [c.ids for c in again]
+        for heat in (1.0, 0.7):
+            [scored] = await engine.logprobs([PROMPT + c.ids], temperature=heat)
+            assert close_to(reference(old, PROMPT + c.ids, heat), scored[1:])
+
+        call = asyncio.ensure_future(
+            engine.generate(PROMPT, Sampling(max_tokens=400, ignore_eos=True), key=(2, 0, 0))
+        )
+        await asyncio.sleep(0.4)
+        await engine.update_weights(new, 7)
+        [c] = await call
+        switch = c.versions.index(7)
+        assert 0 < switch < 400 and set(c.versions[:switch]) == {0}
+        ids = PROMPT + c.ids
+        assert close_to(reference(old, ids)[3:][:switch], c.logprobs[:switch])
+        assert close_to(reference(new, ids)[3:][switch:], c.logprobs[switch:])
+
+        await engine.update_weights(old, 0)
+
+    run(host, main)
+
+
+def test_a_stop_string_ends_a_reply_as_in_the_embedded_engine(
+    served: tuple[Path, EngineHost],
+) -> None:
+    async def main(engine: RemoteEngine) -> None:
+        free = Sampling(max_tokens=40, seed=3, ignore_eos=True)
+        [whole] = await engine.generate(PROMPT, free)
+        word = whole.text[10:13]
+        stops = Sampling(max_tokens=40, seed=3, ignore_eos=True, stop=(word,))
+        [cut] = await engine.generate(PROMPT, stops)
+        assert cut.stop_reason == "stop" and cut.stop == word
+        assert cut.text == whole.text.partition(word)[0]
+        assert cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) < 40
+        token = whole.ids[5]
+        [stopped] = await engine.generate(
+            PROMPT, Sampling(max_tokens=40, seed=3, ignore_eos=True, stop_token_ids=(token,))
+        )
+        assert stopped.stop == token and stopped.ids == whole.ids[: whole.ids.index(token) + 1]
+
+    run(served[1], main)
+
+
+def test_weights_come_by_a_group_and_by_http_and_are_proved(
+    served: tuple[Path, EngineHost],
+) -> None:
+    folder, host = served
+
+    async def main(engine: RemoteEngine) -> None:
+        device = Device(1)
+        common: dict[str, Any] = {"dtype": "float32", "vocabulary": 99}
+        group = GroupSync(trained(folder, 0.1), engine, device, bucket_bytes=4096, **common)
+        memory = MemorySync(trained(folder, 1e-6), engine, device, shared=False, **common)
+        assert (await group.push(1))["sync/probe_diff"] < 1e-5
+        assert (await memory.push(2))["sync/probe_diff"] < 1e-5
+        assert (await group.push(3))["sync/probe_diff"] < 1e-5
+        await engine.update_weights(folder, 0)
+        device.close()
+
+    run(host, main)
+
+
+def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a", head_dim=32)
+    worker = {"worker_extension_cls": "tests.engines.vllm.stale_head.StaleHead"}
+
+    async def main(engine: RemoteEngine) -> None:
+        device, large = Device(1), trained(folder, 0.1)
+        common: dict[str, Any] = {"dtype": "float32", "vocabulary": 99}
+        small = GroupSync(trained(folder, 1e-6), engine, device, **common)
+        with pytest.raises(WrongWeights, match=r"1 of 25 tensors differ \(lm_head.weight\)"):
+            await small.push(1)
+        await engine.update_weights(large.weights(), 2)
+        ids = probe_ids(99)
+        [found] = await engine.logprobs([ids])
+        with pytest.raises(WrongWeights, match="log-probabilities differ from the trainer's by"):
+            compare(found, large.score([ids])[0], version=2, dtype="float32")
+        device.close()
+
+    host = vllm_host(folder, extra_engine_args=worker)
+    asyncio.run(start_all([host], START_S))
+    try:
+        run(host, main)
+    finally:
+        asyncio.run(stop_all([host]))

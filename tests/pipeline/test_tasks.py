@@ -1,0 +1,60 @@
+"""The task pipeline: rows through users' operators once, the same again after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trireme.data.rows import Rows
+from trireme.pipeline.operator import OperatorFailed
+from trireme.pipeline.tasks import prepared
+
+CALLS: list[int] = []
+
+
+def hard_first(rows: list[dict[str, Any]], *, least: int = 0) -> list[dict[str, Any]]:
+    CALLS.append(len(rows))
+    return sorted((r for r in rows if r["level"] >= least), key=lambda r: -r["level"])
+
+
+class Prefix:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def process(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [row | {"prompt": f"{self.text}{row['level']}"} for row in rows]
+
+
+def no_rows(rows: list[dict[str, Any]]) -> Any:
+    return "nothing"
+
+
+def levels(*found: int) -> Rows:
+    return Rows("dataset 'x'", [{"level": level} for level in found], ["level"])
+
+
+HERE = __name__
+STEPS = [(f"{HERE}:hard_first", {"least": 2}), (f"{HERE}:Prefix", {"text": "Level "})]
+
+
+def test_rows_go_through_the_operators_in_order_and_once(tmp_path: Path) -> None:
+    CALLS.clear()
+    for _ in range(2):  # a restart finds the rows as they were
+        rows = prepared(levels(1, 2, 3), STEPS, tmp_path, "sums")
+        assert [row["prompt"] for row in rows] == ["Level 3", "Level 2"]
+        assert set(rows.columns) == {"level", "prompt"}
+    assert CALLS == [3]
+    assert len(list(tmp_path.glob("sums-*.jsonl"))) == 1
+    prepared(levels(1, 2, 3), STEPS[:1], tmp_path, "sums")  # other operators: made anew
+    assert CALLS == [3, 3]
+
+
+def test_an_operator_that_leaves_nothing_or_no_rows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"dataset 'x': .* left none of its 2 rows"):
+        prepared(levels(1, 1), STEPS, tmp_path, "sums")
+    with pytest.raises(OperatorFailed, match=r"no_rows' returned str: expected a list of rows"):
+        prepared(levels(1), [(f"{HERE}:no_rows", {})], tmp_path, "sums")
+    with pytest.raises(ValueError, match=r"operators\[0\] .*Prefix' needs the option 'text'"):
+        prepared(levels(1), [(f"{HERE}:Prefix", {})], tmp_path, "sums")

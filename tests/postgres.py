@@ -1,0 +1,85 @@
+"""A PostgreSQL server of the system's packages, on loopback, for as long as the tests run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+USER, PASSWORD = "postgres", "s3cret-of-the-test"
+
+
+def binaries() -> Path | None:
+    """Where the server's programs lie; None where it is not installed."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    on_path = shutil.which("initdb")
+    return found[-1].parent if found else Path(on_path).parent if on_path else None
+
+
+class Server:
+    """A running server."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._count = 0
+
+    def database(self) -> str:
+        """The URL of a new, empty database."""
+        import psycopg
+        from psycopg import sql
+
+        self._count += 1
+        name = f"test_{os.getpid()}_{self._count}"
+        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self._url(name)
+
+    def end_connections(self, url: str) -> None:
+        """Cut everyone off from a database, as a restart of the server does."""
+        import psycopg
+
+        name = url.rpartition("/")[2]
+        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
+            )
+
+    def _url(self, name: str) -> str:
+        return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/{name}"
+
+
+@contextmanager
+def serving(programs: Path) -> Iterator[Server]:
+    """A server with a data folder of its own; it does not run as root."""
+    folder = Path(tempfile.mkdtemp(prefix="trireme-postgres-"))
+    as_user = []
+    if os.geteuid() == 0:
+        shutil.chown(folder, USER, USER)
+        as_user = ["runuser", "-u", USER, "--"]
+
+    def call(program: str, *words: str) -> None:
+        done = subprocess.run(
+            [*as_user, str(programs / program), *words],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=90, cwd=folder,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    data, password = str(folder / "data"), folder / "password"
+    password.write_text(PASSWORD)
+    password.chmod(0o644)
+    call("initdb", "-D", data, "-U", USER, "-A", "scram-sha-256", "--pwfile", str(password))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder}"
+    call("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", options, "start")
+    try:
+        yield Server(port)
+    finally:
+        call("pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+        shutil.rmtree(folder)

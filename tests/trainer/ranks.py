@@ -1,0 +1,51 @@
+"""Real ranks for trainer tests: processes of their own that meet over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trireme.trainer.ranks import Place, free_address
+
+LIMIT = 60.0  # seconds until a rank that has not ended is killed
+
+
+def start(function: Callable[..., Any], place: Place, *args: Any) -> BaseProcess:
+    """`function(place, *args)` in a new process with one thread."""
+    context = multiprocessing.get_context("forkserver")
+    # What takes seconds to import is imported once, in the process that forks.
+    context.set_forkserver_preload(["trireme.trainer.follow", "tests.trainer.samples"])
+    process = context.Process(target=_one_thread, args=(function, place, *args), daemon=True)
+    process.start()
+    return process
+
+
+def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) -> list[Any]:
+    """`function(place, *args)` on all ranks at once; what each returns (plain values, tensors)."""
+    world = place.pop("world", 2)
+    address = free_address()
+    places = [Place(rank, world, address, timeout=LIMIT, **place) for rank in range(world)]
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"rank_{p.rank}.pt" for p in places]
+    processes = [
+        start(_keep, p, function, file, args) for p, file in zip(places, files, strict=True)
+    ]
+    for process in processes:
+        process.join(LIMIT)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * world
+    return [torch.load(file, weights_only=True) for file in files]
+
+
+def _keep(place: Place, function: Callable[..., Any], file: Path, args: tuple[Any, ...]) -> None:
+    torch.save(function(place, *args), file)
+
+
+def _one_thread(function: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    function(*args)

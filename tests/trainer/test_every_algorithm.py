@@ -1,0 +1,166 @@
+"""Every algorithm of the table: how a batch is computed changes neither loss nor gradient."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.names import ALGORITHM_PATHS
+from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.experience import EID, Experience
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.critic import Critic
+from trireme.trainer.learning import Learning
+from trireme.trainer.step import train_step
+
+
+def _recipe(name: str, **given) -> Recipe:
+    return get_recipe(SimpleNamespace(algorithm_type=name, **given))
+
+
+def _samples(recipe: Recipe) -> list[Experience]:
+    """Rollouts that share prompts, equal ones among them, or pairs, with all that parts ask for."""
+    rng = torch.Generator().manual_seed(3)
+    found = experiences()
+    if recipe.schema == "dpo":
+        return [
+            Experience(
+                e.tokens[:5],
+                prompt_length=5,
+                chosen=e.tokens[5:11],
+                rejected=torch.randint(3, 90, (4 + n % 3,), generator=rng),
+                eid=EID(0, n),
+            )
+            for n, e in enumerate(found)
+        ]
+    for n, e in enumerate(found):
+        e.reward = float(n % 3)
+        e.teacher_logprobs = -4.5 + torch.randn(len(e.tokens), generator=rng) * 0.3
+        e.info["is_expert"] = n % 4 == 1
+    return found
+
+
+def _step(path, recipe: Recipe, *, share: bool, length: int) -> tuple[dict, dict]:
+    """Gradients that a step leaves, policy's and critic's, and its metrics."""
+    options = {"max_token_len": length, "share_prefix": share}
+    backend = TorchBackend(path, optimizer=Settings(), reference=recipe.needs_reference, **options)
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in backend.module.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=rng)
+    critic = Critic(path, optimizer=Settings(), **options) if recipe.needs_critic else None
+    if critic is not None:
+        with torch.no_grad():
+            critic.head.weight.copy_(torch.linspace(-1, 1, critic.head.weight.numel()))
+    kept = {}
+
+    def keep() -> dict[str, float]:
+        for name, p in backend.module.named_parameters():
+            assert p.grad is not None
+            kept[name] = p.grad.clone()
+        return {}
+
+    backend.step = keep
+    learning = Learning(recipe, critic)
+    metrics = train_step(backend, recipe, _samples(recipe), version=0, learning=learning)
+    if critic is not None:
+        kept |= {f"critic {name}": w.clone() for name, w in critic.weights().items()}
+    return kept, metrics
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHM_PATHS if name != "grpo_verl"])
+def test_layout_changes_neither_loss_nor_gradient(name, tiny_dir):
+    recipe = _recipe(name)
+    expected, plain = _step(tiny_dir, recipe, share=False, length=10_000)
+    assert sum(float(g.abs().sum()) for g in expected.values()) > 0
+    for share, length in ((True, 10_000), (True, 40), (False, 30)):
+        got, metrics = _step(tiny_dir, recipe, share=share, length=length)
+        assert metrics["actor/loss"] == pytest.approx(plain["actor/loss"], abs=1e-5)
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key], value, atol=1e-5, rtol=1e-4, msg=f"{share} {key}")
+
+
+@pytest.mark.parametrize(
+    ("given"),
+    [
+        {"rollout_correction": {"rollout_is": "sequence", "rollout_rs": "geometric"}},
+        {"kl_loss_fn": "corrected_k3", "kl_loss_fn_args": {"kl_coef": 0.1}},
+        {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
+        {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
+        {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
+    ],
+    ids=str,
+)
+def test_parts_mix_freely(given, tiny_dir):
+    recipe = _recipe("grpo", **given)
+    expected, _ = _step(tiny_dir, recipe, share=False, length=10_000)
+    got, _ = _step(tiny_dir, recipe, share=True, length=40)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, atol=1e-5, rtol=1e-4)
+
+
+def test_own_and_expert_tokens_are_averaged_apart(tiny_dir):
+    recipe = _recipe("mix", kl_loss_fn="none", policy_loss_fn_args={"mu": 1.0})
+    _, whole = _step(tiny_dir, recipe, share=True, length=10_000)
+    sft = _recipe("sft")
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=10_000)
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in backend.module.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=rng)
+    experts = [e for e in _samples(recipe) if e.info["is_expert"]]
+    alone = train_step(backend, sft, experts, version=0)
+    assert whole["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-5)
+
+
+def test_a_loss_of_sequences_refuses_weights_of_tokens(tiny_dir):
+    samples = experiences()
+    for e in samples:
+        e.loss_weight = torch.ones(len(e.tokens))
+    samples[2].loss_weight = torch.full((len(samples[2].tokens),), 0.5)
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100)
+    with pytest.raises(
+        ValueError, match=r"0/0/2/0 has a loss_weight of 0.5: .*'gspo' is a loss of"
+    ):
+        train_step(backend, _recipe("gspo", kl_loss_fn="none"), samples, version=0)
+    train_step(backend, _recipe("grpo", kl_loss_fn="none"), samples, version=0)
+
+
+def test_dpos_gradient_is_that_of_the_pairs_margins(tiny_dir):
+    recipe = _recipe("dpo", policy_loss_fn_args={"beta": 0.3})
+    got, metrics = _step(tiny_dir, recipe, share=True, length=40)
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=10_000)
+    reference = {k: v.clone() for k, v in backend.module.state_dict().items()}
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in backend.module.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=rng)
+    moved = {k: v.clone() for k, v in backend.module.state_dict().items()}
+
+    def total(e: Experience, reply: torch.Tensor) -> torch.Tensor:
+        ids = torch.cat([e.tokens, reply])
+        logprobs = plain(ids[None]).logits[0, :-1].log_softmax(-1)
+        chosen = logprobs.gather(1, ids[1:, None]).squeeze(1)
+        return chosen[len(e.tokens) - 1 :].sum()
+
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir, attn_implementation="eager").double()
+    pairs = _samples(recipe)
+    plain.load_state_dict({k: v.double() for k, v in reference.items()})
+    with torch.no_grad():
+        known = [(total(e, e.chosen), total(e, e.rejected)) for e in pairs]  # pyright: ignore
+    plain.load_state_dict({k: v.double() for k, v in moved.items()})
+    loss = torch.zeros((), dtype=torch.float64)
+    for e, (better, worse) in zip(pairs, known, strict=True):
+        assert e.chosen is not None and e.rejected is not None
+        margin = 0.3 * ((total(e, e.chosen) - better) - (total(e, e.rejected) - worse))
+        loss = loss - torch.nn.functional.logsigmoid(margin) / len(pairs)
+    loss.backward()
+    assert metrics["actor/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(got[name].double(), p.grad, atol=1e-5, rtol=1e-3)

@@ -1,0 +1,109 @@
+"""Orders: rank 0 is called like a backend of one process, and the others keep up or are named."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.trainer.ranks import run, start
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.batch import Batch
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.follow import follow
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.orders import Orders, RankLost
+from trireme.trainer.ranks import Place, Ranks, free_address
+from trireme.trainer.step import train_step
+
+RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
+
+
+def _make(path: Path, ranks: Ranks, orders: Orders | None = None) -> Fsdp2Backend:
+    return Fsdp2Backend(path, ranks=ranks, optimizer=Settings(), max_token_len=60, orders=orders)
+
+
+def _leads(place: Place, path: Path) -> dict:
+    """What rank 0 sees of two steps, a score, the weights, and a score again."""
+    if place.rank:
+        follow(place, partial(_make, path), RECIPE)
+        return {}
+    ranks = Ranks(place)
+    orders = Orders(ranks)
+    backend = orders.guarded(lambda: _make(path, ranks, orders))
+    steps = [train_step(backend, RECIPE, experiences(n), version=0) for n in range(2)]
+    weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
+    next(backend.each_weight())  # the rest is not asked for
+    score = backend.score([[5, 6, 7, 8]])
+    orders.close()
+    return {"loss": [m["actor/loss"] for m in steps], "weights": weights, "score": score}
+
+
+def test_the_leader_alone_is_called_and_all_follow(tiny_dir, tmp_path):
+    alone = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60)
+    steps = [train_step(alone, RECIPE, experiences(n), version=0) for n in range(2)]
+    led, _ = run(_leads, tmp_path / "ranks", tiny_dir)
+    assert led["loss"] == pytest.approx([m["actor/loss"] for m in steps], abs=1e-6)
+    assert led["score"][0] == pytest.approx(alone.score([[5, 6, 7, 8]])[0], abs=1e-5)
+    for name, weight in alone.weights().items():
+        assert torch.allclose(led["weights"][name], weight, atol=1e-5), name
+
+
+def _until_lost(place: Place, path: Path, how: str, file: Path) -> None:
+    """Rank 0 writes the sentence it raises; rank 1 dies, freezes or fails in the second step."""
+    if place.rank == 1:
+        _break_second_step(how)
+    if place.rank:
+        follow(place, partial(_make, path), RECIPE)
+        return
+    ranks = Ranks(place)
+    orders = Orders(ranks)
+    backend = orders.guarded(lambda: _make(path, ranks, orders))
+    train_step(backend, RECIPE, experiences(), version=0)
+    started = time.monotonic()
+    with pytest.raises(RankLost) as caught:
+        train_step(backend, RECIPE, experiences(), version=0)
+    file.write_text(f"{time.monotonic() - started}\n{caught.value}")
+    orders.close()
+
+
+def _break_second_step(how: str) -> None:
+    """In this process alone."""
+    weights, calls = Recipe.weights, itertools.count(1)
+
+    def broken(self: Recipe, batch: Batch) -> torch.Tensor:
+        if next(calls) == 2:
+            if how == "fails":
+                raise MemoryError("no room")
+            os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        return weights(self, batch)
+
+    Recipe.weights = broken
+
+
+@pytest.mark.parametrize("how", ["dies", "freezes", "fails"])
+def test_a_rank_that_is_gone_is_named_and_nothing_hangs(how, tiny_dir, tmp_path):
+    address, file = free_address(), tmp_path / "said"
+    places = [Place(rank, 3, address, timeout=600, lost_after=4) for rank in range(3)]
+    processes = [start(_until_lost, place, tiny_dir, how, file) for place in places]
+    try:
+        processes[0].join(60)
+        processes[2].join(30)
+        assert processes[0].exitcode == 0
+        assert processes[2].exitcode not in (None, 0)
+    finally:
+        for process in processes:
+            process.kill()
+    seconds, sentence = file.read_text().split("\n")
+    assert float(seconds) < 30
+    said = r"failed \(MemoryError: no room\)" if how == "fails" else "on .* died or froze"
+    assert re.fullmatch(f"trainer rank 1 {said} during train_step", sentence), sentence

@@ -1,0 +1,144 @@
+"""Fsdp2: several ranks learn what one process learns, and say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import make_model
+from tests.trainer.ranks import run
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.names import policy_loss
+from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.batch import flatten
+from trireme.trainer.backend import NotFinite, TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.lora import Lora
+from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.shard import whole
+from trireme.trainer.step import train_step
+
+FULL = {
+    "algorithm_type": "grpo",
+    "kl_loss_fn": "k3",
+    "kl_loss_fn_args": {"kl_coef": 0.3},
+    "entropy_loss_fn_args": {"entropy_coef": 0.2},
+}
+# By rank: how a layout is spread, and what the backend is given.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "many_micro_batches": ({}, {"max_token_len": 30}),
+    "lora": ({}, {"lora": Lora(rank=4)}),
+    "unshared_checkpointed_offloaded": (
+        {},
+        {"share_prefix": False, "gradient_checkpointing": True, "offload": True},
+    ),
+}
+
+
+def _learned(backend: TorchBackend | Fsdp2Backend) -> dict[str, Any]:
+    """The first step's gradients, all steps' metrics, the weights, and what they score."""
+    recipe = get_recipe(SimpleNamespace(**FULL))
+    gradients: dict[str, Tensor] = {}
+    step = backend.step
+
+    def keep() -> dict[str, float]:
+        for name, p in backend.module.named_parameters():
+            if p.grad is not None and name not in gradients:
+                gradients[name] = whole(p.grad).clone()
+        return step()
+
+    backend.step = keep
+    # A single experience leaves all ranks but one without work.
+    batches = [*(experiences(n) for n in range(4)), experiences()[:1]]
+    steps = [train_step(backend, recipe, batch, version=0) for batch in batches]
+    return {
+        "gradients": gradients,
+        "metrics": steps,
+        "weights": {name: tensor.clone() for name, tensor in backend.each_weight()},
+        "reference": backend.logprobs(flatten(experiences(1)), reference=True),
+        "score": torch.tensor(backend.score([[5, 6, 7, 8], [9, 10, 11, 12]], temperature=0.5)),
+    }
+
+
+def _make(kind: type, path: Path, given: dict[str, Any], **more: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"max_token_len": 60, "reference": True} | given | more
+    return kind(path, optimizer=Settings(), **settings)
+
+
+def _learn(place: Place, path: Path, names: list[str]) -> dict[str, Any]:
+    ranks = Ranks(place)
+    out = {
+        name: _learned(_make(Fsdp2Backend, path, LAYOUTS[name][1], ranks=ranks)) for name in names
+    }
+    ranks.close()
+    return out
+
+
+def _same(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    for field in ("gradients", "weights"):
+        assert set(got[field]) == set(expected[field])
+        for name, tensor in expected[field].items():
+            assert torch.allclose(got[field][name], tensor, atol=1e-5), (field, name)
+    assert torch.allclose(got["reference"], expected["reference"], atol=1e-5)
+    assert torch.allclose(got["score"], expected["score"], atol=1e-5)
+    for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
+        assert set(ours) == set(theirs)
+        for name in set(ours) - {"perf/micro_batches"}:
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
+    path = make_model(tmp_path / arch, arch, tie=arch != "llama")
+    names = list(LAYOUTS)
+    ranks = run(_learn, tmp_path / "ranks", path, names)
+    for name in names:
+        given = {k: v for k, v in LAYOUTS[name][1].items() if k != "offload"}
+        expected = _learned(_make(TorchBackend, path, given))
+        for got in ranks:
+            _same(got[name], expected)
+
+
+def _breaks(place: Place, path: Path) -> list[str]:
+    """What each rank raises for a loss that is not finite, and for a gradient that is not."""
+    ranks = Ranks(place)
+    said = []
+    for name in ("loss_breaks", "gradient_breaks"):
+        policy_loss(name)(globals()[f"_{name}"])
+        recipe = algorithm(name, policy_loss=name, advantage=None)
+        backend = _make(Fsdp2Backend, path, {"max_token_len": 30}, ranks=ranks)
+        before = {n: t.clone() for n, t in backend.each_weight()}
+        samples = experiences()
+        samples[7].advantages = torch.full((len(samples[7].tokens),), 1e30)
+        with pytest.raises(NotFinite) as caught:
+            train_step(backend, recipe, samples, version=0)
+        said.append(str(caught.value))
+        assert all(torch.equal(t, before[n]) for n, t in backend.each_weight())
+    ranks.close()
+    return said
+
+
+def _loss_breaks(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Infinite for the huge advantage."""
+    return logprobs * advantages * advantages
+
+
+def _gradient_breaks(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Finite, with an infinite gradient where the advantage is huge."""
+    out, huge = logprobs.clone(), advantages > 1e29
+    out[huge] = (logprobs[huge] - logprobs[huge].detach()).abs().sqrt()
+    return out
+
+
+def test_what_is_not_finite_is_named_on_all_ranks_and_moves_nothing(tiny_dir, tmp_path):
+    first, second = run(_breaks, tmp_path / "ranks", tiny_dir)
+    assert first == second
+    assert "the loss of experience 0/2/0/0 is -inf at token 11" in first[0]
+    assert "the gradient of experience 0/2/0/0 is not finite" in first[1]

@@ -1,0 +1,115 @@
+"""Prepare: token rewards, KL penalties, pairs, and the reference's scores of a data set."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.recipes import get_recipe
+from trireme.batch import flatten
+from trireme.experience import EID, Experience
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.learning import Learning
+from trireme.trainer.prepare import prepare
+from trireme.trainer.step import train_step
+from trireme.trainer.tokens import split_pairs, token_rewards
+
+
+def _recipe(name: str, **given):
+    return get_recipe(SimpleNamespace(algorithm_type=name, **given))
+
+
+def test_a_scalar_reward_lies_on_the_last_trained_token():
+    e = Experience([1, 2, 3, 4, 5], mask=[0, 0, 1, 1, 0], reward=2.0)
+    none = Experience([1, 2], mask=[0, 0], reward=3.0)
+    batch = flatten([e, none, e])
+    assert token_rewards([e, none, e], batch, asked_by="x").tolist() == [0, 2, 0, 2]
+
+
+def test_token_rewards_on_untrained_tokens_go_to_the_one_before():
+    e = Experience(
+        [1, 2, 3, 4, 5, 6], mask=[0, 1, 0, 0, 1, 0], token_rewards=[9, 1, 2, 4, 8, 16], reward=0.0
+    )
+    assert token_rewards([e], flatten([e]), asked_by="x").tolist() == [7, 24]
+
+
+def test_an_experience_without_a_reward_is_named():
+    e = Experience([1, 2], mask=[0, 1], eid=EID(3, 1))
+    with pytest.raises(ValueError, match="'gae' asks for rewards, and experience 3/1/0/0 has none"):
+        token_rewards([e], flatten([e]), asked_by="'gae'")
+
+
+def test_a_pair_becomes_two_samples_that_share_the_prompt():
+    pair = Experience([1, 2], prompt_length=2, chosen=[3], rejected=[4, 5], eid=EID(0, 7))
+    better, worse = split_pairs([pair])
+    assert (better.tokens.tolist(), worse.tokens.tolist()) == ([1, 2, 3], [1, 2, 4, 5])
+    assert (better.eid.uid, worse.eid.uid) == ("0/7/0/0", "0/7/1/0")
+    assert better.mask.tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="0/7/0/0 is no pair"):
+        split_pairs([Experience([1], prompt_length=1, eid=EID(0, 7))])
+
+
+def _rewarded() -> list[Experience]:
+    samples = experiences()
+    for n, e in enumerate(samples):
+        e.reward = float(n % 3)
+    return samples
+
+
+def test_the_kl_penalty_is_taken_off_the_token_rewards(tiny_dir):
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100, reference=True)
+    samples = _rewarded()
+    batch = flatten(samples)
+    args = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.5}, "kl_loss_fn": "none"}
+    recipe = _recipe("reinforceplusplus", **args)
+    assert recipe.needs_reference
+    done, metrics = prepare(backend, recipe, samples, batch, Learning(recipe))
+    old = batch.fields["old_logprobs"]
+    distance = old - backend.logprobs(batch, reference=True)
+    plain = token_rewards(samples, batch, asked_by="x") - 0.5 * distance
+    for n in range(batch.num_samples):
+        mine = batch.sample_ids == n
+        to_go = plain[mine].flip(0).cumsum(0).flip(0)
+        torch.testing.assert_close(done.fields["returns"][mine], to_go, atol=1e-5, rtol=1e-5)
+    assert metrics["critic/kl_penalty"] == pytest.approx(float(distance.mean()), abs=1e-6)
+
+
+def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):
+    adaptive = {"kl_coef": 0.5, "adaptive": True, "target_kl": 1e-4, "horizon": 80}
+    recipe = _recipe("grpo", kl_loss_fn="k2", kl_loss_fn_args=adaptive)
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100, reference=True)
+    learning = Learning(recipe)
+    first = train_step(backend, recipe, experiences(), version=0, learning=learning)
+    # the policy is its reference: a divergence of 0 is far below the target, 8 samples of 80
+    assert first["actor/kl_coef"] == 0.5
+    assert learning.coefficients["kl_loss_fn"] == pytest.approx(0.5 * (1 - 0.2 * 0.1))
+    again = Learning(recipe)
+    again.load_state(learning.state())
+    assert again.coefficients == learning.coefficients and again.steps == 1
+
+
+def test_the_reference_scores_a_row_of_a_data_set_once(tiny_dir):
+    pairs = [
+        Experience([5, 6, 7], prompt_length=3, chosen=[8, 9], rejected=[10], eid=EID(0, n))
+        for n in range(3)
+    ]
+    pairs[2].chosen = torch.tensor([11])
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100, reference=True)
+    recipe = _recipe("dpo")
+    learning, asked = Learning(recipe), []
+    scored = backend.logprobs
+
+    def logprobs(batch, *, reference: bool = False):
+        asked.append(batch.num_samples)
+        return scored(batch, reference=reference)
+
+    backend.logprobs = logprobs
+    first = train_step(backend, recipe, pairs[:2], version=0, learning=learning)
+    assert first["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert first["actor/dpo_accuracy"] == 0
+    second = train_step(backend, recipe, pairs, version=0, learning=learning)
+    assert asked == [4, 1]  # of the third pair only the chosen reply is new
+    assert second["actor/dpo_accuracy"] > 0.5

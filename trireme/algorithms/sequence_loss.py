@@ -1,0 +1,160 @@
+"""Sequence loss: policy losses that look at whole samples, or at pairs of them.
+
+Each token gets the loss of its sample, so that `seq-mean-token-mean` gives the mean over samples.
+Such a loss is one of all tokens of a sample alike: loss weights other than 0 and 1 are refused.
+See policy_loss.py for the form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trireme.algorithms.policy_loss import (
+    MAX_LOG_RATIO,
+    Reported,
+    idle_at_zero_advantage,
+    log_ratio_of,
+)
+from trireme.algorithms.reduce import segment_mean
+
+Loss = TypeVar("Loss", bound=Callable)
+
+
+def of_sequences(loss: Loss) -> Loss:
+    """Decorator: says that the loss is one of whole samples."""
+    loss.of_sequences = True
+    return loss
+
+
+def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sample_ids: Tensor) -> Tensor:
+    """log s = mean of log r over the sample, with the gradient of each token's own log p."""
+    mean = segment_mean(logprobs.detach() - old_logprobs, sample_ids)
+    return (logprobs - logprobs.detach() + mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@of_sequences
+@idle_at_zero_advantage
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    *,
+    clip_range_low: float = 3e-4,
+    clip_range_high: float = 4e-4,
+) -> Reported:
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean log r) (GSPO, arXiv:2507.18071)."""
+    ratio = sequence_log_ratio(logprobs, old_logprobs, sample_ids).exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    reported = {
+        "pg_clipfrac": (clipped > plain).float(),
+        "ppo_kl": (old_logprobs - logprobs).detach(),
+    }
+    return torch.maximum(plain, clipped), reported
+
+
+@of_sequences
+def dpo(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    pair_ids: Tensor,
+    chosen: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Reported:
+    """-(1 - e) log sigmoid(b D) - e log sigmoid(-b D), a pair at a time (DPO, arXiv:2305.18290).
+
+    D is sum log(p / p_ref) over the chosen reply's tokens less the same over the rejected one's; b
+    is `beta`, e `label_smoothing`.
+    """
+    gains = logprobs - ref_logprobs
+    pairs, place = pair_ids.unique(return_inverse=True)
+    zeros = gains.new_zeros(len(pairs))
+    won = zeros.index_add(0, place, gains * chosen)
+    lost = zeros.index_add(0, place, gains * ~chosen)
+    margin = beta * (won - lost)
+    loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    reported = {
+        "dpo_accuracy": (margin.detach() > 0).float(),
+        "dpo_margin": margin.detach(),
+        "dpo_reward_chosen": beta * won.detach(),
+        "dpo_reward_rejected": beta * lost.detach(),
+    }
+    return loss[place], reported
+
+
+ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]
+Weight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
+
+
+def rec(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    *,
+    clip_mode: ClipMode = "one-side",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    epsilon_low_prime: float = 0.6,
+    epsilon_high_prime: float = 2.0,
+    weight: Weight = "none",
+    temp: float = 1.0,
+    regularizer: Literal["none", "k2", "forward-kl"] = "none",
+    regularizer_coef: float = 0.0,
+) -> Reported:
+    """-w A log p where r is in range, + c times a regularizer (REC, arXiv:2509.24203).
+
+    In range: one-side, r <= 1 + high where A >= 0 and r >= 1 - low where A < 0; gspo-one-side, the
+    same of the sample's mean ratio; two-side, both bounds always; ring, two-side, or r <= 1 - low'
+    where A >= 0, or r >= 1 + high' where A <= 0. w: 1, sg(r), the sample's, or exp(A / temp).
+    Regularizers: k2, (log r)^2 / 2; forward-kl, -log r.
+    """
+    log_ratio = log_ratio_of(logprobs, old_logprobs)
+    ratio = log_ratio.exp().detach()
+    whole = sequence_log_ratio(logprobs, old_logprobs, sample_ids).exp().detach()
+    inside = (ratio >= 1 - epsilon_low) & (ratio <= 1 + epsilon_high)
+    far_low = (advantages >= 0) & (ratio <= 1 - epsilon_low_prime)
+    far_high = (advantages <= 0) & (ratio >= 1 + epsilon_high_prime)
+    ranges = {
+        "none": torch.ones_like(inside),
+        "one-side": _one_side(ratio, advantages, epsilon_low, epsilon_high),
+        "gspo-one-side": _one_side(whole, advantages, epsilon_low, epsilon_high),
+        "two-side": inside,
+        "ring": inside | far_low | far_high,
+    }
+    factors = {
+        "none": torch.ones_like(ratio),
+        "importance_sampling": ratio,
+        "gspo_importance_sampling": whole,
+        "advantage": (advantages / temp).exp(),
+    }
+    regularizers = {
+        "none": torch.zeros_like(logprobs),
+        "k2": log_ratio.square() / 2,
+        "forward-kl": -log_ratio,
+    }
+    in_range = _one_of("clip_mode", clip_mode, ranges)
+    loss = -_one_of("weight", weight, factors) * advantages * logprobs * in_range
+    loss = loss + regularizer_coef * _one_of("regularizer", regularizer, regularizers)
+    return loss, {"pg_clipfrac": (~in_range).float(), "ppo_kl": -log_ratio.detach()}
+
+
+def _one_side(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.where(advantages >= 0, ratio <= 1 + high, ratio >= 1 - low)
+
+
+def _one_of(option: str, name: str, known: dict[str, Tensor]) -> Tensor:
+    if name not in known:
+        raise ValueError(
+            f"algorithm.policy_loss_fn_args.{option} is '{name}': expected one of "
+            f"{', '.join(known)}"
+        )
+    return known[name]

@@ -1,0 +1,208 @@
+"""Claims: which rows of an experience table can be taken, who has taken them, which are used up.
+
+A row is open, or claimed by a reader, or claimed and sealed by that reader's checkpoint; a
+checkpoint's commit makes its use final. All methods run inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    MetaData,
+    Table,
+    and_,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
+
+from trireme.buffer.table import database_time, experience_table
+
+CHUNK = 500
+"""Ids in one statement: databases limit the number of parameters."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Priority replay in a database: version - decay * uses, the highest first.
+
+    Differs from the queue's in one point: the noise is drawn once for each group.
+    """
+
+    decay: float = 2.0
+    use_count_limit: int = 0
+    """0: any number."""
+    sigma: float = 0.0
+    cooldown: float | None = None
+    """Seconds until a row may be used again; None: never."""
+
+    @property
+    def limit(self) -> int:
+        """Uses of a row; 0: any number."""
+        return 1 if self.cooldown is None else max(self.use_count_limit, 0)
+
+
+class Claims:
+    """The rows of one buffer; this object takes for `reader`."""
+
+    def __init__(
+        self, name: str, metadata: MetaData, *, reader: str, reuse: Reuse | None = None
+    ) -> None:
+        """Without `reuse` rows are taken once, in the order in which they were put."""
+        self.table: Table = experience_table(name, metadata)
+        self._reader = reader
+        self._reuse = reuse
+        self._noise = random.Random()
+
+    def add(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Put whole groups in; how many of them were there already, and are not put again."""
+        table = self.table
+        groups = list(dict.fromkeys(row["task_id"] for row in rows))
+        there: set[str] = set()
+        for part in _chunks(groups):
+            known = select(table.c.task_id).where(table.c.task_id.in_(part)).distinct()
+            there.update(connection.scalars(known))
+        new = [dict(row) for row in rows if row["task_id"] not in there]
+        self._set_priorities(new)
+        if new:
+            connection.execute(insert(table), new)
+        return len(there)
+
+    def drop_lowest(self, connection: Connection, capacity: int) -> int:
+        """Drop the open groups of the lowest priority beyond `capacity`; how many."""
+        table = self.table
+        group = (
+            select(table.c.task_id)
+            .where(table.c.consumed >= 0, table.c.claimed_by.is_(None))
+            .group_by(table.c.task_id)
+            .order_by(func.max(self._priority()).desc(), func.min(table.c.id).desc())
+        )
+        lowest = list(connection.scalars(group.offset(capacity)))
+        for part in _chunks(lowest):
+            rows = and_(table.c.task_id.in_(part), table.c.claimed_by.is_(None))
+            connection.execute(update(table).where(rows).values(consumed=-1))
+        return len(lowest)
+
+    def claim(
+        self, connection: Connection, n: int, *, least: int, ended: bool
+    ) -> list[tuple[int, int, bytes]]:
+        """At most n rows that are open and that no other reader is just taking: id, use, bytes.
+
+        None of them where there are fewer than `least`.
+        """
+        table = self.table
+        order = [table.c.id] if self._reuse is None else [self._priority().desc(), table.c.id]
+        columns = (table.c.id, table.c.consumed + table.c.used + 1, table.c.experience_bytes)
+        rows = select(*columns).where(self._open(connection, ended=ended)).order_by(*order)
+        found = connection.execute(rows.limit(n).with_for_update(skip_locked=True)).all()
+        if len(found) < least:
+            return []
+        taken: dict[str, Any] = {"claimed_by": self._reader, "used": table.c.used + 1}
+        if self._reuse is not None and self._reuse.cooldown is not None:
+            taken["ready_at"] = database_time(connection) + self._reuse.cooldown
+        for part in _chunks([row[0] for row in found]):
+            connection.execute(update(table).where(table.c.id.in_(part)).values(**taken))
+        return [(row[0], row[1], row[2]) for row in found]
+
+    def seal(self, connection: Connection, seal: str) -> int:
+        """Bind what this reader holds to the checkpoint `seal`; how many rows it now has."""
+        table = self.table
+        held = and_(table.c.claimed_by == self._reader, table.c.sealed.is_(None))
+        connection.execute(update(table).where(held).values(sealed=seal))
+        return self._count(connection, table.c.sealed == seal)
+
+    def consume(self, connection: Connection, seal: str) -> None:
+        """Make final what belongs to that checkpoint."""
+        table = self.table
+        final = {"claimed_by": None, "sealed": None, "used": 0}
+        uses = table.c.consumed + table.c.used
+        connection.execute(
+            update(table).where(table.c.sealed == seal).values(consumed=uses, **final)
+        )
+
+    def release(
+        self, connection: Connection, *, but: Iterable[int] = (), seal: str | None = None
+    ) -> None:
+        """Give back what this reader holds, except those rows and what that checkpoint sealed."""
+        table = self.table
+        mine = select(table.c.id).where(table.c.claimed_by == self._reader)
+        if seal is not None:
+            mine = mine.where(or_(table.c.sealed.is_(None), table.c.sealed != seal))
+        kept = set(but)
+        for part in _chunks([i for i in connection.scalars(mine) if i not in kept]):
+            connection.execute(update(table).where(table.c.id.in_(part)).values(**_FREE))
+
+    def release_of(self, connection: Connection, readers: Iterable[str]) -> int:
+        """Give back what those readers hold and no checkpoint of theirs may have; how many."""
+        table = self.table
+        held = and_(
+            table.c.consumed >= 0, table.c.claimed_by.in_(list(readers)), table.c.sealed.is_(None)
+        )
+        return connection.execute(update(table).where(held).values(**_FREE)).rowcount
+
+    def count(self, connection: Connection, *, ended: bool = False, most: int = 0) -> int:
+        """Rows that can be taken now; counted to `most` at most, where it is given."""
+        return self._count(connection, self._open(connection, ended=ended), most)
+
+    def steps(self, connection: Connection) -> int:
+        """Explore steps that have rows nobody has taken."""
+        table = self.table
+        untaken = and_(table.c.consumed == 0, table.c.claimed_by.is_(None))
+        return connection.scalar(select(func.count(table.c.source.distinct())).where(untaken)) or 0
+
+    def changes(self, connection: Connection) -> int:
+        """A number that changes when anything is put or taken."""
+        newest = connection.scalar(select(func.max(self.table.c.id))) or 0
+        return 2 * newest - self.count(connection)
+
+    def _count(self, connection: Connection, chosen: ColumnElement[bool], most: int = 0) -> int:
+        rows = select(self.table.c.id).where(chosen)
+        rows = rows.limit(most) if most else rows
+        return connection.scalar(select(func.count()).select_from(rows.subquery())) or 0
+
+    def _open(self, connection: Connection, *, ended: bool) -> ColumnElement[bool]:
+        """Rows that can be taken; once nothing new comes, only those that were never used."""
+        table = self.table
+        fresh = and_(table.c.consumed == 0, table.c.claimed_by.is_(None))
+        if self._reuse is None or self._reuse.limit == 1 or ended:
+            return fresh
+        again = and_(
+            table.c.consumed >= 0,
+            or_(table.c.claimed_by.is_(None), table.c.claimed_by == self._reader),
+            table.c.sealed.is_(None),
+            table.c.ready_at <= database_time(connection),
+        )
+        if self._reuse.limit:
+            again = and_(again, table.c.consumed + table.c.used < self._reuse.limit)
+        return or_(fresh, again)
+
+    def _priority(self) -> ColumnElement[float]:
+        decay = self._reuse.decay if self._reuse else 0.0
+        return self.table.c.priority - decay * (self.table.c.consumed + self.table.c.used)
+
+    def _set_priorities(self, rows: Sequence[dict[str, Any]]) -> None:
+        """A group's is its oldest sampled version; what no weights sampled counts as 0."""
+        oldest: dict[str, float] = {}
+        for row in rows:
+            version, group = row["model_version"], row["task_id"]
+            if version >= 0:
+                oldest[group] = min(version, oldest.get(group, version))
+        sigma = self._reuse.sigma if self._reuse else 0.0
+        noise = {row["task_id"]: self._noise.gauss(0.0, sigma) if sigma else 0.0 for row in rows}
+        for row in rows:
+            row["priority"] = oldest.get(row["task_id"], 0.0) + noise[row["task_id"]]
+
+
+_FREE: dict[str, Any] = {"claimed_by": None, "used": 0, "sealed": None, "ready_at": 0.0}
+
+
+def _chunks(items: Sequence[Any]) -> list[Sequence[Any]]:
+    return [items[start : start + CHUNK] for start in range(0, len(items), CHUNK)]

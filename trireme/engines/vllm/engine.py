@@ -1,0 +1,412 @@
+"""VllmEngine: vLLM's asynchronous engine under our contract. Runs in vLLM's own environment.
+
+- Every sample is a request of its own to vLLM, whose prefix cache shares their prompt.
+- Ends and stop strings are looked for here, as the embedded engine does, so that both stop alike.
+- New weights: vLLM is frozen, its workers take them, its caches are cleared (requests under way are
+  prefilled again), and only when all workers have succeeded does it go on. A failure leaves it
+  frozen and failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+from trireme.engines.engine import Completion, Health, OnToken, Sampling
+from trireme.engines.request import Request, make_requests
+from trireme.engines.torch.engine import end_tokens
+from trireme.engines.vllm.options import arguments
+from trireme.engines.weight_group import Meeting
+
+ENVIRONMENT = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # by the one token that scoring a full row takes
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+class VllmEngine:
+    """See Engine."""
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_len: int,
+        seed: int,
+        group_size: int = 1,
+        keep_kv: bool = False,
+    ) -> None:
+        """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
+        them. `keep_kv` goes on with old keys and values after an update in flight.
+        """
+        self.group_size = group_size
+        self._llm: Any = llm
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._keep_kv = keep_kv
+        self._names = tensor_names(model)
+        self._ends = _ends(model, tokenizer)
+        self._rows: dict[asyncio.Future[Completion], Request] = {}
+        self._count = itertools.count()
+        self._version = 0
+        self._generated = self._prefilled = self._cached = 0
+        self._paused = self._closed = False
+        self._failure: BaseException | None = None
+        self._updating = asyncio.Lock()
+        self._scoring = asyncio.Lock()
+        self._score_temperature = 1.0
+
+    @classmethod
+    async def start(
+        cls,
+        model: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_len: int,
+        dtype: str,
+        seed: int = 42,
+        options: Mapping[str, Any] | None = None,
+    ) -> VllmEngine:
+        """vLLM on a model's folder. Raises TypeError for arguments that it does not know."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm: Any = import_module("vllm")
+        core: Any = import_module("vllm.v1.engine.async_llm")
+        platforms: Any = import_module("vllm.platforms")
+
+        options = dict(options or {})
+        keep_kv = bool(options.pop("keep_kv", False))
+        given = arguments(
+            model,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            seed=seed,
+            options=options,
+            on_cpu=platforms.current_platform.is_cpu(),
+        )
+        parallel = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        llm = core.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**given))
+        engine = cls(
+            llm,
+            model=model,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            seed=seed,
+            group_size=math.prod(given.get(name, 1) for name in parallel),
+            keep_kv=keep_kv,
+        )
+        await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
+        return engine
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
+    ) -> list[Completion]:
+        """See Engine."""
+        self._check()
+        requests = make_requests(
+            ids,
+            sampling,
+            key or ((-1, next(self._count)),),
+            seed=self._seed,
+            room=self._max_model_len,
+            max_model_len=self._max_model_len,
+            ends=self._ends,
+        )
+        rows = {asyncio.ensure_future(self._sample(r, on_token)): r for r in requests}
+        self._rows |= rows
+        try:
+            return list(await asyncio.gather(*rows))
+        finally:
+            for row in rows:
+                row.cancel()  # where the call was cancelled, or a sibling has failed
+                del self._rows[row]
+
+    async def logprobs(
+        self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> list[list[float]]:
+        """See Engine. Raises RuntimeError while paused: nothing is computed then."""
+        self._check()
+        if self._paused:
+            raise RuntimeError("the engine is paused: it scores nothing until it is resumed")
+        async with self._scoring:  # all rows of one time have one temperature
+            if temperature != self._score_temperature:
+                await self._rpc("trireme_score_at", temperature)
+                self._score_temperature = temperature
+            return list(await asyncio.gather(*(self._score(list(row)) for row in ids)))
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """See Engine. Raises ValueError where names are not the model's."""
+        self._check()
+        if source is None:
+            raise ValueError("this engine has weights of its own: update_weights needs a source")
+        if isinstance(source, str | Path):
+            self._examine(tensor_names(source))
+            await self._renew(version, lambda: self._rpc("trireme_load", str(source)))
+            return
+        self._examine(set(source))
+        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        folder = tempfile.mkdtemp(prefix="trireme-weights-", dir=shared)
+        try:
+            from safetensors.torch import save_file
+
+            file = f"{folder}/model.safetensors"
+            whole = {name: tensor.contiguous() for name, tensor in source.items()}
+            await asyncio.to_thread(save_file, whole, file)
+            await self._renew(version, lambda: self._rpc("trireme_load", file))
+        finally:
+            shutil.rmtree(folder)
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """See server/group_routes.py: each worker comes with a rank of its own."""
+        self._check()
+        await self._rpc("trireme_join", asdict(meeting))
+
+    async def receive_weights(self) -> None:
+        """Freeze, and take what the trainer broadcasts. `commit_weights` goes on."""
+        self._check()
+        async with self._updating:
+            await self._freeze_and(lambda: self._rpc("trireme_receive"))
+
+    async def commit_weights(self, version: int) -> None:
+        """Use what was received, and go on."""
+        self._check()
+        async with self._updating:
+            await self._go_on(version)
+
+    async def fingerprint(self) -> dict[str, float] | None:
+        """See Engine: of the weights that came last, as the layers use them; None at first."""
+        self._check()
+        return (await self._rpc("trireme_fingerprint"))[0]
+
+    async def pause(self) -> None:
+        """See Engine."""
+        self._check()
+        async with self._updating:
+            self._paused = True
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self) -> None:
+        """See Engine."""
+        self._check()
+        async with self._updating:
+            self._paused = False
+            await self._llm.resume_generation()
+
+    async def abort(self, key: tuple[Any, ...] = ()) -> int:
+        """See Engine."""
+        count = 0
+        for row, request in self._rows.items():
+            if request.key[: len(key)] == key and request.stop_reason is None and not row.done():
+                request.stop_reason = "aborted"
+                row.cancel()
+                count += 1
+        return count
+
+    def health(self) -> Health:
+        """See Engine."""
+        self._check()
+        live = len(self._rows)
+        return Health(
+            version=self._version,
+            running=0 if self._paused else live,
+            waiting=live if self._paused else 0,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._cached,
+            paused=self._paused,
+        )
+
+    async def close(self) -> None:
+        """See Engine."""
+        if self._closed:
+            return
+        await self.abort()
+        self._closed = True
+        await asyncio.gather(*self._rows, return_exceptions=True)
+        self._llm.shutdown()
+        self._llm = (
+            None  # or the interpreter's end would shut it down again, with half of vLLM gone
+        )
+
+    async def _sample(self, request: Request, on_token: OnToken | None) -> Completion:
+        """One sample, from vLLM's stream of new tokens."""
+        name = f"{next(self._count)}"
+        stream = self._llm.generate({"prompt_token_ids": request.prompt}, _params(request), name)
+        first = True
+        try:
+            async for output in stream:
+                if first:
+                    cached = output.num_cached_tokens or 0
+                    self._cached += cached
+                    self._prefilled += len(request.prompt) - cached
+                    first = False
+                if self._take(request, output.outputs[0], on_token):
+                    break
+        except asyncio.CancelledError:
+            if request.stop_reason is None:
+                raise
+        except Exception as error:
+            raise self._failed(error) from error
+        finally:
+            await stream.aclose()
+            if request.stop_reason is not None:
+                await self._llm.abort(name)  # it may be on its way past a stop string
+        if request.stop_reason is None:
+            raise RuntimeError(f"vLLM has ended request {request.key} without a reason")
+        return request.completion(self._tokenizer)
+
+    def _take(self, request: Request, part: Any, on_token: OnToken | None) -> bool:
+        """Add what is new; whether the request has ended by it."""
+        rows = part.logprobs
+        for place, token in enumerate(part.token_ids):
+            begin, end = rows.start_indices[place], rows.end_indices[place]
+            pairs = list(zip(rows.token_ids[begin:end], rows.logprobs[begin:end], strict=True))
+            (_, logprob), (mark, own), *best = pairs
+            alternatives = dict(best[: request.sampling.logprobs])
+            ended = request.add(token, logprob, own, -1 - mark, self._tokenizer)
+            self._generated += 1
+            if request.sampling.logprobs:
+                request.alternatives.append(alternatives)
+            if on_token is not None:
+                on_token(request.sample, token, logprob, alternatives)
+            if ended:
+                return True
+        return False
+
+    async def _score(self, row: list[int]) -> list[float]:
+        vllm: Any = import_module("vllm")
+        params = vllm.SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, flat_logprobs=True, temperature=0
+        )
+        name = f"score-{next(self._count)}"
+        try:
+            async for output in self._llm.generate({"prompt_token_ids": row}, params, name):
+                if output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(row):
+                    return [0.0, *output.prompt_logprobs.logprobs]
+        except Exception as error:
+            raise self._failed(error) from error
+        raise RuntimeError("vLLM has scored no token of a row")
+
+    async def _renew(self, version: int, take: Callable[[], Any]) -> None:
+        """Freeze, let the workers take their weights, go on. A failure leaves it frozen."""
+        async with self._updating:
+            await self._freeze_and(take)
+            await self._go_on(version)
+
+    async def _freeze_and(self, take: Callable[[], Any]) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
+        try:
+            await take()
+        except Exception as error:
+            self._failure = error
+            raise
+
+    async def _go_on(self, version: int) -> None:
+        await self._rpc("trireme_set_version", version)
+        self._version = version
+        if not self._paused:
+            await self._llm.resume_generation()
+
+    def _examine(self, names: set[str]) -> None:
+        """Raise ValueError for weights of another model."""
+        missing = sorted(self._names - names)
+        foreign = sorted(names - self._names - {"lm_head.weight"})
+        if missing or foreign:
+            raise ValueError(
+                f"these weights are not of this model: {len(missing)} tensors are missing "
+                f"({', '.join(missing[:3])}), {len(foreign)} are not known "
+                f"({', '.join(foreign[:3])})"
+            )
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return await self._llm.collective_rpc(method, args=args)
+
+    def _failed(self, error: Exception) -> Exception:
+        """vLLM's own refusal of a request as it is; the end of its process as ours."""
+        if not self._llm.errored:
+            return error
+        self._failure = self._failure or error
+        return self._broken()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._failure is None and self._llm.errored:
+            self._failure = self._llm.dead_error
+        if self._failure is not None:
+            raise self._broken() from self._failure
+
+    def _broken(self) -> RuntimeError:
+        kind = type(self._failure).__name__
+        return RuntimeError(f"the engine has failed: {kind}: {self._failure}")
+
+
+def tensor_names(path: str | Path) -> set[str]:
+    """Names in a folder's safetensors files, or in one file, read from their heads."""
+    place = Path(path)
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
+    names: set[str] = set()
+    for file in files:
+        with file.open("rb") as head:
+            (size,) = struct.unpack("<Q", head.read(8))
+            names |= set(json.loads(head.read(size))) - {"__metadata__"}
+    return names
+
+
+def _params(request: Request) -> Any:
+    """vLLM's parameters. Ends are given as ids, so that a minimum length holds for all of them."""
+    vllm: Any = import_module("vllm")
+    kinds: Any = import_module("vllm.sampling_params").RequestOutputKind
+    s = request.sampling
+    return vllm.SamplingParams(
+        max_tokens=request.max_tokens,
+        min_tokens=min(s.min_tokens, request.max_tokens),
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=max(s.top_k, 0),
+        min_p=s.min_p,
+        repetition_penalty=s.repetition_penalty,
+        stop_token_ids=sorted(request.ends),
+        ignore_eos=True,
+        seed=int(request.stream.next() * 2**53),
+        logprobs=1 + s.logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=kinds.DELTA,
+    )
+
+
+def _ends(model: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """End-of-sequence ids, from the same places as the embedded engine's."""
+    generation = None
+    if (Path(model) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
+    made: Any = SimpleNamespace(generation_config=generation, config=config)
+    return end_tokens(made, tokenizer)

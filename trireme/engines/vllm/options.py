@@ -1,0 +1,45 @@
+"""Options: the arguments of vLLM's engine, from the YAML's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WORKER = "trireme.engines.vllm.worker.TriremeWorker"
+
+
+CPU_CACHE_BYTES = 2**30
+"""Keys and values on a CPU, where `gpu_memory_utilization` would be a share of all memory."""
+
+
+def arguments(
+    model: str,
+    *,
+    max_model_len: int,
+    dtype: str,
+    seed: int,
+    options: Mapping[str, Any],
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs. `options`: keys of the YAML's `rollout_model`.
+
+    On a CPU vLLM runs eagerly: compiling takes longer than most runs there.
+    """
+    given = dict(options)
+    extra = given.pop("extra_engine_args", None) or {}
+    if on_cpu:
+        given.pop("gpu_memory_utilization", None)
+        given |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return {
+        "model": model,
+        "max_model_len": max_model_len + 1,  # a row of full length is scored by one token more
+        "dtype": dtype,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 64,
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": WORKER,
+        "disable_log_stats": True,
+        **given,
+        **extra,
+    }

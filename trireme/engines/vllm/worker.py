@@ -1,0 +1,142 @@
+"""Worker: what each of vLLM's worker processes does for us, called by collective_rpc.
+
+New weights come in Hugging Face's form and go through vLLM's own reload. On a CPU vLLM keeps
+weights packed by their products; where the head is tied to the embedding the reload packs only one
+of the two anew, and the head goes on with the old one: it is packed again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trireme.engines.fingerprint import fingerprint
+from trireme.engines.vllm.sampler import ContractSampler, Sampler
+from trireme.engines.weight_group import Meeting, WeightGroup
+
+
+class TriremeWorker:
+    """An extension of vLLM's Worker; its names begin with ours."""
+
+    model_runner: Any
+    parallel_config: Any
+    rank: int
+
+    def trireme_prepare(self, names: Sequence[str], dtype: str) -> None:
+        """Put our sampler in place. `names`: the tensors that new weights must hold."""
+        held = getattr(self.model_runner, "sampler", None)
+        if type(held) is not Sampler:
+            raise RuntimeError(
+                f"this vLLM samples with {type(held).__name__}, from which log-probabilities as "
+                "Trireme records them cannot be had: expected its V1 model runner"
+            )
+        self.model_runner.sampler = ContractSampler()
+        self._trireme_names = set(names)
+        self._trireme_dtype = dtype
+        self._trireme_marks: dict[str, float] | None = None
+
+    def trireme_set_version(self, version: int) -> None:
+        """Tokens sampled from now on carry it."""
+        self.model_runner.sampler.version = version
+
+    def trireme_score_at(self, temperature: float) -> None:
+        """Prompts are scored at it from now on."""
+        self.model_runner.sampler.score_temperature = temperature
+
+    def trireme_load(self, path: str) -> None:
+        """Take the weights of a folder of safetensors, or of one such file."""
+        files = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.safetensors"))
+        self._trireme_take(_read(files))
+
+    def trireme_join(self, meeting: dict[str, Any]) -> None:
+        """Come to a weight group, each worker with a rank of its own."""
+        parallel = self.parallel_config
+        place = parallel.data_parallel_rank * parallel.world_size + self.rank
+        self._trireme_group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
+        self._trireme_group.connect()
+
+    def trireme_receive(self) -> None:
+        """Take the weights that the trainer broadcasts."""
+        self._trireme_take(self._trireme_group.receive())
+
+    def trireme_fingerprint(self) -> dict[str, float] | None:
+        """See engines/fingerprint.py, of the weights that came last; None before any came."""
+        return self._trireme_marks
+
+    def trireme_mend(self) -> None:
+        """Pack a tied head anew, from the embedding's new weight."""
+        for module in self.model_runner.get_model().modules():
+            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+    def _trireme_take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite the weights, tensor by tensor, and remember what came."""
+        marks: dict[str, float] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                marks.update(fingerprint({name: tensor}, self._trireme_dtype))
+                yield name, tensor
+
+        self._trireme_marks = None
+        self.model_runner.reload_weights(weights_iterator=noted())
+        self.trireme_mend()
+        missing = sorted(self._trireme_names - set(marks))
+        if missing:
+            raise RuntimeError(f"the new weights lack {len(missing)} tensors, {missing[0]} first")
+        if self.parallel_config.world_size == 1:
+            used = _used(self.model_runner.get_model())
+            marks |= fingerprint(
+                {n: t for n, t in used.items() if n in marks or n == "lm_head.weight"},
+                self._trireme_dtype,
+            )
+        self._trireme_marks = marks
+
+
+def _read(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as held:
+            for name in held.keys():  # noqa: SIM118 (it is no dict)
+                yield name, held.get_tensor(name)
+
+
+@torch.no_grad()
+def _used(model: Any) -> dict[str, Tensor]:
+    """The weights as the layers use them, by Hugging Face names, as far as they can be told.
+
+    What a layer uses is what it does to the unit vectors, packed or not: exact, since all other
+    products are 0. Layers that fuse several of Hugging Face's are cut into their parts.
+    """
+    out: dict[str, Tensor] = {}
+    fused = getattr(model, "packed_modules_mapping", {})
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    for path, module in model.named_modules():
+        owner, _, leaf = path.rpartition(".")
+        kind = type(module).__name__
+        if kind in ("ParallelLMHead", "VocabParallelEmbedding"):
+            weight = _effective(module) if kind == "ParallelLMHead" else module.weight
+            out[f"{path}.weight"] = weight[:vocabulary]
+        elif hasattr(module, "quant_method") and hasattr(module, "input_size"):
+            weight = _effective(module)
+            names = fused.get(leaf, [leaf])
+            sizes = getattr(module, "output_partition_sizes", None) or [len(weight)]
+            if len(names) == len(sizes) and sum(sizes) == len(weight):
+                parts = zip(names, weight.split(sizes), strict=True)
+                out |= {f"{owner}.{name}.weight": part for name, part in parts}
+        elif isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 1:
+            out[f"{path}.weight"] = weight
+    return out
+
+
+def _effective(module: Any) -> Tensor:
+    """[out, in]: the weight that the layer multiplies by."""
+    if not hasattr(module, "cpu_linear"):
+        return module.weight
+    width = getattr(module, "input_size", None) or module.embedding_dim
+    unit = torch.eye(width, dtype=module.weight.dtype)
+    return module.quant_method.apply(module, unit, None).T

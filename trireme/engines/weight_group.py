@@ -1,0 +1,174 @@
+"""Weight group: a process group over which a trainer broadcasts its weights to engines' workers.
+
+Rank 0 is the trainer; it opens the meeting point, and each side learns who did not come. Tensors go
+in buckets of bytes, each after a line that says what is in it, so that neither side holds more than
+a bucket beside its model. A sender that fails says so; one that is gone is seen by the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 64 * 2**20
+TIMEOUT_S = 120.0
+"""How long a member may take to come, and then a bucket."""
+_END, _FAILED = 0, -1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a group meets, and as whom one comes."""
+
+    host: str
+    port: int
+    world_size: int
+    rank: int
+    """In an engine of several workers that of its first one."""
+    backend: str = "gloo"
+    timeout: float = TIMEOUT_S
+
+
+class WeightGroup:
+    """One member."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        """The trainer's opens the meeting point, on any free port where none is given. Raises
+        RuntimeError where it is not there.
+        """
+        from torch._C._distributed_c10d import TCPStore
+
+        self._timeout = timedelta(seconds=meeting.timeout)
+        self._meeting = meeting
+        where = f"{meeting.host}:{meeting.port}"
+        try:
+            self._store = TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=meeting.rank == 0,
+                timeout=self._timeout,
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the weight group's meeting point {where} was not there in {meeting.timeout:g} s"
+            ) from error
+        self.port = self._store.port
+        kind = "cuda" if meeting.backend == "nccl" else "cpu"
+        self.device = torch.device(kind)
+        if kind == "cuda":
+            self.device = torch.device(kind, torch.cuda.current_device())
+        self._group: Any = None
+
+    def connect(self, names: Mapping[int, str] | None = None) -> None:
+        """Wait for all. Raises TimeoutError naming who did not come: `names` are those of ranks."""
+        m = self._meeting
+        self._store.set(f"here/{m.rank}", "1")
+        keys = {rank: f"here/{rank}" for rank in range(m.world_size)}
+        try:
+            self._store.wait(list(keys.values()), self._timeout)
+        except RuntimeError as error:
+            late = [rank for rank, key in keys.items() if not self._store.check([key])]
+            told = {0: "the trainer"} | dict(names or {})
+            who = ", ".join(told.get(rank, f"rank {rank}") for rank in late)
+            raise TimeoutError(
+                f"{who or 'somebody'} did not come to the weight group at {m.host}:{self.port} in "
+                f"{m.timeout:g} s"
+            ) from error
+        from torch._C import _distributed_c10d as c10d
+
+        store = c10d.PrefixStore("weights", self._store)
+        if m.backend == "nccl":
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
+        else:
+            self._group = c10d.ProcessGroupGloo(store, m.rank, m.world_size, self._timeout)
+
+    def send(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Broadcast them, as `dtype` where it is given."""
+        try:
+            for bucket in _buckets(tensors, dtype, bucket_bytes):
+                parts = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in bucket]
+                line = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8)
+                self._share(torch.tensor([len(line), sum(t.nbytes for _, t in bucket)]))
+                self._share(line)
+                self._share(_flat([t for _, t in bucket], self.device))
+        except BaseException:
+            with suppress(RuntimeError):  # what it failed of is the cause, also where nobody hears
+                self._share(torch.tensor([_FAILED, 0]))
+            raise
+        self._share(torch.tensor([_END, 0]))
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """What the trainer sends. Raises RuntimeError where it has failed, or nothing comes."""
+        while True:
+            sizes = self._share(torch.zeros(2, dtype=torch.int64)).tolist()
+            if sizes[0] == _END:
+                return
+            if sizes[0] == _FAILED:
+                raise RuntimeError("the trainer has failed while it sent its weights")
+            line = self._share(torch.empty(sizes[0], dtype=torch.uint8))
+            data = self._share(torch.empty(sizes[1], dtype=torch.uint8, device=self.device))
+            begin = 0
+            for name, kind, shape in json.loads(bytes(line.cpu().numpy())):
+                dtype = getattr(torch, kind)
+                end = begin + dtype.itemsize * torch.Size(shape).numel()
+                # a view would have to begin at a multiple of its size
+                own = data[begin:end] if begin % dtype.itemsize == 0 else data[begin:end].clone()
+                yield name, own.view(dtype).reshape(shape)
+                begin = end
+
+    def close(self) -> None:
+        """Leave it."""
+        self._group = None
+
+    def _share(self, tensor: Tensor) -> Tensor:
+        """The trainer's, at every member."""
+        if self._group is None:
+            raise RuntimeError("there is no weight group: its members have not met")
+        tensor = tensor.to(self.device)
+        try:
+            self._group.broadcast(tensor, 0).wait()
+        except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
+            self._group = None
+            raise RuntimeError(f"the weight group has broken: {first}") from error
+        return tensor
+
+
+def _buckets(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, most: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors together up to `most` bytes, in their order; a larger one is alone."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if bucket and size + tensor.nbytes > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor.detach()))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Their bytes; those of a tensor that is alone are not copied."""
+    flat = [t.to(device).contiguous().view(-1).view(torch.uint8) for t in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)

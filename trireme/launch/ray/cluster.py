@@ -1,0 +1,190 @@
+"""Cluster: the Ray cluster that is there or one of our own, and the run's places on it.
+
+Invariants:
+- Every wait ends with a sentence that says what was waited for.
+- What was reserved is given back, and a cluster of our own ends with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trireme.config import Plan
+
+ANSWER_S = 30.0
+"""Seconds in which a cluster has to answer."""
+JOIN_S = 60.0
+"""Seconds that machines of a cluster get to join it."""
+RUNNING = Path("ray/ray_current_cluster")
+"""Where `ray start` leaves the address of the cluster on this machine."""
+
+
+@contextmanager
+def cluster(plan: Plan) -> Iterator[bool]:
+    """Connected to the cluster while it is open; whether it is one of our own.
+
+    Raises TimeoutError or RuntimeError where its address does not answer.
+    """
+    address = None if ray.is_initialized() else address_of(plan)
+    connects = not ray.is_initialized()
+    if connects:
+        _init(plan, address)
+    try:
+        yield connects and address is None
+    finally:
+        if connects:
+            ray.shutdown()
+
+
+def address_of(plan: Plan) -> str | None:
+    """HOST:PORT of the cluster to join; None where there is none and the run starts its own."""
+    given = plan.config.cluster.ray_address
+    if given == "local":
+        return None
+    if given not in ("auto", ""):
+        return given
+    if named := os.environ.get("RAY_ADDRESS"):
+        return None if named == "local" else named
+    path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / RUNNING
+    return path.read_text().strip() or None if path.exists() else None
+
+
+def namespace_of(plan: Plan) -> str:
+    """The run's name in the cluster."""
+    config = plan.config
+    parts = (config.project, config.group, config.name)
+    return config.ray_namespace or "/".join(filter(None, parts))
+
+
+def _init(plan: Plan, address: str | None) -> None:
+    options = {"namespace": namespace_of(plan), "log_to_driver": False}
+    options["logging_level"] = logging.ERROR
+    if address is not None:
+        _reach(address)
+        _join(address, options)
+        return
+    # places are processes, and may be more than there are cores
+    places = max(plan.nodes * plan.places_per_node, os.cpu_count() or 1)
+    # in this thread: Ray's processes end with the one that started them
+    ray.init(address="local", num_cpus=places, include_dashboard=False, **options)
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    """`ray.init`, which may wait for ever, in a thread that nobody has to wait for."""
+    failures: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            ray.init(address, **options)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=connect, name="ray-init", daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    where = f"the Ray cluster at {address} (cluster.ray_address)"
+    if thread.is_alive():
+        raise TimeoutError(f"{where} did not answer in {ANSWER_S:g} s: is it running?")
+    if failures:
+        first = str(failures[0]).strip().partition("\n")[0] or type(failures[0]).__name__
+        raise RuntimeError(f"{where} cannot be used: {first}") from failures[0]
+
+
+def _reach(address: str) -> None:
+    """Raise TimeoutError or ValueError where nobody listens at the address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"cluster.ray_address is {address!r}: expected HOST:PORT of a Ray cluster")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S / 3).close()
+    except OSError as error:
+        raise TimeoutError(
+            f"the Ray cluster at {address} (cluster.ray_address) does not answer: "
+            f"{error.strerror or error}; `ray start --head` starts one"
+        ) from error
+
+
+class Places:
+    """The run's places, reserved: a bundle an engine, the trainer's on one or on whole machines."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._gpu = plan.device == "cuda"
+        self._groups: list[PlacementGroup] = []
+        ranks, per_node = plan.trainer_ranks, plan.places_per_node
+        self._ranks_per_bundle = min(ranks, per_node)
+        if ranks:
+            bundles = max(ranks // per_node, 1)
+            strategy = "STRICT_SPREAD" if bundles > 1 else "STRICT_PACK"
+            self._reserve("trainer", [self._bundle(self._ranks_per_bundle)] * bundles, strategy)
+        if plan.num_engines and not plan.engine_urls:
+            self._reserve("engines", [self._bundle(plan.engine_size)] * plan.num_engines, "PACK")
+
+    async def ready(self, *, may_grow: bool, note: Any) -> None:
+        """Until all places are ours. Raises RuntimeError with what is asked for and what is there.
+
+        `may_grow`: other machines may still join; `note(text)` is told that we wait for them.
+        """
+        limit = min(self._plan.config.cluster.start_timeout, JOIN_S) if may_grow else 5.0
+        deadline = time.monotonic() + limit
+        told = False
+        for group in self._groups:
+            while not await asyncio.to_thread(group.wait, 0.5):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{self._lack()} after {limit:g} s")
+                if may_grow and not told and time.monotonic() > deadline - limit + 3:
+                    told = True
+                    note(f"{self._lack()}: waiting {limit:g} s for more machines")
+
+    def engine(self, index: int) -> dict[str, Any]:
+        """Options of the actor that hosts an engine."""
+        return self._options(self._groups[-1], index, self._plan.engine_size)
+
+    def rank(self, index: int) -> dict[str, Any]:
+        """Options of the actor of a trainer rank."""
+        return self._options(self._groups[0], index // self._ranks_per_bundle, 1)
+
+    def release(self) -> None:
+        """Give all places back."""
+        for group in self._groups:
+            remove_placement_group(group)
+
+    def _reserve(self, name: str, bundles: list[dict[str, float]], strategy: str) -> None:
+        self._groups.append(placement_group(bundles, strategy=strategy, name=name))
+
+    def _bundle(self, places: int) -> dict[str, float]:
+        return {"GPU": places, "CPU": places} if self._gpu else {"CPU": places}
+
+    def _options(self, group: PlacementGroup, bundle: int, places: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        return {
+            "num_cpus": places,
+            "num_gpus": places if self._gpu else 0,
+            "scheduling_strategy": strategy,
+        }
+
+    def _lack(self) -> str:
+        kind = "GPU" if self._gpu else "CPU"
+        there = int(ray.cluster_resources().get(kind, 0))
+        free = int(ray.available_resources().get(kind, 0))
+        held = sum(int(bundle.get(kind, 0)) for g in self._groups for bundle in g.bundle_specs)
+        asked, nodes = self._plan.nodes * self._plan.places_per_node, self._plan.nodes
+        alive = sum(node["Alive"] for node in ray.nodes())
+        return (
+            f"cluster asks for {asked} places ({nodes} x {self._plan.places_per_node}) of one "
+            f"{kind} each, {held} of them in use, and the Ray cluster has {there} {kind}s on "
+            f"{alive} machines, {free} of them free"
+        )

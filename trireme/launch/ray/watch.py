@@ -1,0 +1,90 @@
+"""Watch: sees within the heartbeat's time-out that a part has died, and says which and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError
+
+from trireme.launch.ray.host import Peer
+from trireme.log import get_logger
+
+logger = get_logger("launcher")
+
+BEATS = 6
+"""Heartbeats in a time-out."""
+
+
+class PartDied(RuntimeError):
+    """A process of the run is gone."""
+
+
+@dataclass
+class Watched:
+    """A part, and what people know it by."""
+
+    name: str
+    peer: Peer
+    log: Path
+    node: str = ""
+    pid: int = 0
+
+    async def meet(self) -> None:
+        """Learn where it runs."""
+        found = await self.peer.ping()
+        self.node, self.pid = found["node"], found["pid"]
+        logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
+
+    async def beat(self, timeout: float) -> None:
+        """One heartbeat. Raises PartDied."""
+        try:
+            await asyncio.wait_for(self.peer.ping(), timeout)
+        except asyncio.TimeoutError:
+            reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
+        except RayActorError as error:
+            reason = self._reason(error)
+        except RuntimeError as error:
+            reason = str(error).partition("; the end of ")[0]
+        else:
+            return
+        raise PartDied(f"{self.name} has died: {reason}; its log is {self.log}")
+
+    def _reason(self, error: RayActorError) -> str:
+        if not self.pid:
+            return f"it could not start: {str(error).strip().splitlines()[-1]}"
+        lost = [node for node in ray.nodes() if node["NodeID"] == self.node and not node["Alive"]]
+        if lost:
+            return f"its machine {lost[0]['NodeManagerAddress']} is lost"
+        if "OOM" in str(error) or "out of memory" in str(error).lower():
+            return f"process {self.pid} was ended for want of memory"
+        return f"process {self.pid} is gone"
+
+
+async def watch(parts: Sequence[Watched], timeout: float) -> None:
+    """For ever; raises PartDied for the first that has."""
+
+    async def one(part: Watched) -> None:
+        while True:
+            await part.beat(timeout)
+            await asyncio.sleep(timeout / BEATS)
+
+    tasks = [asyncio.ensure_future(one(part)) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def who_died(parts: Sequence[Watched], timeout: float) -> PartDied | None:
+    """The parts that have died by now, in one sentence."""
+    found = await asyncio.gather(*(p.beat(timeout) for p in parts), return_exceptions=True)
+    dead = [error for error in found if isinstance(error, PartDied)]
+    return PartDied("; ".join(map(str, dead))) if dead else None

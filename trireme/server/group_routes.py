@@ -1,0 +1,122 @@
+"""Group routes: by which a trainer leads an engine's workers through a weight update over a group.
+
+join, then for each update receive and commit. Between the two the engine is paused: it goes on only
+when all engines have everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Protocol, cast
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from torch import Tensor
+
+from trireme.engines.engine import Engine
+from trireme.engines.weight_group import TIMEOUT_S, Meeting, WeightGroup
+from trireme.server.rollouts import Rollouts
+from trireme.threads import in_thread
+
+
+class JoinBody(BaseModel):
+    """See Meeting; `rank` is that of the engine's first worker."""
+
+    host: str
+    port: int
+    world_size: int
+    rank: int
+    backend: str = "gloo"
+    timeout: float = TIMEOUT_S
+
+
+class VersionBody(BaseModel):
+    """What the new weights are called."""
+
+    version: int
+
+
+class GroupEngine(Protocol):
+    """An engine whose workers are members themselves."""
+
+    group_size: int
+    """Its workers."""
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """All workers come to the meeting, and wait for the others there."""
+        ...
+
+    async def receive_weights(self) -> None:
+        """Pause, and take what the trainer broadcasts."""
+        ...
+
+    async def commit_weights(self, version: int) -> None:
+        """Use it from now on, and go on."""
+        ...
+
+
+class EmbeddedGroup:
+    """The same for an engine of this process, which holds new weights back until the commit."""
+
+    group_size = 1
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._group: WeightGroup | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._resume = False
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """See GroupEngine."""
+
+        def join() -> WeightGroup:
+            group = WeightGroup(meeting)
+            group.connect()
+            return group
+
+        self._group = await in_thread(join, name="weight-group")
+
+    async def receive_weights(self) -> None:
+        """See GroupEngine."""
+        group = self._group
+        if group is None:
+            raise ValueError("this engine is in no weight group: join one first")
+        self._resume = not self._engine.health().paused
+        await self._engine.pause()
+        self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
+
+    async def commit_weights(self, version: int) -> None:
+        """See GroupEngine."""
+        tensors, self._tensors = self._tensors, {}
+        await self._engine.update_weights(tensors, version)
+        if self._resume:
+            await self._engine.resume()
+
+
+def make_router(rollouts: Rollouts) -> APIRouter:
+    """See the module."""
+    router = APIRouter(prefix="/engine/group")
+    own: Any = rollouts.engine
+    engine = cast(GroupEngine, own) if hasattr(own, "group_size") else EmbeddedGroup(own)
+
+    @router.get("/size")
+    async def size() -> dict[str, int]:
+        return {"workers": engine.group_size}
+
+    @router.post("/join")
+    async def join(body: JoinBody) -> dict[str, Any]:
+        meeting = Meeting(**body.model_dump())
+        await engine.join_group(meeting)
+        return asdict(meeting)
+
+    @router.post("/receive")
+    async def receive() -> dict[str, str]:
+        await engine.receive_weights()
+        return {"message": "received"}
+
+    @router.post("/commit")
+    async def commit(body: VersionBody) -> dict[str, int]:
+        await engine.commit_weights(body.version)
+        return {"version": body.version}
+
+    return router

@@ -1,0 +1,98 @@
+"""Process: an engine behind a server, as a child of the program that uses it.
+
+`python -m trireme.server.process FD` reads its settings as one line of JSON from standard input,
+writes one line of JSON to the file descriptor FD when it serves (`url`) or has failed (`error`),
+and ends when standard input does: with the parent goes the child, whatever the parent died of.
+Loads neither the configuration nor the command line, which vLLM's environment need not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TextIO
+
+END_S = 15.0
+"""How long an engine may take to end; then its whole process group is killed."""
+
+
+def main() -> int:
+    """Serve until told to end; the exit code."""
+    answer = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    settings = json.loads(sys.stdin.readline())
+    try:
+        asyncio.run(_serve(settings, answer))
+    except Exception as error:
+        if not answer.closed:  # after that the parent asks by HTTP
+            print(json.dumps({"error": f"{error}" or type(error).__name__}), file=answer)
+        raise
+    return 0
+
+
+async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
+    from transformers import AutoTokenizer
+
+    from trireme.engines.device import Device
+    from trireme.server.app import create_app
+    from trireme.server.engine_spec import EngineSpec, make_rollouts
+    from trireme.server.serving import AppServer, listen
+
+    parent = ParentWatch()
+    spec = EngineSpec(**settings["spec"])
+    tokenizer = AutoTokenizer.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+    with listen(settings["host"], settings["port"]) as listener:
+        device = Device(settings["threads"])
+        rollouts = await make_rollouts(spec, device, tokenizer)
+        server = AppServer(create_app(rollouts, key=settings["key"]), listener)
+        loop = asyncio.get_running_loop()
+        parent.then(lambda: loop.call_soon_threadsafe(server.stop))
+        host, port = listener.getsockname()[:2]
+        print(json.dumps({"url": f"http://{host}:{port}"}), file=answer)
+        answer.close()
+        try:
+            await server.serve()
+        finally:
+            kill_group_in(END_S)
+            await rollouts.engine.close()
+            device.close()
+
+
+class ParentWatch:
+    """Sees standard input end, and so the parent; a thread does, which nothing holds up."""
+
+    def __init__(self) -> None:
+        self._stop = kill_group
+        threading.Thread(target=self._watch, name="parent", daemon=True).start()
+
+    def then(self, stop: Callable[[], object]) -> None:
+        """What ends this process from now on; before, it is killed."""
+        self._stop = stop
+
+    def _watch(self) -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        kill_group_in(END_S)
+        self._stop()
+
+
+def kill_group_in(seconds: float) -> None:
+    """Unless the process has ended by then."""
+    timer = threading.Timer(seconds, kill_group)
+    timer.daemon = True
+    timer.start()
+
+
+def kill_group() -> None:
+    """This process leads its group, in which the engine's own workers are."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Process group: weights from a trainer to engines of other processes, by broadcast.
+
+- The group is made at the first push. Both sides wait for each other with a time-out that names who
+  did not come.
+- A push: all engines pause and receive; when all have everything they commit the version and go on.
+  Where one fails none goes on, and the run ends.
+- Then the proof: fingerprints of every engine, and log-probabilities of the probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trireme.engines.device import Device
+from trireme.engines.fingerprint import fingerprint
+from trireme.engines.remote import RemoteEngine
+from trireme.engines.weight_group import BUCKET_BYTES, TIMEOUT_S, Meeting, WeightGroup
+from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
+
+
+class GroupSync:
+    """The trainer's side."""
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        engine: RemoteEngine,
+        device: Device,
+        *,
+        dtype: str,
+        vocabulary: int,
+        transport: str = "gloo",
+        host: str = "127.0.0.1",
+        timeout: float = TIMEOUT_S,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`transport`: gloo, or nccl between GPUs; `host`: this machine as the engines see it."""
+        self._backend = backend
+        self._engine = engine
+        self._device = device
+        self._dtype = dtype
+        self._transport = transport
+        self._host = host
+        self._timeout = timeout
+        self._bucket_bytes = bucket_bytes
+        self._probe = probe_ids(vocabulary)
+        self._group: WeightGroup | None = None
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
+        group = self._group = self._group or await self._meet()
+        (marks, expected), _ = await together(
+            self._device.run(self._send, group), self._engine.call_all("/engine/group/receive")
+        )
+        await self._engine.call_all("/engine/group/commit", {"version": version})
+        self._engine.now_at(version)
+        compare_weights(await self._engine.fingerprint(), marks, version=version)
+        [scored] = await self._engine.logprobs([self._probe])
+        return compare(scored, expected, version=version, dtype=self._dtype)
+
+    async def _meet(self) -> WeightGroup:
+        """The group, when all have come."""
+        found = await self._engine.get_all("/engine/group/size")
+        firsts, names = [], {}
+        rank = 1
+        for url, workers in zip(self._engine.urls, (f["workers"] for f in found), strict=True):
+            firsts.append(rank)
+            names |= {rank + w: f"worker {w} of {url}" for w in range(workers)}
+            rank += workers
+        common = {"host": self._host, "world_size": rank, "backend": self._transport}
+        common["timeout"] = self._timeout
+        group = WeightGroup(Meeting(port=0, rank=0, **common))
+        bodies = [common | {"port": group.port, "rank": first} for first in firsts]
+        await together(
+            asyncio.to_thread(group.connect, names),
+            self._engine.call_all("/engine/group/join", *bodies),
+        )
+        return group
+
+    def _send(self, group: WeightGroup) -> tuple[dict[str, float], list[float]]:
+        """Broadcast the weights; their fingerprints, and the probe's scores by them."""
+        expected = self._backend.score([self._probe])[0]
+        marks: dict[str, float] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._backend.each_weight():
+                marks.update(fingerprint({name: tensor}, self._dtype))
+                yield name, tensor
+
+        dtype = getattr(torch, self._dtype)
+        group.send(noted(), dtype=dtype, bucket_bytes=self._bucket_bytes)
+        return marks, expected
+
+
+async def together(*work: Any) -> list[Any]:
+    """All results; the first failure is raised at once, whatever the others wait for."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,288 @@
+"""Fsdp2: the trained model in shards over several ranks, each of which computes a share of a batch.
+
+Every rank calls the same methods in the same order; `Orders` has rank 0 tell the others.
+
+Invariants, beside those of the backend of one process:
+- all ranks run equally many micro-batches: one without its own computes a dummy that weighs 0;
+- gradients and reported sums are those of one process: added up over ranks, never averaged;
+- what one rank finds wrong in a loss is raised on all of them, between collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trireme.batch import Batch, of_tokens
+from trireme.trainer.backend import LossFunction, NotFinite, Order
+from trireme.trainer.deal import deal
+from trireme.trainer.lora import Adapter, Lora
+from trireme.trainer.model import load_model, token_logprobs
+from trireme.trainer.optim import OptimizerSettings, Schedule, make_optimizer
+from trireme.trainer.orders import Orders
+from trireme.trainer.pack import cut, packed_tokens
+from trireme.trainer.ranks import Ranks
+from trireme.trainer.shard import Root, shard, whole
+
+T = TypeVar("T")
+
+_RAISED = {"NotFinite": NotFinite, "ValueError": ValueError}
+
+
+class Fsdp2Backend:
+    """One rank of many, one device."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        ranks: Ranks,
+        optimizer: OptimizerSettings,
+        max_token_len: int,
+        total_steps: int | None = None,
+        dtype: str = "float32",
+        grad_clip: float = 1.0,
+        lora: Lora | None = None,
+        gradient_checkpointing: bool = False,
+        reference: bool = False,
+        reference_path: str | Path | None = None,
+        share_prefix: bool = True,
+        offload: bool = False,
+        trust_remote_code: bool = False,
+        orders: Orders | None = None,
+    ) -> None:
+        """See TorchBackend. `orders`: how rank 0 has the others follow; None: they call alike."""
+        self.ranks = ranks
+        self.device = ranks.device
+        half = dtype == "bfloat16" and self.device.type == "cuda"
+        # Adapters begin at random: alike on every rank, and as rank 0 alone would have begun.
+        torch.set_rng_state(_from_first(torch.get_rng_state()))
+
+        def load(path: str | Path) -> PreTrainedModel:
+            return load_model(path, device="cpu", trust_remote_code=trust_remote_code)
+
+        self._reference: Root | None = None
+        self._has_reference = reference
+        if reference and (reference_path is not None or lora is None):
+            model = load(reference_path or model_path).requires_grad_(False)
+            self._reference = shard(model, ranks.mesh, half=half, offload=offload).eval()
+        self.module = load(model_path)
+        self.adapter: Adapter | None = None if lora is None else Adapter(self.module, lora)
+        self._train_mode = gradient_checkpointing or bool(lora and lora.dropout)
+        if gradient_checkpointing:
+            older = self.module.gradient_checkpointing_enable
+            enable = getattr(self.module, "activation_checkpointing_enable", older)
+            enable({"use_reentrant": False})
+        self._root = shard(self.module, ranks.mesh, half=half, offload=offload)
+        self.optimizer = make_optimizer(self.module.parameters(), optimizer)
+        self.schedule = Schedule(optimizer, total_steps)
+        self.steps = 0
+        self._grad_clip = grad_clip
+        self._max_token_len = max_token_len
+        self._share_prefix = share_prefix
+        self._since_step: list[tuple[Batch, LossFunction, bool]] = []
+        self._micro_batches = 0
+        self._orders = orders
+
+    def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
+        """See TrainerBackend. What the loss raises on one rank is raised on all."""
+        self._since_step.append((batch, loss, entropy))
+        self._root.train(self._train_mode)
+        error: Exception | None = None
+        for part in self._share(batch):
+            self._micro_batches += part is not None
+            error = self._gradient(part if error is None else None, loss, entropy) or error
+        self._root.eval()
+        self._agree(error)
+
+    def step(self) -> dict[str, float]:
+        """See TrainerBackend. Raises NotFinite naming a sample, and moves nothing."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        total = whole(total)
+        norm = float(total)
+        if norm != norm or norm == float("inf"):
+            raise NotFinite(
+                f"train step {self.steps + 1}: the gradient norm is {norm}; {self._blame()}"
+            )
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
+        lr = self.schedule.lr(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        metrics = {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "perf/micro_batches": float(sum(self.gather(self._micro_batches))),
+        }
+        self.steps += 1
+        self._since_step.clear()
+        self._micro_batches = 0
+        return metrics
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """See TrainerBackend. All ranks get all of them."""
+        assert self._has_reference or not reference, (
+            "this backend was made without a reference model"
+        )
+        root = self._reference if reference and self._reference is not None else self._root
+        off = reference and root is self._root and self.adapter is not None
+        out = torch.zeros(batch.num_tokens)
+        numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
+        with self.adapter.disabled() if off and self.adapter else nullcontext():
+            for part in self._share(numbered):
+                got, _ = self._logprobs(root, part or _dummy())
+                if part is not None and self.ranks.sequence_rank == 0:
+                    out[part.fields["entry"]] = got.cpu()
+        dist.all_reduce(out)  # each entry is 0 on all ranks but one
+        return out
+
+    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """See TrainerBackend."""
+        order = Order("score", {"ids": [list(row) for row in ids], "temperature": temperature})
+        batch = of_tokens(ids, temperature=temperature)
+        logprobs = self.together(order, lambda: self.logprobs(batch))
+        return [[0.0, *row.tolist()] for row in logprobs.split(batch.counts.tolist())]
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights whole, on this rank's CPU."""
+        return {name: tensor.cpu() for name, tensor in self.each_weight()}
+
+    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerBackend. Told to all; the other ranks go through them and drop them."""
+        self.together(Order("each_weight"), lambda: None)
+        gathered = ((name, whole(tensor)) for name, tensor in self.each_shard())
+        while (item := self._guarded(lambda: next(gathered, None))) is not None:
+            try:
+                yield item
+            except GeneratorExit:
+                while self._guarded(lambda: next(gathered, None)) is not None:
+                    pass  # the other ranks do not know that nobody wants the rest
+                raise
+
+    def each_shard(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each weight, by Hugging Face names, tied ones once; LoRA merged."""
+        named = self.adapter.each_merged() if self.adapter else self.module.state_dict().items()
+        seen = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        own = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
+        return ((name, tensor.detach()) for name, tensor in named if name in own)
+
+    def together(self, order: Order, work: Callable[[], T]) -> T:
+        """See TrainerBackend. Raises RankLost on rank 0 where another rank is gone."""
+        return self._orders.together(order, work) if self._orders else work()
+
+    def gather(self, value: Any) -> list[Any]:
+        """See TrainerBackend."""
+        return self.ranks.gather(value)[:: self.ranks.place.sequence]
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of the optimizer, schedule and random state; the LoRA adapter whole."""
+        rng = {"torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {"last_epoch": self.steps},
+            "rng": rng,
+        }
+        if self.adapter:
+            weights = self.adapter.weights().items()
+            state["adapter"] = {name: whole(tensor).cpu() for name, tensor in weights}
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See TrainerBackend."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["scheduler"]["last_epoch"]
+        torch.set_rng_state(state["rng"]["torch"])
+        if self.device.type == "cuda" and "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+        if self.adapter:
+            self.adapter.load(state["adapter"])
+
+    def _share(self, batch: Batch) -> list[Batch | None]:
+        """This rank's micro-batches, the largest first; None fills up to the most that any has."""
+        shares = deal(batch, self.ranks.data_world, share_prefix=self._share_prefix)
+        own = batch.select(shares[self.ranks.data_rank])
+        limit = self._max_token_len * self.ranks.place.sequence
+        parts = list(cut(own, limit, share_prefix=self._share_prefix))
+        parts.sort(key=lambda part: -packed_tokens(part, share_prefix=self._share_prefix))
+        rounds = max(self.ranks.gather(len(parts)))
+        return [*parts, *[None] * (rounds - len(parts))]
+
+    def _logprobs(
+        self, root: Root, part: Batch, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `token_logprobs`."""
+        return root(token_logprobs, part, entropy=entropy, share_prefix=self._share_prefix)
+
+    def _gradient(self, part: Batch | None, loss: LossFunction, entropy: bool) -> Exception | None:
+        """Add the gradient of one micro-batch, or 0. What the loss raises comes back: others are
+        in the backward pass, which needs this rank too.
+        """
+        logprobs, entropies = self._logprobs(self._root, part or _dummy(), entropy=entropy)
+        total, error = logprobs.sum() * 0, None
+        if part is not None:
+            try:
+                own = loss(part, logprobs, entropies)
+                if not own.requires_grad:
+                    raise ValueError("the loss does not depend on the log-probabilities")
+                total = own
+            except Exception as raised:
+                error = raised
+        total.backward()
+        return error
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise what any rank found: its own there, on the others what they were told of it."""
+        told = self.ranks.gather(error and [type(error).__name__, str(error)])
+        if error is not None:
+            raise error
+        for rank, found in enumerate(told):
+            if found is not None:
+                kind, text = found
+                if kind in _RAISED:
+                    raise _RAISED[kind](text)
+                raise RuntimeError(f"trainer rank {rank}: {kind}: {text}")
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """`work()`, which the other ranks are at already; see `together`."""
+        return self._orders.guarded(work) if self._orders else work()
+
+    def _blame(self) -> str:
+        """Which sample's own gradient is not finite. Slow: one sample after the other."""
+        for batch, loss, entropy in self._since_step:
+            for sample in range(batch.num_samples):
+                if not batch.counts[sample]:
+                    continue
+                self.optimizer.zero_grad()
+                part = batch.select([sample]) if self.ranks.data_rank == 0 else None
+                self._gradient(part, loss, entropy)
+                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+                norm = float(whole(torch.nn.utils.get_total_norm(grads)))
+                if norm != norm or norm == float("inf"):
+                    return f"the gradient of experience {batch.eids[sample]} is not finite"
+        return "no single experience's gradient is: only their sum overflows"
+
+
+def _dummy() -> Batch:
+    """What a rank computes while others have a micro-batch more."""
+    return of_tokens([[0, 0]])
+
+
+def _from_first(tensor: Tensor) -> Tensor:
+    """Rank 0's tensor on every rank. Collective."""
+    dist.broadcast(tensor, 0)
+    return tensor
