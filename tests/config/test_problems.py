@@ -325,6 +325,29 @@ def test_a_selector_that_is_not_there_or_lacks_its_columns(tmp_path):
     assert "feature_keys has 'rate', which" in found
 
 
+def test_rewards_in_a_list_and_the_models_that_they_ask(tmp_path):
+    key = f"{TASKSET}.default_reward_fn_type"
+    assert problems_of(tmp_path, f"{key}=[math_reward, {{name: repetition, weight: 0.1}}]") == []
+    assert "expected a name, or a section" in only_problem(tmp_path, f"{key}=[{{weight: 1}}]")
+    found = only_problem(tmp_path, f"{key}=[ruler]")
+    assert found.startswith("explorer.auxiliary_models has 0 models, and the reward 'ruler' asks")
+    served = "{name: judge, base_url: 'http://127.0.0.1:9/v1', model: m}"
+    assert problems_of(tmp_path, f"{key}=[{served}]") == []
+    judging = f"{TASKSET}.default_workflow_type=math_ruler_workflow"
+    none = f"{key}=null"
+    assert "'ruler' asks one" in only_problem(tmp_path, judging, none)
+
+
+def test_auxiliary_models_are_looked_at(tmp_path):
+    key = "explorer.auxiliary_models"
+    found = only_problem(tmp_path, f"{key}=[{{model_path: /nowhere/x}}]")
+    assert found.startswith(f"{key}[0].model_path (/nowhere/x) is no file or folder here")
+    served = "model_path: m, base_urls: ['http://127.0.0.1:9/v1']"
+    assert problems_of(tmp_path, f"{key}=[{{engine_type: external, {served}}}]") == []
+    found = only_problem(tmp_path, f"{key}=[{{engine_type: external, model_path: m}}]")
+    assert found.startswith(f"{key}[0].base_urls is []: expected the server's address")
+
+
 def test_bench_needs_something_to_measure(tmp_path):
     assert "bench has nothing to measure" in only_problem(tmp_path, "mode=bench")
 

@@ -117,19 +117,23 @@ def _check_model(stage: Stage) -> None:
 
 
 def _check_auxiliary(stage: Stage) -> None:
-    """Whether the models beside the trained one are there."""
+    """Whether the models beside the trained one are there, or their servers are named."""
     for place, model in enumerate(stage.config.explorer.auxiliary_models):
         key = f"explorer.auxiliary_models[{place}]"
+        if (model.engine_type in ("external", "remote")) != bool(model.base_urls):
+            stage.problem(
+                f"{key}.base_urls",
+                f"is {model.base_urls}: expected the server's address with engine_type external "
+                "(an OpenAI API) or remote (trireme rollout), and with no other",
+            )
         if not model.model_path:
             text = "is not given: expected the folder or hub id of its model and tokenizer"
             stage.problem(f"{key}.model_path", text)
-            continue
-        try:
-            model_facts(model.model_path)
-        except ValueError as error:
-            stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
-        if model.engine_type == "remote" and not model.base_urls:
-            stage.problem(f"{key}.base_urls", "is empty: engine_type remote needs an address")
+        elif model.engine_type != "external":
+            try:
+                model_facts(model.model_path)
+            except ValueError as error:
+                stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
 def _check_chats(stage: Stage) -> None:

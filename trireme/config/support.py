@@ -50,7 +50,7 @@ OF_AUXILIARY = frozenset(
     f"RolloutModelConfig.{name}"
     for name in (
         *("model_path", "chat_template", "enable_thinking", "max_model_len"),
-        *("max_response_tokens", "enable_openai_api"),
+        *("max_prompt_tokens", "max_response_tokens", "enable_openai_api", "engine_type"),
     )
 )
 """Keys that auxiliary models have a use for, and the rollout model has not."""

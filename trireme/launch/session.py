@@ -30,7 +30,12 @@ from trireme.engines.torch.engine import end_tokens
 from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation, Explorer
 from trireme.launch import parts
-from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
+from trireme.launch.auxiliary import (
+    Auxiliary,
+    Served,
+    make_auxiliary,
+    refuse_other_vocabulary,
+)
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
@@ -190,6 +195,8 @@ class Session(AbstractContextManager["Session"]):
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset, greedy_run=greedy)
+        if self._reads_file:  # a malformed row is named now
+            parts.make_buffer(self.plan, self.folder, self.text, schema=self.recipe.schema)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
@@ -270,7 +277,7 @@ class Session(AbstractContextManager["Session"]):
         )
 
     @cached_property
-    def auxiliary_models(self) -> list[Auxiliary]:
+    def auxiliary_models(self) -> list[Auxiliary | Served]:
         """Models beside the trained one; a teacher has the student's vocabulary."""
         models = make_auxiliary(self.plan, self.device)
         if self.recipe.asks("teacher_logprobs"):
@@ -280,7 +287,8 @@ class Session(AbstractContextManager["Session"]):
     async def close_engines(self) -> None:
         """Those that were made."""
         for auxiliary in self.__dict__.get("auxiliary_models", ()):
-            await auxiliary.engine.close()
+            if isinstance(auxiliary, Auxiliary):
+                await auxiliary.engine.close()
         await self.engine.close()
 
     @cached_property
