@@ -23,7 +23,7 @@ from tests.e2e.test_modes import metrics
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 JOB = "checkpoints/tests/job"
 
 
@@ -85,7 +85,7 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     wait_for(log.exists, 60, process)
     time.sleep(5)
     cluster.add_node(num_cpus=1)  # the run waits for its third place
-    stdout, stderr = process.communicate(timeout=200)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stdout + stderr
     assert "waiting" in stdout and "accuracy" in stdout
     job = tmp_path / JOB
@@ -110,7 +110,7 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     process = start(tmp_path, cluster, "buffer.total_steps=5000", "explorer.eval_interval=5000")
     job = tmp_path / JOB
     figures = job / "monitor/metrics.jsonl"
-    wait_for(lambda: figures.exists() and '"part": "trainer"' in figures.read_text(), 150, process)
+    wait_for(lambda: figures.exists() and '"part": "trainer"' in figures.read_text(), 300, process)
     log = (job / "log/launcher.log").read_text()
     part = "engine_0" if victim == "node" else victim
     found = re.search(rf"{part}: process (\d+) on node (\w+)", log)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from trireme.config import Plan
 from trireme.launch.local import run_plan
-from trireme.launch.session import StageResult
+from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
 
 NAME = "more_sft"

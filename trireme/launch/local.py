@@ -18,8 +18,10 @@ from trireme.engines.device import Device
 from trireme.launch.engine_host import start_all, stop_all, watched
 from trireme.launch.engine_plan import engine_hosts
 from trireme.launch.serving import run_serve
-from trireme.launch.session import Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
+from trireme.trainer.trainer import Trainer
 
 
 async def run_plan(
@@ -70,19 +72,23 @@ async def run_train(session: Session) -> StageResult:
     """The trainer alone: on a data set (SFT, DPO), or on what explorers of other processes put."""
     if session.recipe.from_data:
         return await run_supervised(session)
-    sync = session.synchronizer
-    trainer = session.trainer(sync)
+    trainer = session.trainer(session.synchronizer)
+    await train_for_others(session, trainer)
+    return session.result(None, trainer)
+
+
+async def train_for_others(session: Session, trainer: Trainer) -> None:
+    """Train on what explorers of other processes put, and tell them how it stands."""
     session.announce("running", trainer.step)
     try:
         await trainer.train()
-        await sync.final_push()
+        await session.synchronizer.final_push()
     except Exception as error:
         # explorers of other processes wait for us, for room or for weights
         session.announce(f"failed: {type(error).__name__}: {error}", trainer.step)
         await session.buffer.fail(error)
         raise
     session.announce("stopped", trainer.step)
-    return session.result(None, trainer)
 
 
 async def run_supervised(session: Session) -> StageResult:

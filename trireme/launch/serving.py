@@ -19,7 +19,8 @@ import uvicorn
 from trireme.explorer.intake import Intake
 from trireme.files import write_text
 from trireme.launch.parts import make_pipeline, make_raw_record, sampling_of
-from trireme.launch.session import Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.server.app import create_app
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions

@@ -6,12 +6,11 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
@@ -27,8 +26,7 @@ from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import end_tokens
-from trireme.experience import Experience
-from trireme.explorer.explorer import Evaluation, Explorer
+from trireme.explorer.explorer import Explorer
 from trireme.launch import parts
 from trireme.launch.auxiliary import (
     Auxiliary,
@@ -36,7 +34,9 @@ from trireme.launch.auxiliary import (
     make_auxiliary,
     refuse_other_vocabulary,
 )
+from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
+from trireme.launch.stage_result import StageResult
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
@@ -52,60 +52,6 @@ from trireme.trainer.supply import BufferSupply, Supply
 from trireme.trainer.trainer import Trainer
 
 logger = get_logger("launcher")
-
-
-@dataclass
-class StageResult:
-    """What a stage came to."""
-
-    name: str | None
-    mode: str
-    schema: str
-    first: Evaluation | None = None
-    """Evaluation at the start, by taskset."""
-    last: Evaluation | None = None
-    """Evaluation at the end."""
-    steps: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of exploring, training and evaluating."""
-    model_dir: str | None = None
-
-    def add(self, part: StageResult) -> None:
-        """What one part of the run came to; of steps the last part's count."""
-        self.first, self.last = part.first or self.first, part.last or self.last
-        self.steps, self.phases = part.steps, self.phases | part.phases
-        self.model_dir = part.model_dir or self.model_dir
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """What one part of a run that is spread over processes has of the others."""
-
-    logs: tuple[str, ...] = ()
-    """The log files that this part writes."""
-    host: str = "127.0.0.1"
-    """This machine, as the others see it."""
-    buffer: Buffer | None = None
-    supply: Supply | None = None
-    push: Push | None = None
-    snapshot: Callable[[], Awaitable[dict[str, Any]]] | None = None
-
-
-class Console(Protocol):
-    """Who is told what goes on: a terminal, or another process that has one."""
-
-    def note(self, text: str) -> None:
-        """A lasting line."""
-        ...
-
-    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A part has done a step."""
-        ...
-
-    def rollout(self, experience: Experience) -> None:
-        """A rollout to look at."""
-        ...
 
 
 class Session(AbstractContextManager["Session"]):
@@ -185,7 +131,7 @@ class Session(AbstractContextManager["Session"]):
 
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
-        if self.recipe.needs_critic and self._place is not None:
+        if self.recipe.needs_critic and self.plan.trainer_ranks > 1:
             raise ValueError(
                 "algorithm.algorithm_type has a critic, which several trainer ranks cannot train "
                 "yet: expected one rank, or an algorithm without a critic, such as grpo"
@@ -449,10 +395,8 @@ class Session(AbstractContextManager["Session"]):
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
-        if self.elsewhere.snapshot is not None:
-            state = await self.elsewhere.snapshot()
-        else:
-            state = self._where()
+        given = self.elsewhere.snapshot
+        state = await given() if given else self._where()
         if self._trainer is not None:
             state["learning"] = self.learning.state()
         return state

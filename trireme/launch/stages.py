@@ -16,10 +16,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.explorer.explorer import Evaluation
 from trireme.files import write_json
 from trireme.launch.comparison import more_supervised
 from trireme.launch.local import run_plan
-from trireme.launch.session import Evaluation, StageResult
+from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
 from trireme.monitor.summary import Summary
 

@@ -79,6 +79,7 @@ def _init(plan: Plan, address: str | None) -> None:
     # places are processes, and may be more than there are cores
     places = max(plan.nodes * plan.places_per_node, os.cpu_count() or 1)
     # in this thread: Ray's processes end with the one that started them
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", num_cpus=places, include_dashboard=False, **options)
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from trireme.engines.device import Device
 from trireme.experience import Experience
+from trireme.launch.elsewhere import Elsewhere
 from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import State
-from trireme.launch.session import Elsewhere, Session
+from trireme.launch.session import Session
 from trireme.serialize import decode, encode
 from trireme.workflows.plugins import load_plugins
 

@@ -9,10 +9,12 @@ import asyncio
 
 from trireme.engines.device import Device
 from trireme.explorer.explorer import Explorer
+from trireme.launch.elsewhere import Elsewhere
 from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import ExplorerSide, PutSide, Relay, State
-from trireme.launch.session import Elsewhere, Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.workflows.plugins import load_plugins
 
 LOGS = ("explorer", "explorer_experience_pipeline")
@@ -70,7 +72,7 @@ class ExplorerPart:
         if self._explorer is not None:
             await self._explorer.close()
         if self._session is not None:
-            await self._session.engine.close()
+            await self._session.close_engines()
             self._session.__exit__(None, None, None)
         self._device.close()
 

@@ -31,7 +31,8 @@ from trireme.launch.ray.host import HostActor, Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.trainer import TrainerPart
 from trireme.launch.ray.watch import Watched, watch, who_died
-from trireme.launch.session import Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
 from trireme.serialize import decode
 
@@ -100,16 +101,21 @@ class Crew:
         """The mode's work, watched."""
         modes = {"both": self._both, "train": self._train, "explore": self._explore}
         pump = asyncio.ensure_future(self._pump())
+        work = asyncio.ensure_future(self._guarded(modes[self._plan.mode]()))
         try:
-            await self._guarded(modes[self._plan.mode]())
+            await asyncio.wait({pump, work}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done() and not isinstance(pump.exception(), RayError):
+                pump.result()  # a monitor has failed; a coordinator that is gone, `work` says
+            await work
             schema = self._session.recipe.schema
             result = StageResult(self._plan.stage_name, self._plan.mode, schema)
             for peer in filter(None, (self._explorer, self._trainer)):
                 result.add(await peer.control("result"))
             return result
         finally:
-            pump.cancel()
-            await asyncio.gather(pump, return_exceptions=True)
+            for task in (pump, work):
+                task.cancel()
+            await asyncio.gather(pump, work, return_exceptions=True)
             await self._last_events()
 
     async def stop(self) -> None:

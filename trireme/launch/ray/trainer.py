@@ -11,10 +11,13 @@ import dataclasses
 import ray
 
 from trireme.engines.device import Device
+from trireme.launch.elsewhere import Elsewhere
+from trireme.launch.local import train_for_others
 from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import Relay, State, TakeSide, TrainerSide
-from trireme.launch.session import Elsewhere, Session, StageResult
+from trireme.launch.session import Session
+from trireme.launch.stage_result import StageResult
 from trireme.launch.trainer_ranks import place_of
 from trireme.sync.synchronizer import Push
 from trireme.trainer.ranks import free_address
@@ -64,15 +67,20 @@ class TrainerPart:
             self._sync = TrainerSide(coordinator, version=version, step=step)
         if plan.engine_urls:
             self._push = session.push()
-        self._trainer = session.trainer(self._sync)
+        self._for_others = plan.mode == "train" and not session.recipe.from_data
+        own = session.synchronizer if self._for_others else self._sync
+        self._trainer = session.trainer(own)
 
     async def standing(self) -> tuple[int, bool]:
         """The train step that it has come to, and whether the model is as the user gave it."""
         return self.trainer.step, self._session.measures_start
 
     async def train(self) -> None:
-        """See Trainer."""
-        await self.trainer.train()
+        """See Trainer; explorers of other commands are told how it stands."""
+        if self._for_others:
+            await train_for_others(self._session, self.trainer)
+        else:
+            await self.trainer.train()
         await self._relay.flush()
 
     async def push(self, version: int) -> dict[str, float]:

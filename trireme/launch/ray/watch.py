@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from trireme.launch.ray.host import Peer
 from trireme.log import get_logger
@@ -42,7 +42,7 @@ class Watched:
     async def beat(self, timeout: float) -> None:
         """One heartbeat. Raises PartDied."""
         try:
-            await asyncio.wait_for(self.peer.ping(), timeout)
+            await asyncio.wait_for(self._ping(), timeout)
         except asyncio.TimeoutError:
             reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
         except RayActorError as error:
@@ -52,6 +52,15 @@ class Watched:
         else:
             return
         raise PartDied(f"{self.name} has died: {reason}; its log is {self.log}")
+
+    async def _ping(self) -> None:
+        """An answer; what cannot be reached for a moment is asked again."""
+        while True:
+            try:
+                await self.peer.ping()
+                return
+            except ActorUnavailableError:
+                await asyncio.sleep(0.5)
 
     def _reason(self, error: RayActorError) -> str:
         if not self.pid:
