@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?= -q -n 2 --dist loadfile
+PYTEST_ARGS ?= -q -rs -n 2 --dist loadfile
 
 ENVS := .venv-envs
 MEGATRON := .venv-megatron

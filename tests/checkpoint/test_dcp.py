@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.models import random_model
 from trireme.checkpoint.dcp_reader import DistributedCheckpoint
@@ -143,7 +143,7 @@ def test_another_format_is_named(
 
 def save(state: dict[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp_save(state, checkpoint_id=folder, no_dist=True)
 
 
 def megatron(model: Path) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from transformers import LlamaConfig
 
 LAYERS, WIDTH = 20, 1024
@@ -78,7 +78,7 @@ def write_shards(actor: Path) -> None:
 def write_distributed(actor: Path) -> None:
     """Layers by number."""
     wide = 3 * WIDTH
-    dcp.save(
+    dcp_save(
         {
             "embedding.word_embeddings.weight": torch.ones(4096, WIDTH),
             "decoder.final_layernorm.weight": torch.ones(WIDTH),

@@ -7,6 +7,9 @@ Megatron's own layout, with nothing of the converter. The last stage leaves what
 makes of the tokens 1..12 in OUT_DIR/../logits.pt.
 """
 
+# pyright: reportMissingImports=false
+# megatron-core has an environment of its own
+
 from __future__ import annotations
 
 import os
@@ -35,9 +38,9 @@ def pretend_that_the_cpu_is_a_gpu() -> None:
 
     tracker = SimpleNamespace(fork=nullcontext)  # of random states, for dropout: there is none
     tensor_parallel.get_cuda_rng_tracker = lambda: tracker
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
 
 
 def make_megatron(config: Any) -> Any:

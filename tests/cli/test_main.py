@@ -52,9 +52,9 @@ def test_check_and_convert_take_their_short_options(called: dict[str, Any]) -> N
     assert invoke("check", "-c", "x.yaml", "a=1") == 3
     assert called["check"] == (Path("x.yaml"), ["a=1"])
     assert invoke("convert", "--checkpoint-dir", "job", "--base-model-dir", "base") == 3
-    assert called["convert"] == (Path("job"), Path("base"))
-    assert invoke("convert", "-c", "job") == 3
-    assert called["convert"] == (Path("job"), None)
+    assert called["convert"] == ([Path("job")], Path("base"), None, 5.0)
+    assert invoke("convert", "-c", "job", "-c", "other", "--dtype", "auto") == 3
+    assert called["convert"] == ([Path("job"), Path("other")], None, "auto", 5.0)
 
 
 def test_view_takes_a_number_and_keys(called: dict[str, Any]) -> None:

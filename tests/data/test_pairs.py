@@ -26,7 +26,7 @@ def _made(kind: Any, folder: Path, row: dict[str, Any], **given: Any) -> Any:
 def _texts(form: DpoFormat) -> tuple[str, ...]:
     e = form(0, eid=EID(0, 0))
     assert e is not None and e.chosen is not None and e.rejected is not None
-    return tuple(TOKENIZER.decode(ids) for ids in (e.tokens, e.chosen, e.rejected))
+    return tuple(str(TOKENIZER.decode(ids)) for ids in (e.tokens, e.chosen, e.rejected))
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_text_is_trained_but_for_its_first_token_and_ends(tmp_path):
     cut = _made(CptFormat, tmp_path, {"text": "Once"}, max_model_len=3)
     short = cut(0, eid=EID())
     assert short is not None and len(short.tokens) == 3 and len(cut) == 2
-    with pytest.raises(ValueError, match="row 0 .*: column 'text' holds 5: expected text"):
+    with pytest.raises(ValueError, match=r"row 0 .*: column 'text' holds 5: expected text"):
         _made(CptFormat, tmp_path, {"text": 5})

@@ -71,7 +71,7 @@ def test_an_engine_that_is_killed_ends_the_run_with_its_name(tmp_path: Path) -> 
     )
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not engines_of(going.pid) or not log.exists() or "saved" not in log.read_text():
             assert time.monotonic() < deadline and going.poll() is None
             time.sleep(0.2)
@@ -90,7 +90,7 @@ def test_engines_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     going = subprocess.Popen(
         command(tmp_path, config), stderr=subprocess.DEVNULL, env=environment()
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(found := engines_of(going.pid)) < 2:
         assert time.monotonic() < deadline and going.poll() is None
         time.sleep(0.1)

@@ -9,11 +9,9 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Protocol
-
-from safetensors.torch import load_file
 
 from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
@@ -251,7 +249,7 @@ class Session(AbstractContextManager["Session"]):
         else:
             backend = parts.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
-            _restore(backend, self.resumed)
+            backend.load(self.resumed.actor)
         return backend
 
     @cached_property
@@ -476,16 +474,13 @@ class Session(AbstractContextManager["Session"]):
         """A whole checkpoint of `step`."""
         trainer = self.plan.config.trainer
         when = trainer.save_hf_checkpoint
-        state = self.backend.state()
+        hf = when == "always" or (when == "last" and last)
         save_checkpoint(
             self.folder,
             step,
-            weights=self.backend.weights(),
-            optimizer=state.pop("optimizer"),
-            extra=state,
+            save=partial(self.backend.save, hf=hf),
             run_state=run_state,
             model_dir=self.model_path,
-            hf=when == "always" or (when == "last" and last),
             keep=trainer.max_checkpoints_to_keep,
             critic=self.learning.critic,
         )
@@ -546,18 +541,3 @@ class Session(AbstractContextManager["Session"]):
             dtype=self.plan.dtype,
             engine=engine,
         )
-
-
-def _restore(backend: TorchBackend | Fsdp2Backend, saved: Loaded) -> None:
-    """Weights, optimizer, schedule and random state as the checkpoint has them."""
-    if backend.adapter is None:
-        own, weights = backend.weights(), load_file(saved.weights_path)
-        odd = sorted(set(weights) ^ set(own))
-        if odd:
-            raise ValueError(
-                f"{saved.weights_path} is of another model: {len(odd)} tensors differ, "
-                f"{odd[0]} first"
-            )
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-    backend.load_state(saved.extra | {"optimizer": saved.optimizer})

@@ -53,6 +53,10 @@ class PutSide:
     def __len__(self) -> int:
         return 0
 
+    def metrics(self) -> dict[str, float]:
+        """See Buffer; the trainer's side reports them."""
+        return {}
+
     def commit(self) -> None:
         """See Buffer; nothing is kept here."""
 
