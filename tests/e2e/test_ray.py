@@ -125,7 +125,9 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     assert time.monotonic() - died < 60
     assert process.returncode == 1
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and f"{part} has died" in errors[0] and "its log is" in errors[0]
+    reason = r"its machine [\d.]+ is lost|process \d+ is gone"
+    sentence = rf"error: {part} has died: ({reason}); its log is \S+\.log.*"
+    assert len(errors) == 1 and re.fullmatch(sentence, errors[0]), stderr
     deadline = time.monotonic() + 20
     while left_behind(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -198,10 +198,12 @@ class Crew:
             await asyncio.wait({task, guard}, return_when=asyncio.FIRST_COMPLETED)
             failures = [t.exception() for t in (guard, task) if t.done()]
             for failure in filter(None, failures):
-                dead = await who_died(parts, min(timeout, GRACE_S))
+                dead = await who_died(parts, GRACE_S)
                 if dead is None and isinstance(failure, RayError):
                     raise RuntimeError(f"Ray: {str(failure).partition(chr(10))[0]}") from failure
-                raise dead or failure
+                if dead is not None:
+                    raise dead from failure
+                raise failure
         finally:
             for each in (task, guard):
                 each.cancel()

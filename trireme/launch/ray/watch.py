@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
@@ -35,14 +37,14 @@ class Watched:
 
     async def meet(self) -> None:
         """Learn where it runs."""
-        found = await self.peer.ping()
+        found = await self._ping()
         self.node, self.pid = found["node"], found["pid"]
         logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
 
     async def beat(self, timeout: float) -> None:
         """One heartbeat. Raises PartDied."""
         try:
-            await asyncio.wait_for(self._ping(), timeout)
+            await asyncio.wait_for(self._ping(), None if timeout == math.inf else timeout)
         except asyncio.TimeoutError:
             reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
         except RayActorError as error:
@@ -53,12 +55,11 @@ class Watched:
             return
         raise PartDied(f"{self.name} has died: {reason}; its log is {self.log}")
 
-    async def _ping(self) -> None:
+    async def _ping(self) -> dict[str, Any]:
         """An answer; what cannot be reached for a moment is asked again."""
         while True:
             try:
-                await self.peer.ping()
-                return
+                return await self.peer.ping()
             except ActorUnavailableError:
                 await asyncio.sleep(0.5)
 
@@ -68,7 +69,7 @@ class Watched:
         lost = [node for node in ray.nodes() if node["NodeID"] == self.node and not node["Alive"]]
         if lost:
             return f"its machine {lost[0]['NodeManagerAddress']} is lost"
-        if "OOM" in str(error) or "out of memory" in str(error).lower():
+        if "running low on memory" in str(error):
             return f"process {self.pid} was ended for want of memory"
         return f"process {self.pid} is gone"
 
@@ -92,8 +93,12 @@ async def watch(parts: Sequence[Watched], timeout: float) -> None:
             task.cancel()
 
 
-async def who_died(parts: Sequence[Watched], timeout: float) -> PartDied | None:
-    """The parts that have died by now, in one sentence."""
-    found = await asyncio.gather(*(p.beat(timeout) for p in parts), return_exceptions=True)
+async def who_died(parts: Sequence[Watched], seconds: float) -> PartDied | None:
+    """The parts that are gone, in one sentence. Who is only busy for `seconds` is not."""
+    beats = [asyncio.ensure_future(part.beat(math.inf)) for part in parts]
+    await asyncio.wait(beats, timeout=seconds)
+    for beat in beats:
+        beat.cancel()
+    found = await asyncio.gather(*beats, return_exceptions=True)
     dead = [error for error in found if isinstance(error, PartDied)]
     return PartDied("; ".join(map(str, dead))) if dead else None
