@@ -1,5 +1,5 @@
-# make setup | demo | test | test-vllm | test-megatron | test-postgres | test-extras | lint | clean:
-# needs Python 3.11 to 3.13; all else goes into environments in this folder.
+# make setup | demo | demo-cluster | test | test-vllm | test-megatron | test-postgres | test-extras |
+# lint | clean: needs Python 3.11 to 3.13; all else goes into environments in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
-.PHONY: setup demo test test-extras test-megatron test-vllm test-postgres lint format clean
+.PHONY: setup demo demo-cluster test test-extras test-megatron test-vllm test-postgres lint format clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/trireme run
+
+# the demo's YAML on Ray: two FSDP2 ranks and a vLLM engine on the CPU, weights through their group
+demo-cluster: setup $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m trireme.demo.prepare
+	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/trireme run \
+	    --config examples/grpo_arithmetic/arithmetic.yaml name=cluster \
+	    cluster.launcher=ray cluster.node_num=1 cluster.gpu_per_node=3 \
+	    explorer.rollout_model.engine_type=vllm synchronizer.sync_method=nccl \
+	    trainer.trainer_strategy=fsdp2
 
 lint: setup
 	$(BIN)/ruff check .

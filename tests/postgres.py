@@ -29,28 +29,29 @@ class Server:
         self._count = 0
 
     def database(self) -> str:
-        """The URL of a new, empty database."""
+        """The URL of an empty place for tables; a schema is made faster than a database."""
         import psycopg
         from psycopg import sql
 
         self._count += 1
-        name = f"test_{os.getpid()}_{self._count}"
-        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
-            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-        return self._url(name)
+        name = f"test_{self._count}"
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
+        return f"{self._url}?options=-csearch_path%3D{name}"
 
-    def end_connections(self, url: str) -> None:
-        """Cut everyone off from a database, as a restart of the server does."""
+    def end_connections(self) -> None:
+        """Cut everyone off, as a restart of the server does."""
         import psycopg
 
-        name = url.rpartition("/")[2]
-        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
+        with psycopg.connect(self._url, autocommit=True) as connection:
             connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
             )
 
-    def _url(self, name: str) -> str:
-        return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/{name}"
+    @property
+    def _url(self) -> str:
+        return f"postgresql://{USER}:{PASSWORD}@127.0.0.1:{self.port}/postgres"
 
 
 @contextmanager
@@ -72,7 +73,18 @@ def serving(programs: Path) -> Iterator[Server]:
     data, password = str(folder / "data"), folder / "password"
     password.write_text(PASSWORD)
     password.chmod(0o644)
-    call("initdb", "-D", data, "-U", USER, "-A", "scram-sha-256", "--pwfile", str(password))
+    call(
+        "initdb",
+        "--no-sync",
+        "-D",
+        data,
+        "-U",
+        USER,
+        "-A",
+        "scram-sha-256",
+        "--pwfile",
+        str(password),
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -241,9 +241,9 @@ def test_a_server_that_cuts_its_connections_costs_nothing(postgres: Server) -> N
         explorer, trainer = open_as("explore", url), open_as("train", url)
         for batch in range(6):
             await explorer.put(step_of(batch))
-            postgres.end_connections(url)
+            postgres.end_connections()
             assert uids(await trainer.take(4)) == uids(step_of(batch))
-            postgres.end_connections(url)
+            postgres.end_connections()
             trainer.state()
             trainer.commit()
         assert len(trainer) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import make_model
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.save import save_checkpoint
+from trireme.checkpoint.save import save_checkpoint, save_whole
 from trireme.cli.convert import convert as convert_all
 
 
@@ -20,12 +21,15 @@ def save(job: Path, step: int, model: Path, *, hf: bool = False) -> Path:
     return save_checkpoint(
         JobFolder(job),
         step,
-        weights=load_file(model / "model.safetensors"),
-        optimizer={},
-        extra={},
+        save=partial(
+            save_whole,
+            weights=load_file(model / "model.safetensors"),
+            optimizer={},
+            extra={},
+            hf=hf,
+        ),
         run_state={},
         model_dir=model,
-        hf=hf,
     )
 
 

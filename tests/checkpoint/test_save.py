@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import load_checkpoint
-from trireme.checkpoint.save import save_checkpoint, save_weights
+from trireme.checkpoint.resume import Loaded, load_checkpoint
+from trireme.checkpoint.save import save_checkpoint, save_weights, save_whole
+from trireme.checkpoint.saved import read
 
 STATE = {
     "step": 0,
@@ -34,14 +36,26 @@ def save(job: Path, step: int, model: Path, *, hf: bool = True, keep: int | None
     return save_checkpoint(
         JobFolder(job),
         step,
-        weights=weights(float(step)),
-        optimizer={"state": {0: {"exp_avg": torch.ones(3) * step}}, "param_groups": [{"lr": 0.1}]},
-        extra={"rng": {"torch": torch.get_rng_state()}, "scheduler": {"last_epoch": step}},
+        save=partial(
+            save_whole,
+            weights=weights(float(step)),
+            optimizer={
+                "state": {0: {"exp_avg": torch.ones(3) * step}},
+                "param_groups": [{"lr": 0.1}],
+            },
+            extra={"rng": {"torch": torch.get_rng_state()}, "scheduler": {"last_epoch": step}},
+            hf=hf,
+        ),
         run_state=STATE | {"step": step},
         model_dir=model,
-        hf=hf,
         keep=keep,
     )
+
+
+def _first_weight(loaded: Loaded) -> float:
+    own = {"b.weight": torch.empty(2, 3), "a.weight": torch.empty(4)}
+    read(loaded.actor).fill(own)
+    return float(own["a.weight"][0])
 
 
 def test_the_folder_is_that_of_the_seed(tmp_path: Path, tiny_dir: Path) -> None:
@@ -74,11 +88,11 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, tiny_dir: Path, hf: bo
     loaded = load_checkpoint(JobFolder(tmp_path))
     assert loaded is not None and loaded.step == 5
     assert loaded.run_state == STATE | {"step": 5}
-    assert torch.equal(load_file(loaded.weights_path)["a.weight"], torch.full((4,), -5.0))
-    assert torch.equal(loaded.optimizer["state"][0]["exp_avg"], torch.ones(3) * 5)
-    assert loaded.extra["scheduler"] == {"last_epoch": 5}
-    assert loaded.weights_path.parent == JobFolder(tmp_path).weights_dir(5)
-    assert loaded.weights_path.parent.name == ("huggingface" if hf else "actor")
+    assert _first_weight(loaded) == -5
+    saved = read(loaded.actor)
+    assert torch.equal(saved.optimizer["state"][0]["exp_avg"], torch.ones(3) * 5)
+    assert saved.extra["scheduler"] == {"last_epoch": 5}
+    assert JobFolder(tmp_path).weights_dir(5).name == ("huggingface" if hf else "actor")
 
 
 def test_equal_weights_give_equal_bytes(tmp_path: Path, tiny_dir: Path) -> None:
@@ -165,7 +179,7 @@ def test_dying_at_any_rename_leaves_a_checkpoint_to_go_on_from(
         calls_of(job, tiny_dir, monkeypatch, die_at)
         loaded = load_checkpoint(JobFolder(job))
         assert loaded is not None and loaded.step in ((2,) if again else (1, 2))
-        assert load_file(loaded.weights_path)["a.weight"][0] == -loaded.step
+        assert _first_weight(loaded) == -loaded.step
         assert not list(job.glob(".tmp-*")), "what was left half-written is removed"
         save(job, 3, tiny_dir)
         assert JobFolder(job).latest_weights_step() == 3
@@ -187,7 +201,7 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(
         process.kill()
     loaded = load_checkpoint(JobFolder(tmp_path))
     assert loaded is not None and loaded.step >= reported
-    assert load_file(loaded.weights_path)["a.weight"][0] == -loaded.step
+    assert _first_weight(loaded) == -loaded.step
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "actor/huggingface/model.safetensors"])
@@ -226,9 +240,9 @@ def test_a_file_size_limit_stops_the_real_writers_with_one_line(
 ) -> None:
     code = (
         "import resource, sys, torch; from pathlib import Path\n"
-        "from trireme.checkpoint.save import write_weights, _write_pt\n"
+        "from trireme.checkpoint.save import write_weights, write_pt\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "for write in (write_weights, _write_pt):\n"
+        "for write in (write_weights, write_pt):\n"
         "    try: write(Path(sys.argv[1]) / 'big', {'w': torch.ones(9999)})\n"
         "    except OSError as error: print(error)\n"
     )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from trireme.cli.main import app
 
-COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log")
+COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
 
 
 @pytest.fixture
@@ -55,6 +55,14 @@ def test_check_and_convert_take_their_short_options(called: dict[str, Any]) -> N
     assert called["convert"] == ([Path("job")], Path("base"), None, 5.0)
     assert invoke("convert", "-c", "job", "-c", "other", "--dtype", "auto") == 3
     assert called["convert"] == ([Path("job"), Path("other")], None, "auto", 5.0)
+
+
+def test_view_takes_a_number_and_keys(called: dict[str, Any]) -> None:
+    assert invoke("view", "--config", "x.yaml", "--sample", "5", "a.b=1", "--no-color") == 3
+    *given, options = called["view"]
+    assert given == [Path("x.yaml"), None]
+    assert options["count"] == 5 and options["overrides"] == ["a.b=1"] and not options["color"]
+    assert invoke("view", "--url", "x.db", "five") == 2
 
 
 def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:

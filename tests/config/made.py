@@ -24,7 +24,8 @@ def write_rows(path: Path, rows: int, **columns: str) -> Path:
 def write_model(folder: Path, *, template: bool = True, max_positions: int = 4096) -> Path:
     """A folder that looks like a model from outside."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": max_positions}))
+    config = {"max_position_embeddings": max_positions, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"weights")
     settings = {"chat_template": "{{ messages }}"} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

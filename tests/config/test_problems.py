@@ -235,9 +235,7 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("explorer.auxiliary_models=[{max_prompt_tokens: 9}]", "explorer.auxiliary_models"),
         ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
-        ("trainer.ulysses_sequence_parallel_size=2", "trainer.ulysses_sequence_parallel_size"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
         ("monitor.monitor_type=wandb", "monitor.monitor_type"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
@@ -252,6 +250,44 @@ def test_what_comes_later_is_refused_with_its_key(tmp_path, override, key):
     found = only_problem(tmp_path, override)
     assert found.startswith(key)
     assert "not supported yet" in found or "refused" in found
+
+
+def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
+    found = only_problem(tmp_path, "trainer.ulysses_sequence_parallel_size=3")
+    assert found == (
+        "trainer.ulysses_sequence_parallel_size is 3: expected a divisor of the model's 4 "
+        "attention heads"
+    )
+
+
+def test_auxiliary_models_and_experts_must_be_there(tmp_path):
+    found = only_problem(tmp_path, "explorer.auxiliary_models=[{max_model_len: 9}]")
+    assert found.startswith("explorer.auxiliary_models[0].model_path is not given")
+    found = only_problem(tmp_path, "explorer.auxiliary_models=[{model_path: /none}]")
+    assert found.startswith("explorer.auxiliary_models[0].model_path (/none)")
+    mix = ("algorithm.algorithm_type=mix", "algorithm.repeat_times=2")
+    expert = "buffer.trainer_input.auxiliary_buffers"
+    assert only_problem(tmp_path, *mix).startswith(f"{expert} is empty: mix needs an expert's data")
+    found = only_problem(tmp_path, *mix, f"{expert}={{sft_dataset: {{path: /no.jsonl}}}}")
+    assert found.startswith(f"{expert}.sft_dataset.path (/no.jsonl) is no file")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [("dpo", "expected prompt_key (or messages_key), chosen_key and rejected_key"),
+     ("cpt", "expected prompt_key")],
+)  # fmt: skip
+def test_data_of_another_kind_is_told_by_its_columns(tmp_path, algorithm, expected):
+    data = write_rows(tmp_path / "rows.jsonl", 8)
+    found = only_problem(
+        tmp_path,
+        f"algorithm.algorithm_type={algorithm}",
+        "mode=train",
+        "buffer.train_batch_size=4",
+        f"buffer.trainer_input.experience_buffer.path={data}",
+        "buffer.explorer_input.taskset=null",
+    )
+    assert found.endswith(expected)
 
 
 def test_sft_checks_what_it_is_evaluated_on(tmp_path):
@@ -289,6 +325,29 @@ def test_a_selector_that_is_not_there_or_lacks_its_columns(tmp_path):
     assert "feature_keys has 'rate', which" in found
 
 
+def test_rewards_in_a_list_and_the_models_that_they_ask(tmp_path):
+    key = f"{TASKSET}.default_reward_fn_type"
+    assert problems_of(tmp_path, f"{key}=[math_reward, {{name: repetition, weight: 0.1}}]") == []
+    assert "expected a name, or a section" in only_problem(tmp_path, f"{key}=[{{weight: 1}}]")
+    found = only_problem(tmp_path, f"{key}=[ruler]")
+    assert found.startswith("explorer.auxiliary_models has 0 models, and the reward 'ruler' asks")
+    served = "{name: judge, base_url: 'http://127.0.0.1:9/v1', model: m}"
+    assert problems_of(tmp_path, f"{key}=[{served}]") == []
+    judging = f"{TASKSET}.default_workflow_type=math_ruler_workflow"
+    none = f"{key}=null"
+    assert "'ruler' asks one" in only_problem(tmp_path, judging, none)
+
+
+def test_auxiliary_models_are_looked_at(tmp_path):
+    key = "explorer.auxiliary_models"
+    found = only_problem(tmp_path, f"{key}=[{{model_path: /nowhere/x}}]")
+    assert found.startswith(f"{key}[0].model_path (/nowhere/x) is no file or folder here")
+    served = "model_path: m, base_urls: ['http://127.0.0.1:9/v1']"
+    assert problems_of(tmp_path, f"{key}=[{{engine_type: external, {served}}}]") == []
+    found = only_problem(tmp_path, f"{key}=[{{engine_type: external, model_path: m}}]")
+    assert found.startswith(f"{key}[0].base_urls is []: expected the server's address")
+
+
 def test_bench_needs_something_to_measure(tmp_path):
     assert "bench has nothing to measure" in only_problem(tmp_path, "mode=bench")
 
@@ -314,7 +373,7 @@ def test_a_server_for_other_machines_needs_a_key(tmp_path):
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ("experience_pipeline", "experience operator: did you mean 'reward_filter'? Known: dedup"),
+        ("experience_pipeline", "experience operator: did you mean 'reward_filter'? Known: "),
         ("task_pipeline", "task operator: Known: "),
     ],
 )

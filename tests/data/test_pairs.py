@@ -26,7 +26,7 @@ def _made(kind: Any, folder: Path, row: dict[str, Any], **given: Any) -> Any:
 def _texts(form: DpoFormat) -> tuple[str, ...]:
     e = form(0, eid=EID(0, 0))
     assert e is not None and e.chosen is not None and e.rejected is not None
-    return tuple(TOKENIZER.decode(ids) for ids in (e.tokens, e.chosen, e.rejected))
+    return tuple(str(TOKENIZER.decode(ids)) for ids in (e.tokens, e.chosen, e.rejected))
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,12 @@ def test_a_reply_is_cut_and_a_pair_that_leaves_nothing_is_counted(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "Why?", "chosen": "", "rejected": "No."}, "row 0: column 'chosen' holds ''"),
-        ({"prompt": 3, "chosen": "So.", "rejected": "No."}, "row 0: column 'prompt' holds 3"),
-        ({"prompt": [{"content": "Why?"}], "chosen": "So.", "rejected": "No."}, "row 0: a message"),
+        ({"prompt": "Why?", "chosen": "", "rejected": "No."}, "row 0 .*: column 'chosen' holds ''"),
+        ({"prompt": 3, "chosen": "So.", "rejected": "No."}, "row 0 .*: column 'prompt' holds 3"),
+        (
+            {"prompt": [{"content": "Why?"}], "chosen": "So.", "rejected": "No."},
+            "row 0 .*: a message",
+        ),
     ],
 )
 def test_a_row_that_is_no_pair_is_named(row, message, tmp_path):
@@ -88,6 +91,6 @@ def test_text_is_trained_but_for_its_first_token_and_ends(tmp_path):
     assert e.mask.tolist() == [False, True, True, True, True]
     cut = _made(CptFormat, tmp_path, {"text": "Once"}, max_model_len=3)
     short = cut(0, eid=EID())
-    assert short is not None and len(short.tokens) == 3 and cut.counts["cut"] == 1
-    with pytest.raises(ValueError, match="row 0: column 'text' holds 5: expected text"):
+    assert short is not None and len(short.tokens) == 3 and len(cut) == 2
+    with pytest.raises(ValueError, match=r"row 0 .*: column 'text' holds 5: expected text"):
         _made(CptFormat, tmp_path, {"text": 5})

@@ -84,7 +84,7 @@ def test_dpo_learns_which_of_two_replies_is_better(tmp_path: Path) -> None:
 
 
 def test_continued_pretraining_reads_plain_text(tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "text.jsonl", [{"text": row["answer"]} for row in rows(8)])
+    data = write_jsonl(tmp_path / "text.jsonl", [{"text": row["answer"]} for row in rows(96)])
     trained = _trained(tmp_path, _from_data(_config(tmp_path, "cpt"), data, 4))
     assert trained[-1]["actor/loss"] < trained[0]["actor/loss"]
     # every character but the first, and the end

@@ -1,19 +1,53 @@
-"""The judge: a model behind a real OpenAI-compatible server says how good a reply is."""
+"""Judges: models behind a real OpenAI-compatible server, or of this run, judge replies."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.server.made import on_port, rollouts_over
 from tests.tiny import make_tokenizer
 from trireme.engines.scripted import ScriptedEngine
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.rewards.asker import Asker
 from trireme.rewards.orm import Judge, Row
 from trireme.task import Task
 
+QUESTION = {"role": "user", "content": "1+1?"}
+TASK = Task(raw_task={"question": "1+1?", "solution": "2"})
 
-def judged(said: list[str], texts: list[str]) -> list[float]:
+
+class Said:
+    """An auxiliary model that answers in order, and keeps what it was asked."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+        tokenizer = make_tokenizer()
+        engine = ScriptedEngine(self._answer, tokenizer=tokenizer)
+        self.model = Model(engine, ChatTokens(tokenizer), max_model_len=8192, model_path="m")
+
+    def _answer(self, prompt: str) -> str:
+        self.asked.append(prompt)
+        return self.answers.pop(0)
+
+
+def rows(texts: list[str]) -> list[Row]:
+    return [Row(text, [QUESTION, {"role": "assistant", "content": text}]) for text in texts]
+
+
+def rewards(reward: Any, said: Said, texts: list[str], task: Task = TASK) -> Any:
+    """Totals and parts."""
+    given = {"concurrency": 1} | (reward if isinstance(reward, dict) else {"name": reward})
+    return asyncio.run(Judge.of([given]).rewards(task, rows(texts), [said.model]))
+
+
+def over_http(said: list[str], texts: list[str]) -> list[float]:
     async def go() -> list[float]:
         tokenizer = make_tokenizer()
         rollouts = rollouts_over(
@@ -21,17 +55,138 @@ def judged(said: list[str], texts: list[str]) -> list[float]:
         )
         async with on_port(rollouts) as url:
             options = {"name": "judge", "base_url": f"{url}/v1", "model": "m", "concurrency": 1}
-            rows = [Row(text, [{"role": "assistant", "content": text}]) for text in texts]
-            task = Task(raw_task={"question": "1+1?", "solution": "2"})
-            return (await Judge.of([options]).rewards(task, rows))[0]
+            return (await Judge.of([options]).rewards(TASK, rows(texts)))[0]
 
     return asyncio.run(go())
 
 
 def test_the_number_that_it_says_is_the_reward() -> None:
-    assert judged(["0.75", "it is 1", "7"], ["2", "3", "4"]) == [0.75, 1.0, 1.0]
+    assert over_http(["0.75", "it is 1", "7"], ["2", "3", "4"]) == [0.75, 1.0, 1.0]
 
 
 def test_a_judge_that_says_no_number_does_not_apply() -> None:
     with pytest.raises(ValueError, match="no reward function applies to rollout 0"):
-        judged(["good"], ["2"])
+        over_http(["good"], ["2"])
+
+
+def test_an_auxiliary_model_judges_and_equal_dialogues_are_asked_once() -> None:
+    said = Said("<think>0.1? no</think>0.5", "0.25")
+    totals, parts = rewards("judge", said, ["2", "3", "2"])
+    assert totals == [0.5, 0.25, 0.5]
+    assert parts[0] == {"rewards/judge": 0.5, "judge_success": 1.0}
+    assert len(said.asked) == 2 and "The reference answer is: 2" in said.asked[0]
+
+
+def test_the_relative_judge_compares_all_replies_in_one_question() -> None:
+    said = Said("The first is right: [1, 0]. Or rather [0.9, 0.2]")
+    totals, parts = rewards("ruler", said, ["two", "three", "two"])
+    assert totals == [0.9, 0.2, 0.9]
+    assert parts[1] == {"rewards/ruler": 0.2, "judge_success": 1.0}
+    (asked,) = said.asked
+    assert asked.count("1+1?") == 1 and "list of 2 scores" in asked
+    assert asked.index("assistant: two") < asked.index("assistant: three")
+
+
+@pytest.mark.parametrize("answer", ["all are good", "[1, 2, 3]", "[0.5, true]", "[0.5, NaN]", "[1"])
+def test_scores_that_cannot_be_read_are_nobodys_advantage(answer: str) -> None:
+    totals, parts = rewards("ruler", Said(answer), ["two", "three"])
+    assert totals == [0.0, 0.0] and parts[0]["judge_success"] == 0.0
+
+
+def test_scores_outside_the_range_are_cut() -> None:
+    assert rewards("ruler", Said("[-1, 7.5]"), ["two", "three"])[0] == [0.0, 1.0]
+
+
+def test_a_rubric_rating_goes_from_0_to_1() -> None:
+    rubric = [{"description": "is short", "weight": 2}, "names a number"]
+    task = Task(raw_task={"rubric": rubric})
+    said = Said('```json\n{"rating": 10}\n```', '{"rating": 4}', '{"rating": 11}')
+    totals, parts = rewards("rubric", said, ["a", "b", "c"], task)
+    assert totals == [1.0, pytest.approx(1 / 3), 0.0]
+    assert [part["judge_success"] for part in parts] == [1.0, 1.0, 0.0]
+    assert "1. (weight 2) is short\n2. names a number" in said.asked[0]
+
+
+def test_criteria_come_from_the_row_else_from_the_yaml_else_it_is_said() -> None:
+    said = Said('{"rating": 1}')
+    assert rewards({"name": "rubric", "criteria": ["is kind"]}, said, ["a"])[0] == [0.0]
+    assert "1. is kind" in said.asked[0]
+    with pytest.raises(ValueError, match="the row's column 'rubric'"):
+        rewards("rubric", Said(), ["a"])
+
+
+def ask(asker: Asker, model: Any, *texts: str) -> list[str]:
+    async def go() -> list[str]:
+        asked = ([{"role": "user", "content": text}] for text in texts)
+        return list(await asyncio.gather(*(asker.ask(messages, [model]) for messages in asked)))
+
+    return asyncio.run(go())
+
+
+def test_answers_on_disk_outlive_the_process(tmp_path: Path) -> None:
+    first, second = Said("yes"), Said()
+    folder = str(tmp_path / "answers")
+    assert ask(Asker(cache=folder), first.model, "good?") == ["yes"]
+    assert ask(Asker(cache=folder), second.model, "good?") == ["yes"]
+    (kept,) = (tmp_path / "answers").rglob("*.json")
+    assert json.loads(kept.read_text()) == {"answer": "yes"}
+
+
+def test_without_a_cache_only_questions_at_one_time_are_shared() -> None:
+    said = Said("a", "b")
+
+    async def go() -> list[str]:
+        asker = Asker(cache=None)
+        asked = [asker.ask([{"role": "user", "content": "good?"}], [said.model]) for _ in range(2)]
+        again = [{"role": "user", "content": "good?"}]
+        return [*await asyncio.gather(*asked), await asker.ask(again, [said.model])]
+
+    assert asyncio.run(go()) == ["a", "a", "b"]
+
+
+def test_a_failure_is_not_remembered_and_names_the_judge() -> None:
+    async def go() -> None:
+        dead = Asker(base_url="http://127.0.0.1:9/v1", model="m", max_retries=0, timeout=2)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"the judge m at http://127.0.0.1:9/v1 gave no"):
+                await dead.ask([{"role": "user", "content": "x"}])
+
+    asyncio.run(go())
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
+    async def go() -> tuple[str, int]:
+        requests = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal requests
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            await reader.readexactly(size)
+            requests += 1
+            message = {"role": "assistant", "content": "0.5"}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": "m",
+                               "choices": [choice]}).encode()  # fmt: skip
+            status = b"503 Busy" if requests < 3 else b"200 OK"
+            kind = b"content-type: application/json\r\nconnection: close\r\nretry-after: 0\r\n"
+            writer.write(b"HTTP/1.1 " + status + b"\r\n" + kind)
+            writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            asker = Asker(base_url=f"http://127.0.0.1:{port}/v1", model="m", max_retries=3)
+            return await asker.ask([{"role": "user", "content": "x"}]), requests
+
+    assert asyncio.run(go()) == ("0.5", 3)
+
+
+def test_what_a_judge_needs_is_said() -> None:
+    with pytest.raises(ValueError, match="a judge by base_url needs the name of its model"):
+        Asker(base_url="http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"asks auxiliary model 0, and .*auxiliary_models has 0"):
+        asyncio.run(Judge.of(["judge"]).rewards(TASK, rows(["a"])))
+    with pytest.raises(ValueError, match=r"does not take the options .*temprature"):
+        Judge.of([{"name": "ruler", "temprature": 1}])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from trireme.rewards.answers import boxed, final_answer, final_truth, number, same
 from trireme.rewards.format import format_reward
 from trireme.rewards.math import accuracy_reward, math_boxed_reward, math_reward
+from trireme.rewards.reward import resolve, score
 from trireme.task import Task
 
 GSM8K = "She has 5 * 8 = <<5*8=40>>40 and 2 more.\n#### 42"
@@ -102,3 +104,27 @@ def test_boxed_reward_may_ask_for_thinking() -> None:
 )
 def test_format(reply: str, good: bool) -> None:
     assert format_reward(task(""), reply) == {"format_score": 0.1 if good else -0.1}
+
+
+def test_dapo_punishes_length_along_a_line() -> None:
+    options = {
+        "enable_overlong_penalty": True,
+        "penalty_factor": 2.0,
+        "max_response_length": 10,
+        "cache_length": 4,
+    }
+    given = resolve("math_dapo_reward", options)
+    assert given is not None
+
+    def penalty(length: int) -> float:
+        parts = asyncio.run(score(task("42"), "\\boxed{42}", given, [0] * length))
+        assert parts["accuracy"] == 1.0
+        return parts["format_score"]
+
+    assert [penalty(n) for n in (1, 6, 7, 9, 10, 12)] == [0, 0, -0.5, -1.5, -2.0, -2.0]
+    with pytest.raises(ValueError, match="needs max_response_length and a cache_length"):
+        resolve("math_dapo_reward", {"enable_overlong_penalty": True})
+    plain = resolve("math_dapo_reward")
+    assert plain is not None
+    found = asyncio.run(score(task("42"), "it is 41", plain, [0] * 99))
+    assert found == {"accuracy": 0.0, "format_score": 0.0}

@@ -94,6 +94,21 @@ def _same(got: dict[str, Any], expected: dict[str, Any]) -> None:
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
+SLICED: dict[int, list[str]] = {2: ["plain", "many_micro_batches", "lora"], 4: ["plain"]}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_sequences_learn_what_one_process_learns(size, tmp_path):
+    # Two pairs; or one group of four, for which the 2 key-value heads are repeated.
+    path = make_model(tmp_path / "model", tie=size == 2)
+    names = SLICED[size]
+    ranks = run(_learn, tmp_path / "ranks", path, names, world=4, sequence=size)
+    for name in names:
+        expected = _learned(_make(TorchBackend, path, LAYOUTS[name][1]))
+        for got in ranks:
+            _same(got[name], expected)
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])
 def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")

@@ -51,6 +51,10 @@ class Backend:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def save(self, actor: Any, *, hf: bool) -> None: ...
+
+    def load(self, actor: Any) -> None: ...
+
     def state(self) -> dict[str, Any]:
         return {}
 

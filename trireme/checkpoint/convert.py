@@ -20,9 +20,9 @@ from trireme.checkpoint.complete import expected_shapes, incomplete, read_shapes
 from trireme.checkpoint.dcp_reader import METADATA
 from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, INDEX, Progress, write_model
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
-from trireme.checkpoint.layout import STEP_NAME
+from trireme.checkpoint.layout import STEP_NAME, WEIGHTS
 from trireme.checkpoint.megatron_to_hf import MegatronWeights, find_megatron
-from trireme.checkpoint.save import WEIGHTS, copy_model_files
+from trireme.checkpoint.save import copy_model_files
 from trireme.checkpoint.source import OwnFile, Shape, Source
 from trireme.files import naming, whole_file
 

@@ -1,7 +1,8 @@
 """Layout: where each file of a job's folder lies.
 
 buffer/   log/   monitor/
-global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, actor/*.pt, critic/
+global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
+global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
 explorer_meta.json   trainer_meta.json   stage_meta.json
 latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
 """
@@ -11,10 +12,28 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trireme.files import naming
 
 STEP_NAME = re.compile(r"^global_step_(\d+)$")
+
+
+WEIGHTS = "model.safetensors"
+"""The policy's weights where one process trained, and for others to load."""
+FSDP_CONFIG = "fsdp_config.json"
+
+
+def rank_file(kind: Literal["model", "optim", "extra_state"], world: int, rank: int) -> str:
+    """Name in `actor/` of what one of the trainer's ranks wrote."""
+    return f"{kind}_world_size_{world}_rank_{rank}.pt"
+
+
+def world_of(actor: Path) -> int:
+    """How many ranks wrote a policy's files. Raises ValueError where none did."""
+    for path in actor.glob("optim_world_size_*_rank_0.pt"):
+        return int(path.name.split("_")[3])
+    raise ValueError(f"{actor} holds no optim_world_size_*_rank_0.pt: no checkpoint to go on from")
 
 
 @dataclass(frozen=True)

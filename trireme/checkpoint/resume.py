@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.save import EXTRA, FORMAT, MANIFEST, OPTIMIZER, WEIGHTS
+from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
+from trireme.checkpoint.save import FORMAT, MANIFEST
 from trireme.files import TEMPORARY, clean
 from trireme.log import get_logger
 
@@ -30,10 +30,8 @@ class Loaded:
     """A checkpoint, read."""
 
     step: int
-    weights_path: Path
-    """The safetensors file."""
-    optimizer: dict[str, Any]
-    extra: dict[str, Any]
+    actor: Path
+    """The folder of what the trainer wrote; `saved.read` reads it."""
     run_state: dict[str, Any]
 
 
@@ -60,7 +58,8 @@ def load_critic(folder: JobFolder, step: int) -> tuple[dict[str, Tensor], dict[s
             f"{folder.step_dir(step)} holds no critic, which this algorithm goes on with: it was "
             "saved by another algorithm; take another name for this run"
         )
-    state = _load_pt(place / EXTRA) | {"optimizer": _load_pt(place / OPTIMIZER)}
+    state = _load_pt(place / rank_file("extra_state", 1, 0))
+    state["optimizer"] = _load_pt(place / rank_file("optim", 1, 0))
     return load_file(place / WEIGHTS), state
 
 
@@ -87,13 +86,9 @@ def what_is_missing(step_dir: Path) -> str | None:
 def _load(folder: JobFolder, step: int) -> Loaded:
     root = folder.step_dir(step)
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    weights = root / manifest["weights"]
-    exported = folder.hf_dir(step) / weights.name
     return Loaded(
         step=manifest["step"],
-        weights_path=weights if weights.exists() else exported,
-        optimizer=_load_pt(root / "actor" / OPTIMIZER),
-        extra=_load_pt(root / "actor" / EXTRA),
+        actor=folder.actor_dir(step),
         run_state=_with_bytes(manifest["state"], root),
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
 from trireme.config.located import located
 from trireme.files import (
     CannotWrite,
@@ -36,10 +36,7 @@ from trireme.log import get_logger
 logger = get_logger("checkpoint_monitor")
 
 FORMAT = "trireme-checkpoint-1"
-WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
-OPTIMIZER = "optim_world_size_1_rank_0.pt"
-EXTRA = "extra_state_world_size_1_rank_0.pt"
 KEPT_WEIGHTS = 2
 """Folders with weights alone that stay: an explorer may still read the one before the newest."""
 
@@ -63,24 +60,21 @@ def save_checkpoint(
     folder: JobFolder,
     step: int,
     *,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Any],
-    extra: Mapping[str, Any],
+    save: Callable[[Path], None],
     run_state: Mapping[str, Any],
     model_dir: str | Path,
-    hf: bool,
     keep: int | None = None,
     critic: Critic | None = None,
 ) -> Path:
     """A checkpoint to go on from; returns its folder.
 
-    `hf` puts the weights where others load them, else `convert` does later. `extra` is what the
-    backend needs beside the optimizer (schedule, random state); `run_state` where explorer, taskset
-    and buffer stand: JSON values, and bytes, which get files of their own. `keep` is how many
-    checkpoints stay; `critic` is saved beside the policy. Raises OSError naming the path that
+    `save(actor)` writes the trainer's own files into that folder, in which `huggingface/` is there
+    already. `run_state` is where explorer, taskset and buffer stand: JSON values, and bytes, which
+    get files of their own. `keep` is how many checkpoints stay; `critic` is saved beside the
+    policy. Raises OSError naming the path that
     cannot be written.
     """
-    target = folder.step_dir(step)
+    target = folder.step_dir(step).absolute()
     with whole_folder(target) as temporary:
         if target.is_dir() and not folder.is_full(step):
             _keep_side_files(target, temporary)
@@ -88,19 +82,21 @@ def save_checkpoint(
         actor, hf_dir = temporary / "actor", temporary / "actor" / "huggingface"
         hf_dir.mkdir(parents=True)
         copy_model_files(model_dir, hf_dir)
-        write_weights((hf_dir if hf else actor) / WEIGHTS, weights)
-        _write_pt(actor / OPTIMIZER, dict(optimizer))
-        _write_pt(actor / EXTRA, dict(extra))
+        save(actor)
         if critic is not None:
             (temporary / "critic").mkdir()
-            write_weights(temporary / "critic" / WEIGHTS, critic.weights())
             state = critic.state()
-            _write_pt(temporary / "critic" / OPTIMIZER, state.pop("optimizer"))
-            _write_pt(temporary / "critic" / EXTRA, state)
+            optimizer = state.pop("optimizer")
+            save_whole(
+                temporary / "critic",
+                weights=critic.weights(),
+                optimizer=optimizer,
+                extra=state,
+                hf=False,
+            )
         manifest = {
             "format": FORMAT,
             "step": step,
-            "weights": str((Path("actor/huggingface") if hf else Path("actor")) / WEIGHTS),
             "state": _plain(run_state, temporary, "state"),
             "files": _sizes(temporary),
         }
@@ -108,6 +104,24 @@ def save_checkpoint(
     _move_pointers(folder, step, run_state)
     _drop_old(folder, step, keep)
     return target
+
+
+def save_whole(
+    actor: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    hf: bool,
+) -> None:
+    """The files of a trainer that is one process.
+
+    `hf` puts the weights where others load them, else `convert` does later. `extra` is what the
+    backend needs beside the optimizer: schedule, random state.
+    """
+    write_weights((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
+    write_pt(actor / rank_file("optim", 1, 0), optimizer)
+    write_pt(actor / rank_file("extra_state", 1, 0), extra)
 
 
 def save_weights(
@@ -167,11 +181,11 @@ def is_model_file(path: Path) -> bool:
     return path.is_file() and path.suffix in _MODEL_FILES and not listing
 
 
-def _write_pt(path: Path, value: dict[str, Any]) -> None:
+def write_pt(path: Path, value: Mapping[str, Any]) -> None:
     """Plain tensors and values, which `torch.load(weights_only=True)` reads."""
     with naming(path), path.open("wb") as file:
         try:
-            torch.save(value, file)
+            torch.save(dict(value), file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said
                 raise error.__context__ from error

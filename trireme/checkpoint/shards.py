@@ -6,12 +6,25 @@ of one rank so holds one run of each, and any number of ranks can read what any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+class Rows(Protocol):
+    """A whole tensor on the disk, of which a rank reads the rows that it holds."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole tensor."""
+        ...
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the whole."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,11 +35,11 @@ class Pieces:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """See Rows."""
         return torch.Size([sum(len(part) for part in self.parts), *self.parts[0].shape[1:]])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of the whole."""
+        """See Rows."""
         taken, begin = [], 0
         for part in self.parts:
             taken.append(part[max(start - begin, 0) : max(stop - begin, 0)])
@@ -34,21 +47,45 @@ class Pieces:
         return torch.cat(taken)
 
 
-def rows_of(source: Tensor | Pieces, start: int, stop: int) -> Tensor:
-    """Rows of a whole tensor, in one piece or several."""
-    return source.rows(start, stop) if isinstance(source, Pieces) else source[start:stop]
+@dataclass(frozen=True)
+class FileRows:
+    """One tensor of an open safetensors file."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        """See Rows."""
+        return torch.Size(self.file.get_slice(self.name).get_shape())
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See Rows."""
+        return self.file.get_slice(self.name)[start:stop]
 
 
-def assign(target: Tensor, source: Tensor | Pieces) -> None:
-    """Fill `target`, or this rank's rows of it, from the whole `source`."""
+def assign(target: Tensor, source: Tensor | Rows) -> None:
+    """Fill `target`, or the rows of it that this rank holds, from the whole `source`."""
     if isinstance(target, DTensor):
         start, stop = own_rows(target)
-        target.to_local().copy_(rows_of(source, start, stop))
-    elif target.dim():
-        target.copy_(rows_of(source, 0, len(target)))
+        target.to_local().copy_(_rows(source, start, stop))
+    elif target.dim() or not isinstance(source, Tensor):
+        target.copy_(_rows(source, 0, len(target)))
     else:
-        assert isinstance(source, Tensor)
         target.copy_(source)
+
+
+def like(source: Tensor | Rows, parameter: Tensor) -> Tensor:
+    """The whole `source` in memory, or this rank's rows of it, as `parameter` is sharded.
+
+    What has another shape than the parameter (a count of steps) is the same on all ranks.
+    """
+    if source.shape != parameter.shape:
+        assert isinstance(source, Tensor)
+        return source
+    made = torch.empty_like(parameter)
+    assign(made, source)
+    return made
 
 
 def own_rows(tensor: DTensor) -> tuple[int, int]:
@@ -59,8 +96,5 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
     return start, start + len(tensor.to_local())
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor | Pieces:
-    """What the files of all ranks hold under one name: sharded, or alike in all of them."""
-    if isinstance(parts[0], DTensor):
-        return Pieces(tuple(part.to_local() for part in parts if isinstance(part, DTensor)))
-    return parts[0]
+def _rows(source: Tensor | Rows, start: int, stop: int) -> Tensor:
+    return source[start:stop] if isinstance(source, Tensor) else source.rows(start, stop)

@@ -254,6 +254,48 @@ def log(
     )  # fmt: skip
 
 
+@app.command()
+def view(
+    rest: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[N] [KEY=VALUE]...", help="How many; keys of the YAML to set."),
+    ] = None,
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--config", "-c", help="The YAML of a run: its data set, or what it stored."),
+    ] = None,
+    url: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--url", help="A database (sqlite:///x.db, x.db) or a .jsonl of a run."),
+    ] = None,
+    table: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--table", help="The database's table; without it, its first."),
+    ] = None,
+    tokenizer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--tokenizer", help="Of stored experiences; without it, the run's model."),
+    ] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Print samples: the default.")] = True,
+    no_color: Annotated[bool, typer.Option("--no-color", help="[[trained]] in plain text.")] = (
+        False
+    ),
+) -> None:
+    """Show what is trained on: rows of a data set, or stored experiences, with their masks."""
+    from trireme.cli.view import view as command
+
+    words = rest or []
+    numbers = [word for word in words if word.isdigit()]
+    if odd := [word for word in words if not word.isdigit() and "=" not in word]:
+        raise typer.BadParameter(f"{odd[0]}: expected a number, or KEY=VALUE")
+    count = int(numbers[0]) if numbers else 3
+    keys = [word for word in words if "=" in word]
+    raise typer.Exit(
+        command(config, url, overrides=keys, table=table, tokenizer=tokenizer, count=count,
+                color=not no_color)
+    )  # fmt: skip
+
+
 def main() -> None:
     """Entry point of `trireme` and `trinity`."""
     for stream in (sys.stdout, sys.stderr):

@@ -44,6 +44,7 @@ class ModelFacts(NamedTuple):
     max_positions: int | None = None
     has_chat_template: bool | None = None
     size: int = 0
+    attention_heads: int | None = None
 
 
 def check_stage(stage: Stage) -> None:
@@ -102,6 +103,12 @@ def _check_model(stage: Stage) -> None:
             f"model.max_model_len ({wanted}): longer than the {found.max_positions} positions the "
             f"model was made for"
         )
+    window, heads = stage.config.trainer.ulysses_sequence_parallel_size, found.attention_heads
+    if heads and heads % window:
+        stage.problem(
+            "trainer.ulysses_sequence_parallel_size",
+            f"is {window}: expected a divisor of the model's {heads} attention heads",
+        )
     template = model.chat_template_path
     if template and not Path(template).is_file():
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
@@ -110,19 +117,23 @@ def _check_model(stage: Stage) -> None:
 
 
 def _check_auxiliary(stage: Stage) -> None:
-    """Whether the models beside the trained one are there."""
+    """Whether the models beside the trained one are there, or their servers are named."""
     for place, model in enumerate(stage.config.explorer.auxiliary_models):
         key = f"explorer.auxiliary_models[{place}]"
+        if (model.engine_type in ("external", "remote")) != bool(model.base_urls):
+            stage.problem(
+                f"{key}.base_urls",
+                f"is {model.base_urls}: expected the server's address with engine_type external "
+                "(an OpenAI API) or remote (trireme rollout), and with no other",
+            )
         if not model.model_path:
             text = "is not given: expected the folder or hub id of its model and tokenizer"
             stage.problem(f"{key}.model_path", text)
-            continue
-        try:
-            model_facts(model.model_path)
-        except ValueError as error:
-            stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
-        if model.engine_type == "remote" and not model.base_urls:
-            stage.problem(f"{key}.base_urls", "is empty: engine_type remote needs an address")
+        elif model.engine_type != "external":
+            try:
+                model_facts(model.model_path)
+            except ValueError as error:
+                stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
 def _check_chats(stage: Stage) -> None:
@@ -174,15 +185,17 @@ def model_facts(model_path: str) -> ModelFacts:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
         raise ValueError("holds no weights: expected model.safetensors (or its shards)")
-    positions = _json(folder / "config.json").get("max_position_embeddings")
+    config = _json(folder / "config.json")
+    config |= config.get("text_config") or {}
     files = [folder / f"chat_template.{kind}" for kind in ("jinja", "json")]
     settings = folder / "tokenizer_config.json"
     return ModelFacts(
         folder,
-        positions,
+        config.get("max_position_embeddings"),
         has_chat_template=any(file.is_file() for file in files)
         or (settings.is_file() and bool(_json(settings).get("chat_template"))),
         size=sum(path.stat().st_size for path in weights),
+        attention_heads=config.get("num_attention_heads"),
     )
 
 

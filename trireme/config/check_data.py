@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trireme.config.check_pipeline import prepares_tasks
 from trireme.config.dataset import DatasetFacts, dataset_facts
@@ -20,6 +20,16 @@ _INFERRED: dict[str, tuple[tuple[str, ...], ...]] = {
 """What a row is read from where `format` says nothing; SFT also: recorded experiences' tokens."""
 
 
+JUDGES = ("judge", "ruler", "rubric")
+"""Rewards that ask a model."""
+_JUDGING = {
+    "math_rm_workflow": "judge",
+    "async_math_rm_workflow": "judge",
+    "math_ruler_workflow": "ruler",
+    "async_math_ruler_workflow": "ruler",
+    "rubric_judge_workflow": "rubric",
+}
+"""Workflows whose own reward is such a one."""
 _FEATURES = {"offline_easy2hard": range(1, 1000), "difficulty_based": range(2, 3)}
 """How many feature columns a selector needs."""
 
@@ -31,7 +41,7 @@ class UsedTaskset(NamedTuple):
     taskset: TasksetConfig
     is_eval: bool
     workflow: str | None
-    reward: str | None
+    reward: str | list[Any] | None
 
 
 def used_tasksets(stage: Stage) -> Iterator[UsedTaskset]:
@@ -84,8 +94,7 @@ def _check_names(stage: Stage, item: UsedTaskset) -> None:
         check_name(stage, "workflow", item.workflow, key)
     elif not form.workflow_key:
         stage.problem(key, "is not given: expected the workflow that tries these tasks")
-    if item.reward:
-        check_name(stage, "reward", item.reward, f"{item.key}.default_reward_fn_type")
+    _check_rewards(stage, item)
     if item.workflow == "multi_turn_scheduler":
         _check_scheduler(stage, item)
     # tasks are rendered by the model's own template: one for a data set alone is not read
@@ -133,11 +142,32 @@ def _check_scheduler(stage: Stage, item: UsedTaskset) -> None:
     if turns is not None and (not isinstance(turns, int) or turns < 0):
         key = f"{item.key}.workflow_args.max_turns"
         stage.problem(key, f"is {turns!r}: expected a whole number, 0 for no limit")
-    funcs = item.taskset.reward_fn_args.get("funcs") or ()
-    for func in [funcs] if isinstance(funcs, str) else funcs:
-        name = func.get("name") if isinstance(func, dict) else func
-        if isinstance(name, str) and name not in known_names("reward"):
-            check_name(stage, "reward function", name, f"{item.key}.reward_fn_args.funcs")
+
+
+def _check_rewards(stage: Stage, item: UsedTaskset) -> None:
+    """Whether the rewards are there, and a model for those that ask one."""
+    funcs = item.taskset.reward_fn_args.get("funcs")
+    given = item.reward if funcs is None else funcs
+    key = f"{item.key}.{'default_reward_fn_type' if funcs is None else 'reward_fn_args.funcs'}"
+    rewards = given if isinstance(given, list) else [given] if given else []
+    one = item.taskset.reward_fn_args if isinstance(given, str) else {}
+    if not rewards and item.workflow in _JUDGING:
+        rewards, one = [_JUDGING[item.workflow]], item.taskset.reward_fn_args
+    for reward in rewards:
+        own = reward if isinstance(reward, dict) else {"name": reward, **one}
+        name = own.get("name")
+        if not isinstance(name, str):
+            stage.problem(key, f"has {reward!r}: expected a name, or a section with `name` in it")
+            continue
+        if name not in known_names("reward function"):
+            check_name(stage, "reward", name, key)
+        models = len(stage.config.explorer.auxiliary_models)
+        if name in JUDGES and not own.get("base_url") and models <= own.get("auxiliary", 0):
+            stage.problem(
+                "explorer.auxiliary_models",
+                f"has {models} models, and the reward '{name}' asks one: add it, or give the "
+                "reward base_url and model",
+            )
 
 
 def _rows(
@@ -149,7 +179,7 @@ def _rows(
         stage.problem(f"{key}.path", "is not given: expected a file, folder or hub id")
         return None
     try:
-        found = dataset_facts(path, data.subset_name, data.split)
+        found = dataset_facts(path, data.subset_name, data.split, skip=data.on_error == "skip")
     except ValueError as error:
         stage.problem(f"{key}.path", f"({path}) {error}")
         return None
@@ -198,7 +228,8 @@ def check_train_data(stage: Stage) -> None:
     found = _rows(stage, key, data)
     if found is None:
         return
-    stage.train_rows = found.rows
+    # how many pieces a text gives is known when it is encoded
+    stage.train_rows = None if stage.config.algorithm.algorithm_type == "cpt" else found.rows
     _check_form(stage, key, data, found, stage.config.algorithm.algorithm_type)
 
 

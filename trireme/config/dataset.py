@@ -10,7 +10,7 @@ import csv
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trireme.config.data_files import SPLIT, SUFFIXES, chosen_rows, data_files
 from trireme.config.generated import COLUMNS, generated
@@ -26,8 +26,11 @@ class DatasetFacts(NamedTuple):
     columns: tuple[str, ...] | None = None
 
 
-def dataset_facts(path: str, subset: str | None, split: str) -> DatasetFacts | None:
-    """Facts of one split; None where it is on the hub and not here.
+def dataset_facts(
+    path: str, subset: str | None, split: str, *, skip: bool = False
+) -> DatasetFacts | None:
+    """Facts of one split; None where it is on the hub and not here. With `skip` broken rows are
+    left out, and only loading tells how many rows stay.
 
     Raises ValueError: not there, no such split, or a row that is broken.
     """
@@ -47,10 +50,11 @@ def dataset_facts(path: str, subset: str | None, split: str) -> DatasetFacts | N
     files = data_files(place, subset, part["name"]) if place.is_dir() else [place]
     if any(file.suffix not in SUFFIXES for file in files):
         return DatasetFacts()
-    facts = [_file_facts(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    facts = [_file_facts(str(f), f.stat().st_mtime_ns, f.stat().st_size, skip) for f in files]
     columns = dict.fromkeys(name for fact in facts for name in fact.columns or ())
     rows = [fact.rows for fact in facts if fact.rows is not None]
-    total = len(chosen_rows(part, sum(rows))) if len(rows) == len(facts) else None
+    known = len(rows) == len(facts) and (not skip or sum(rows) == 0)
+    total = len(chosen_rows(part, sum(rows))) if known else None
     return DatasetFacts(total, tuple(columns) or None)
 
 
@@ -65,7 +69,7 @@ def _saved_to_disk(folder: Path) -> DatasetFacts:
 
 
 @lru_cache(maxsize=256)
-def _file_facts(name: str, modified: int, size: int) -> DatasetFacts:
+def _file_facts(name: str, modified: int, size: int, skip: bool) -> DatasetFacts:
     """Facts of one file; `modified` and `size` tell a changed file from the one seen before."""
     path = Path(name)
     if path.suffix == ".parquet":
@@ -81,7 +85,7 @@ def _file_facts(name: str, modified: int, size: int) -> DatasetFacts:
                 return DatasetFacts(sum(1 for _ in reader), tuple(reader.fieldnames or ()))
         if path.suffix == ".json" and _is_array(path):
             return _array(path)
-        return _lines(path)
+        return _lines(path, skip)
     except UnicodeDecodeError as error:
         raise ValueError(f"has a file that is not UTF-8 text: {path}: {error.reason}") from error
 
@@ -113,8 +117,8 @@ def _array(path: Path) -> DatasetFacts:
     return DatasetFacts(len(rows), tuple(columns))
 
 
-def _lines(path: Path) -> DatasetFacts:
-    """One JSON object a line; blank lines don't count."""
+def _lines(path: Path, skip: bool) -> DatasetFacts:
+    """One JSON object a line; blank lines don't count, nor with `skip` broken ones."""
     columns: dict[str, None] = {}
     rows = read = 0
     with path.open(encoding="utf-8-sig") as file:
@@ -126,15 +130,22 @@ def _lines(path: Path) -> DatasetFacts:
             if read > _PARSED_BYTES:
                 continue
             try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"has a line that is no JSON: {path}, line {number}: {error}"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"has a line that is no row: {path}, line {number}: expected an object, "
-                    f"got {line.strip()[:60]}"
-                )
-            columns.update(dict.fromkeys(row))
+                columns.update(dict.fromkeys(_row(path, number, line)))
+            except ValueError:
+                if not skip:
+                    raise
+                rows -= 1
     return DatasetFacts(rows, tuple(columns))
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"has a line that is no JSON: {path}, line {number}: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"has a line that is no row: {path}, line {number}: expected an object, "
+            f"got {line.strip()[:60]}"
+        )
+    return row

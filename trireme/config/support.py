@@ -43,7 +43,6 @@ REFUSED: dict[str, str] = {
     "SynchronizerConfig.explorer_sync_interval": "is not supported yet: set sync_interval",
     "SynchronizerConfig.trainer_sync_interval": "is not supported yet: set sync_interval",
     "TrainerConfig.trainer_config": "is not supported yet: use the keys of the trainer section",
-    "TrainerConfig.ulysses_sequence_parallel_size": "is not supported yet: only 1 is",
 }
 """Meaning: refused where it differs from the default."""
 
@@ -51,7 +50,7 @@ OF_AUXILIARY = frozenset(
     f"RolloutModelConfig.{name}"
     for name in (
         *("model_path", "chat_template", "enable_thinking", "max_model_len"),
-        *("max_response_tokens", "enable_openai_api"),
+        *("max_prompt_tokens", "max_response_tokens", "enable_openai_api", "engine_type"),
     )
 )
 """Keys that auxiliary models have a use for, and the rollout model has not."""
@@ -80,7 +79,10 @@ PLACED: dict[str, str] = {
     "RolloutModelConfig.tensor_parallel_size": "one engine generates, on one device",
     "TrainerConfig.save_strategy": "one process writes, one checkpoint at a time",
     "TrainerConfig.use_dynamic_bsz": "batches are always cut by tokens, with the same result",
+    "TrainerConfig.collective_timeout": "one process trains, and waits for no other",
+    "TrainerConfig.offload": "one process trains, so nothing is sharded",
     "TrainerConfig.trainer_strategy": "one process trains, so nothing is sharded",
+    "TrainerConfig.ulysses_sequence_parallel_size": "one process trains, on whole sequences",
 }
 """Placement: mapped where it differs from the default, with this line."""
 
@@ -88,7 +90,10 @@ WORKS_ON_RAY: frozenset[str] = frozenset(
     {
         "ClusterConfig.ray_address",
         "Config.ray_namespace",
+        "TrainerConfig.collective_timeout",
+        "TrainerConfig.offload",
         "TrainerConfig.trainer_strategy",
+        "TrainerConfig.ulysses_sequence_parallel_size",
     }
 )
 """What is mapped in one process alone."""

@@ -87,7 +87,7 @@ def _fitting(kind: Any, value: Any, key: str, problems: list[Problem]) -> list[A
     An empty section or list has its default: there is none either, and nothing is noted.
     """
     plain = _plain(kind)
-    if value is None and plain is not kind:
+    if value is None and (plain is not kind or type(None) in get_args(kind)):
         return [None]
     if value is None and (is_dataclass(plain) or get_origin(plain) in (list, dict)):
         return []
@@ -169,7 +169,7 @@ def kind_text(kind: Any) -> str:
     if origin is dict or is_dataclass(kind):
         return "a section with keys of its own"
     if origin in _UNIONS:
-        return " or ".join(kind_text(part) for part in get_args(kind))
+        return " or ".join(kind_text(p) for p in get_args(kind) if p is not type(None))
     return _WORDS.get(kind, "any value")
 
 

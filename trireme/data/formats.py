@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trireme.data.reply_mask import Rendered, render_conversation, render_plain
-from trireme.data.rows import Rows
+from trireme.data.reply_mask import Rendered, message_weight, render_conversation, render_plain
+from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience
 
 _MESSAGES = ("messages", "message")
@@ -78,13 +78,14 @@ class SftFormat:
         end_ids: Collection[int] = (),
         chat_template: str | None = None,
         enable_thinking: bool | None = None,
+        on_error: OnError = "fail",
     ) -> None:
         """`end_ids` are the ids at which the model's generation stops; not given: the tokenizer's.
 
         `chat_template` and `enable_thinking` are the model's; those of the format go before them.
-        Raises ValueError for a row that is not what its columns promise, before any training.
+        Raises ValueError for a row that is not what its columns promise, before any training; with
+        `on_error` skip it is left out, and counted as `malformed`.
         """
-        self.rows = rows
         self.counts: Counter[str] = Counter()
         self._format = dict(format_args or {})
         self._columns = self._columns_of(rows)
@@ -97,8 +98,8 @@ class SftFormat:
         thinking = enable_thinking if thinking is None else thinking
         self._options = {} if thinking is None else {"enable_thinking": thinking}
         self._has_template = bool(self._template or tokenizer.chat_template)
-        for index, row in enumerate(rows):
-            self._check(index, row)
+        self.rows = rows.checked(self._check, on_error)
+        self.counts["malformed"] = self.rows.skipped
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -120,9 +121,11 @@ class SftFormat:
             return None
         self.counts["cut"] += cut
         first = mask.index(True)
+        weights = rendered.weights[: self._max_len]
         return Experience(
             ids,
             mask=mask,
+            loss_weight=weights if {*weights} - {0.0, 1.0} else None,
             prompt_length=first,
             eid=eid,
             truncate_status="response_truncated" if cut else None,
@@ -170,51 +173,71 @@ class SftFormat:
         key = self._format.get("system_prompt_key")
         return row.get(key) if key else self._format.get("system_prompt")
 
-    def _check(self, index: int, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the row, where it is not what its columns promise."""
-        where = f"{self.rows.source}, row {index}: "
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the column, where a row is not what its columns promise."""
         columns = self._columns
         if columns.recorded:
             if not isinstance(row.get("tokens"), list) or not row["tokens"]:
-                raise ValueError(f"{where}column 'tokens' must hold a list of ids")
+                raise ValueError("column 'tokens' must hold a list of ids")
         elif columns.messages:
-            check_messages(where, columns.messages, row.get(columns.messages))
-            if not self._has_template:
-                raise ValueError(
-                    f"{where}a conversation needs a chat template, and the model's tokenizer has "
-                    f"none: set model.chat_template_path, or give prompt and response columns"
-                )
+            check_messages(columns.messages, row.get(columns.messages))
+            self._check_template("prompt and response columns")
         else:
             for column in (str(columns.prompt), str(columns.response)):
                 if not isinstance(row.get(column), str):
                     raise ValueError(
-                        f"{where}column '{column}' holds {row.get(column)!r:.60}: expected text"
+                        f"column '{column}' holds {row.get(column)!r:.60}: expected text"
                     )
 
+    def _check_template(self, instead: str) -> None:
+        if not self._has_template:
+            raise ValueError(
+                "a conversation needs a chat template, and the model's tokenizer has none: set "
+                f"model.chat_template_path, or give {instead}"
+            )
 
-def check_messages(where: str, column: str, value: Any, *, replies: bool = True) -> None:
+
+def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
     """Raise ValueError unless `value` is a list of messages, with a reply in it where asked."""
     try:
         messages = parsed(value)
     except ValueError as error:
-        raise ValueError(f"{where}column '{column}' holds text that is no JSON: {error}") from error
+        raise ValueError(f"column '{column}' holds text that is no JSON: {error}") from error
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"{where}column '{column}' must hold a list of messages, not {value!r:.60}"
-        )
+        raise ValueError(f"column '{column}' must hold a list of messages, not {value!r:.60}")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(
-                f"{where}a message must have a role and a content, not {message!r:.60}"
+                f"a message must have a role and a content, not {message!r:.60} (column '{column}')"
             )
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ValueError(
+                f"a message's content is {content!r:.60}: expected text (column '{column}')"
+            )
+        message_weight(message)
     if replies and not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{where}the conversation in column '{column}' has no assistant turn")
+        raise ValueError(f"the conversation in column '{column}' has no assistant turn")
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
     """A column of `datasets` gives every message the keys of all: None where it has none."""
     kept = {key: value for key, value in message.items() if value is not None}
+    if kept.get("tool_calls"):  # as text they would be quoted a second time by most templates
+        kept["tool_calls"] = [_with_arguments(call) for call in kept["tool_calls"]]
     return {"content": ""} | kept
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call whose arguments are an object, where they are one as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        found = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": found}}
 
 
 def parsed(value: Any) -> Any:

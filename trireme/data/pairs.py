@@ -70,24 +70,25 @@ class DpoFormat(SftFormat):
         whole = [*messages, {"role": "assistant", "content": reply}]
         return self._render({**row, _DIALOGUE: whole}, Columns(messages=_DIALOGUE))
 
-    def _check(self, index: int, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the row, where it is not what its columns promise."""
-        where = f"{self.rows.source}, row {index}: "
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the column, where a row is not what its columns promise."""
         prompt = row.get(self._prompt)
         if _messages(prompt) is not None:
-            check_messages(where, self._prompt, prompt, replies=False)
-            if not self._has_template:
-                raise ValueError(
-                    f"{where}a conversation needs a chat template, and the model's tokenizer has "
-                    f"none: set model.chat_template_path, or give the prompt as text"
-                )
+            check_messages(self._prompt, prompt, replies=False)
+            self._check_template("the prompt as text")
         elif not isinstance(prompt, str):
-            raise ValueError(f"{where}column '{self._prompt}' holds {prompt!r:.60}: expected text")
+            raise ValueError(f"column '{self._prompt}' holds {prompt!r:.60}: expected text")
         for column in self._replies:
             if not _text(row.get(column)):
                 raise ValueError(
-                    f"{where}column '{column}' holds {row.get(column)!r:.60}: expected a reply"
+                    f"column '{column}' holds {row.get(column)!r:.60}: expected a reply"
                 )
+        chosen, rejected = self._replies
+        if _text(row[chosen]) == _text(row[rejected]):
+            raise ValueError(
+                f"columns '{chosen}' and '{rejected}' hold the same reply: expected a better and a "
+                "worse one"
+            )
 
 
 def _messages(value: Any) -> list[Any] | None:

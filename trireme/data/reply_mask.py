@@ -4,6 +4,8 @@ What a reply is comes from comparing the chat template rendered up to the reply 
 generation prompt) and with it; templates with `{% generation %}` blocks say it themselves. The
 text is cut at those borders and encoded piece by piece, as it is when a model continues a prompt.
 
+- A reply's own `weight` (or `loss`: true, false) goes before what is trained by default; 0 is not
+  trained. Templates never see it.
 - The token that ends a reply is trained once; what a template puts behind it is not.
 - A template may rewrite earlier turns (drop their thinking, say): such a turn is not trained,
   because what stands in the final text is not what the model is to write. `Rendered.rewritten`
@@ -12,11 +14,16 @@ text is cut at those borders and encoded piece by piece, as it is when a model c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateError
+
+_OWN_KEYS = ("weight", "loss")
+"""Keys of a message that are ours and not the template's."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -27,11 +34,14 @@ class Rendered:
     ids: list[int]
     mask: list[bool]
     rewritten: int = 0
+    weights: list[float] = field(default_factory=list)
+    """What each token's loss counts; 0 where it is not trained."""
 
-    def add(self, ids: Sequence[int], trained: int) -> None:
+    def add(self, ids: Sequence[int], trained: int, weight: float = 1.0) -> None:
         """Append ids, the first `trained` of them to be trained."""
         self.ids += ids
         self.mask += [index < trained for index in range(len(ids))]
+        self.weights += [weight if index < trained else 0.0 for index in range(len(ids))]
 
 
 def render_conversation(
@@ -44,40 +54,90 @@ def render_conversation(
     template: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Rendered:
-    """The last assistant turn trained, or with `all_turns` each of them.
+    """The last assistant turn trained, or with `all_turns` each of them, unless they say otherwise.
 
-    `end_ids` are the ids at which generation stops; `options` go to the template. The messages must
-    hold an assistant turn; what follows the last one is left out.
+    `end_ids` are the ids at which generation stops; `options` go to the template. What follows the
+    last trained turn is left out; without any, nothing is rendered. Raises ValueError for a weight
+    that is no number of at least 0, and where the template refuses the messages.
     """
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    messages = list(messages[: replies[-1] + 1])
-    wanted = replies if all_turns else replies[-1:]
+    wanted = _wanted(messages, all_turns)
+    if not wanted:
+        return Rendered([], [])
+    messages = [
+        {key: value for key, value in message.items() if key not in _OWN_KEYS}
+        for message in messages[: max(wanted) + 1]
+    ]
     settings: dict[str, Any] = dict(options or {}) | {"tools": list(tools) if tools else None}
-    source = template or tokenizer.get_chat_template()
-    settings["chat_template"] = source
-    if _GENERATION.search(source):
-        return _by_blocks(tokenizer, messages, settings, all_turns, end_ids)
+    settings["chat_template"] = template or tokenizer.get_chat_template()
+    try:
+        if _GENERATION.search(settings["chat_template"]):
+            return _by_blocks(tokenizer, messages, settings, wanted, end_ids)
+        return _by_comparing(tokenizer, messages, settings, wanted, end_ids)
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ValueError(f"the chat template refuses a conversation of {roles}: {error}") from error
 
-    def text(count: int, prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=prompt, **settings
-        )
 
-    full = text(len(messages), False)
+def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int, float]:
+    """The places of the replies that are trained, each with its weight."""
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    found = {}
+    for place in replies:
+        own = message_weight(messages[place])
+        weight = float(all_turns or place == replies[-1]) if own is None else own
+        if weight:
+            found[place] = weight
+    return found
+
+
+def message_weight(message: Mapping[str, Any]) -> float | None:
+    """The weight that a message gives itself; None where it says nothing. Raises ValueError."""
+    for key in _OWN_KEYS:
+        given = message.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, int | float) or not math.isfinite(given) or given < 0:
+            raise ValueError(f"a message's {key} is {given!r}: expected a number of at least 0")
+        return float(given)
+    return None
+
+
+def _by_comparing(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    settings: dict[str, Any],
+    wanted: Mapping[int, float],
+    end_ids: Collection[int],
+) -> Rendered:
+    """Each reply is what its turn adds to the text that ends in the generation prompt."""
+    full = _text(tokenizer, messages, settings)
     out = Rendered([], [])
     done = 0
-    for place in wanted:
-        after = full if place == len(messages) - 1 else text(place + 1, False)
-        start = _common_length(text(place, True), after)
+    for place, weight in wanted.items():
+        last = place == len(messages) - 1
+        after = full if last else _text(tokenizer, messages[: place + 1], settings)
+        start = _common_length(_text(tokenizer, messages[:place], settings, prompt=True), after)
         if not full.startswith(after) or start < done:
             out.rewritten += 1
             continue
         out.add(_encode(tokenizer, full[done:start]), 0)
-        last = place == wanted[-1]
         ids, trained = _reply(tokenizer, full[start : len(after)], end_ids, last=last)
-        out.add(ids, trained)
+        out.add(ids, trained, weight)
         done = len(after)
     return out
+
+
+def _text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    *,
+    prompt: bool = False,
+) -> str:
+    """A conversation as the template writes it; with `prompt` up to where a reply begins."""
+    return tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=prompt, **settings
+    )
 
 
 def render_plain(tokenizer: Any, prompt: str, response: str, *, eos: int | None) -> Rendered:
@@ -135,27 +195,54 @@ def _reply(
 
 def _by_blocks(
     tokenizer: Any,
-    messages: list[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     settings: dict[str, Any],
-    all_turns: bool,
+    wanted: Mapping[int, float],
     end_ids: Collection[int],
 ) -> Rendered:
     """Where the template marks what the model writes."""
-    found = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **settings
-    )
-    ids, mask = list(found["input_ids"]), [bool(flag) for flag in found["assistant_masks"]]
+    ids, mask = _marked(tokenizer, messages, settings)
     if not any(mask):
         return Rendered([], [])
-    ends = [i + 1 for i in range(len(mask)) if mask[i] and mask[i + 1 : i + 2] != [True]]
-    for end in ends:  # blocks that leave the end of the turn outside
-        if ids[end - 1] not in end_ids and end < len(ids) and ids[end] in end_ids:
-            mask[end] = True
-    length = max(index for index, flag in enumerate(mask) if flag) + 1
-    ids, mask = ids[:length], mask[:length]
-    if not all_turns:
-        start = length
-        while start and mask[start - 1]:
-            start -= 1
-        mask[:start] = [False] * start
-    return Rendered(ids, mask)
+    full = _text(tokenizer, messages, settings)
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    places = [index for index, flag in enumerate(mask) if flag]
+    weights = [0.0] * len(ids)
+    rewritten = begun = 0
+    for place, following in zip(replies, [*replies[1:], len(messages)], strict=True):
+        # up to the next reply: what the template drops from this one is gone there too
+        last = following == len(messages)
+        upto = len(places) if last else sum(_marked(tokenizer, messages[:following], settings)[1])
+        if not last and not full.startswith(_text(tokenizer, messages[: place + 1], settings)):
+            rewritten += place in wanted
+        else:
+            for index in places[begun:upto]:
+                weights[index] = wanted.get(place, 0.0)
+        begun = upto
+    for index in [i for i, weight in enumerate(weights) if weight]:
+        # blocks that leave the end of the turn outside
+        inside = index + 1 < len(ids) and not mask[index + 1]
+        if inside and ids[index] not in end_ids and ids[index + 1] in end_ids:
+            weights[index + 1] = weights[index]
+    if not any(weights):
+        return Rendered([], [], rewritten)
+    length = max(index for index, weight in enumerate(weights) if weight) + 1
+    ids, weights = ids[:length], weights[:length]
+    if end_ids and ids[-1] not in end_ids:
+        ids.append(next(iter(end_ids)))
+        weights.append(weights[-1])
+    return Rendered(ids, [weight > 0 for weight in weights], rewritten, weights)
+
+
+def _marked(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation, and which of them lie in the template's blocks."""
+    found = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **settings,
+    )
+    return list(found["input_ids"]), [bool(flag) for flag in found["assistant_masks"]]

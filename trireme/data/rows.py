@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trireme.config.data_files import SPLIT, chosen_rows, data_files
 from trireme.config.located import located
+from trireme.log import get_logger
+
+logger = get_logger("data")
+OnError = Literal["fail", "skip"]
+"""What becomes of a malformed row: it ends the run before it begins, or is left out and counted."""
 
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
@@ -23,11 +28,23 @@ _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 class Rows:
     """The rows of one split, each a dictionary of all its columns."""
 
-    def __init__(self, source: str, data: Sequence[Any], columns: Iterable[str]) -> None:
-        """`source` is the data set's name in messages; `data[i]` is row i."""
+    def __init__(
+        self,
+        source: str,
+        data: Sequence[Any],
+        columns: Iterable[str],
+        *,
+        places: Sequence[str] = (),
+        skipped: int = 0,
+    ) -> None:
+        """`source` is the data set's name in messages; `data[i]` is row i, of the file and line
+        `places[i]` where that is known. `skipped` malformed ones were left out before.
+        """
         self.source = source
         self.columns = tuple(columns)
+        self.skipped = skipped
         self._data = data
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._data)
@@ -57,13 +74,48 @@ class Rows:
             return
         for number, row in enumerate(self):
             if row.get(column) is None:
-                raise ValueError(
-                    f"{self.source}, row {number}: the column '{column}' ({key}) is empty"
-                )
+                raise ValueError(f"{self.where(number)}: the column '{column}' ({key}) is empty")
 
-    def part(self, chosen: range) -> Rows:
-        """The rows of these numbers."""
-        return Rows(self.source, [self._data[index] for index in chosen], self.columns)
+    def where(self, index: int) -> str:
+        """A row in messages, with its file and line where they are known."""
+        place = f" ({self._places[index]})" if self._places else ""
+        return f"{self.source}, row {index}{place}"
+
+    def part(self, chosen: Sequence[int], *, skipped: int = 0) -> Rows:
+        """The rows of these numbers; `skipped` more were left out."""
+        return Rows(
+            self.source,
+            [self._data[index] for index in chosen],
+            self.columns,
+            places=[self._places[index] for index in chosen] if self._places else (),
+            skipped=self.skipped + skipped,
+        )
+
+    def checked(self, check: Callable[[dict[str, Any]], None], on_error: OnError) -> Rows:
+        """The rows for which `check` raises no ValueError.
+
+        `on_error` fail: the first one that does is raised, with the row's place; skip: they are
+        left out, counted and the first is named in the log.
+        """
+        kept: list[int] = []
+        first = ""
+        for index, row in enumerate(self):
+            try:
+                check(row)
+            except ValueError as error:
+                text = f"{self.where(index)}: {error}"
+                if on_error == "fail":
+                    raise ValueError(text) from error
+                first = first or text
+                continue
+            kept.append(index)
+        bad = len(self) - len(kept)
+        if not bad:
+            return self
+        logger.warning("%d of %d rows are malformed and left out; %s", bad, len(self), first)
+        if not kept:
+            raise ValueError(f"{self.source}: all {bad} rows are malformed; the first: {first}")
+        return self.part(kept, skipped=bad)
 
 
 def load_rows(
@@ -72,10 +124,12 @@ def load_rows(
     split: str = "train",
     *,
     progress: bool = False,
+    on_error: OnError = "fail",
 ) -> Rows:
     """The rows of a split: `path` is a file, a folder, one of `save_to_disk`, or an id on the hub.
 
     `split` may end in a slice, `train[:100]` or `train[10%:]`. `progress` shows the library's bars.
+    With `on_error` skip a line that is no row is left out and counted.
     Raises ValueError: nothing there, no such subset or split, a broken row, no rows at all.
     """
     found = SPLIT.match(split)
@@ -85,7 +139,7 @@ def load_rows(
     source = f"dataset '{path}' (split '{name}')"
     try:
         place = located(str(path), "datasets")
-        rows = _local(source, place, subset_name, name, progress) if place else None
+        rows = _local(source, place, subset_name, name, progress, on_error) if place else None
     except ValueError as error:
         raise ValueError(f"dataset '{path}' {error}") from error
     if rows is None:
@@ -97,7 +151,9 @@ def load_rows(
     return rows
 
 
-def _local(source: str, place: Path, subset: str | None, split: str, progress: bool) -> Rows:
+def _local(
+    source: str, place: Path, subset: str | None, split: str, progress: bool, on_error: OnError
+) -> Rows:
     """Rows of a file or folder on this machine. Errors continue the sentence `dataset 'x' …`."""
     if place.is_dir():
         for saved in (place / split, place):
@@ -114,12 +170,19 @@ def _local(source: str, place: Path, subset: str | None, split: str, progress: b
         rows.append(_from_tables(source, suffix, group, progress))
     texts = [file for file in files if file not in tables]
     if texts:
-        found = [row for file in texts for row in _read_json(file)]
-        rows.append(Rows(source, found, dict.fromkeys(key for row in found for key in row)))
+        broken: list[str] = []
+        read = [pair for file in texts for pair in _read_json(file, broken, on_error)]
+        if broken:
+            logger.warning("%d lines are no rows and left out; %s", len(broken), broken[0])
+        found = [row for _, row in read]
+        names = dict.fromkeys(key for row in found for key in row)
+        places = [place for place, _ in read]
+        rows.append(Rows(source, found, names, places=places, skipped=len(broken)))
     if len(rows) == 1:
         return rows[0]
     columns = dict.fromkeys(column for part in rows for column in part.columns)
-    return Rows(source, [row for part in rows for row in part], columns)
+    skipped = sum(part.skipped for part in rows)
+    return Rows(source, [row for part in rows for row in part], columns, skipped=skipped)
 
 
 def _from_tables(source: str, suffix: str, files: list[str], progress: bool) -> Rows:
@@ -130,11 +193,17 @@ def _from_tables(source: str, suffix: str, files: list[str], progress: bool) -> 
     except (ValueError, datasets.exceptions.DatasetsError) as error:
         cause = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"has a broken file among {', '.join(files)}: {cause}") from error
-    return Rows(source, data, data.column_names)
+    places = [files[0]] * len(data) if len(files) == 1 else ()
+    return Rows(source, data, data.column_names, places=places)
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file, or of a JSON file that holds one list of objects."""
+def _read_json(
+    path: Path, broken: list[str], on_error: OnError
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and row of a JSON Lines file, or of a JSON file that holds one list of objects.
+
+    What is no row is raised, or with `on_error` skip noted in `broken`.
+    """
     if path.suffix not in (".jsonl", ".json"):
         known = ", ".join((".jsonl", ".json", *_BUILDERS))
         raise ValueError(f"has a file of unknown kind: {path}: expected one of {known}")
@@ -144,25 +213,28 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"has a file that is not UTF-8 text: {path}: {error.reason}") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
-            rows = list(enumerate(json.loads(text), 1))
+            listed = json.loads(text)
         except ValueError as error:
             raise ValueError(f"has a file that is no JSON: {path}: {error}") from error
-        return [_object(row, f"{path}, entry {number}") for number, row in rows]
-    out = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+        entries = [(f"{path}, entry {n}", json.dumps(row)) for n, row in enumerate(listed, 1)]
+    else:
+        lines = enumerate(text.split("\n"), 1)
+        entries = [(f"{path}, line {n}", line) for n, line in lines if line.strip()]
+    for place, entry in entries:
         try:
-            row = json.loads(line)
+            yield place, _object(entry, place)
         except ValueError as error:
-            raise ValueError(
-                f"has a line that is no JSON: {path}, line {number}: {error}"
-            ) from error
-        out.append(_object(row, f"{path}, line {number}"))
-    return out
+            if on_error == "fail":
+                raise
+            broken.append(f"it {error}")
 
 
-def _object(row: Any, where: str) -> dict[str, Any]:
+def _object(entry: str, where: str) -> dict[str, Any]:
+    """A row from a line."""
+    try:
+        row = json.loads(entry)
+    except ValueError as error:
+        raise ValueError(f"has a line that is no JSON: {where}: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"has a line that is no row: {where}: expected an object, got {row!r:.60}")
     return row

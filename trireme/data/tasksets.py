@@ -191,22 +191,29 @@ def count_steps(
     return steps
 
 
+def check_task(row: Mapping[str, Any], prompt_key: str, feature_keys: Sequence[str]) -> None:
+    """Raise ValueError where a row has no prompt, or lacks a number that a selector reads."""
+    if row.get(prompt_key) is None:
+        raise ValueError(f"the column '{prompt_key}' (format.prompt_key) is empty")
+    for key in feature_keys:
+        _number(row, key)
+
+
+def _number(row: Mapping[str, Any], key: str) -> float:
+    value = row.get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(
+            f"the column '{key}' (data_selector.feature_keys) holds {value!r:.60}: expected a "
+            "number"
+        )
+    return float(value)
+
+
 def _features(rows: Rows, keys: Sequence[str]) -> list[tuple[float, ...]]:
     """The numbers of each row; none without keys. Raises ValueError naming a row that has none."""
     for key in keys:
         rows.require(key, "data_selector.feature_keys")
-    if not keys:
-        return []
-    found = []
-    for number, row in enumerate(rows):
-        values = []
-        for key in keys:
-            value = row.get(key)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(
-                    f"{rows.source}, row {number}: the column '{key}' (data_selector.feature_keys) "
-                    f"holds {value!r:.60}: expected a number"
-                )
-            values.append(float(value))
-        found.append(tuple(values))
+    found: list[tuple[float, ...]] = []
+    if keys:
+        rows.checked(lambda row: found.append(tuple(_number(row, key) for key in keys)), "fail")
     return found

@@ -189,12 +189,14 @@ class Runner:
             raise RuntimeError(f"workflow '{spec.name}' raised {ended!r}") from ended
 
 
-async def judge(outcome: Outcome, spec: WorkflowSpec, seconds: float) -> None:
+async def judge(
+    outcome: Outcome, spec: WorkflowSpec, seconds: float, models: Sequence[Any] = ()
+) -> None:
     """Have the rollouts of a task judged together; where that fails, all of them have failed."""
     if spec.judge is None or not outcome.experiences:
         return
     try:
-        await asyncio.wait_for(spec.judge(outcome.task, outcome.experiences), seconds)
+        await asyncio.wait_for(spec.judge(outcome.task, outcome.experiences, models), seconds)
     except Exception as error:  # foreign code, as in Runner
         late = isinstance(error, asyncio.TimeoutError)
         message = (

@@ -14,8 +14,9 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trireme.explorer.runner import Outcome, Runner, batch_order, judge
 from trireme.log import get_logger
@@ -67,12 +68,17 @@ class Scheduler:
         max_repeats_per_runner: int | None,
         over_rollout: OverRollout | None = None,
         report_interval: float = 0.0,
+        further: Callable[[Task], Sequence[Any]] | None = None,
     ) -> None:
-        """With `report_interval` what each runner does is logged every so many seconds."""
+        """With `report_interval` what each runner does is logged every so many seconds.
+
+        `further` makes the auxiliary models that judge a task's rollouts.
+        """
         self._runners = list(runners)
         self._max_repeats = max_repeats_per_runner
         self._over = over_rollout
         self._report_interval = report_interval
+        self._further = further
         self._busy: dict[int, tuple[str, float]] = {}
         self.dropped_tasks = 0
         self._closing = False
@@ -128,7 +134,9 @@ class Scheduler:
             outcomes.append(outcome)
             if parts and parts[0].spec.judge is not None:
                 limit = self._runners[0].limit.most
-                judging.append(asyncio.ensure_future(judge(outcome, parts[0].spec, limit)))
+                models = self._further(task) if self._further else ()
+                found = judge(outcome, parts[0].spec, limit, models)
+                judging.append(asyncio.ensure_future(found))
         await asyncio.gather(*judging)
         return outcomes
 

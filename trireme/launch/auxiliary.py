@@ -1,11 +1,12 @@
 """Auxiliary: models beside the trained one that workflows may ask: judges, teachers.
 
-Each of `explorer.auxiliary_models` is an engine of its own, embedded or behind servers. They
-are never trained and get no new weights.
+Each of `explorer.auxiliary_models` is an engine of its own, embedded or behind servers, or a model
+of someone else's behind an OpenAI API. They are never trained and get no new weights.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +14,19 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from trireme.config import Plan
+from trireme.config.located import located
 from trireme.config.schema import RolloutModelConfig
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Key
+from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+
+LONGEST = 8192
+"""Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +51,41 @@ class Auxiliary:
         )
 
 
-def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary]:
+@dataclass(frozen=True)
+class Served:
+    """One behind an OpenAI API."""
+
+    endpoint: Endpoint
+
+    def model(self, key: Key) -> Endpoint:
+        """What a workflow holds: it remembers nothing, and serves all rollouts."""
+        return self.endpoint
+
+
+def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Served]:
     """All of the plan's, in the YAML's order."""
-    return [_make(plan, config, device) for config in plan.config.explorer.auxiliary_models]
+    models = plan.config.explorer.auxiliary_models
+    return [
+        _served(plan, config) if config.engine_type == "external" else _make(plan, config, device)
+        for config in models
+    ]
 
 
-def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary], tokenizer: Any) -> None:
+def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary | Served], tokenizer: Any) -> None:
     """Raise ValueError unless the first of them reads the ids that the trained model writes."""
     if not auxiliary:
         raise ValueError(
             "explorer.auxiliary_models is empty: the algorithm needs a teacher, the first of them"
         )
-    if auxiliary[0].chat.tokenizer.get_vocab() != tokenizer.get_vocab():
+    teacher = auxiliary[0]
+    if isinstance(teacher, Served):
         raise ValueError(
-            f"explorer.auxiliary_models[0].model_path ({auxiliary[0].model_path}) has another "
+            "explorer.auxiliary_models[0].engine_type is external: the OpenAI API scores no given "
+            "tokens, and a teacher does: expected torch or remote"
+        )
+    if teacher.chat.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"explorer.auxiliary_models[0].model_path ({teacher.model_path}) has another "
             "vocabulary than model.model_path: a teacher scores the student's own token ids"
         )
 
@@ -67,7 +94,8 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     path = config.model_path or ""
     trust = plan.config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-    longest = config.max_model_len or plan.max_model_len
+    # a judge reads several replies: it may need more than the model that wrote them
+    longest = config.max_model_len or max(plan.max_model_len, min(_positions(path), LONGEST))
     engine: Engine
     if config.engine_type == "remote":
         timeout = plan.config.explorer.max_timeout
@@ -89,3 +117,19 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     )
     reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))
+
+
+def _served(plan: Plan, config: RolloutModelConfig) -> Served:
+    timeout = plan.config.explorer.max_timeout
+    name = config.model_path or ""
+    return Served(Endpoint(config.base_urls[0], name, api_key=config.api_key, timeout=timeout))
+
+
+def _positions(path: str) -> int:
+    """The positions that a model was made for; 0 where its folder is not here."""
+    folder = located(path, "models")
+    config = folder / "config.json" if folder is not None else None
+    if config is None or not config.is_file():
+        return 0
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return int(found.get("max_position_embeddings") or 0)

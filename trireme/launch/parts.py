@@ -23,20 +23,18 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.generated import COLUMNS, generated
 from trireme.config.schema import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
-from trireme.data.formats import SftFormat
+from trireme.data.kinds import FORMATS
 from trireme.data.mixture import Mixture
-from trireme.data.pairs import DpoFormat
 from trireme.data.rows import Rows, load_rows
-from trireme.data.tasksets import Taskset
-from trireme.data.text import CptFormat
+from trireme.data.tasksets import Taskset, check_task
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.gate import Gate
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
-from trireme.explorer.runner import Key, Runner, TimeLimit
+from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.auxiliary import Auxiliary
+from trireme.launch.auxiliary import Auxiliary, Served
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.pipeline.names import OPERATORS
@@ -53,8 +51,6 @@ from trireme.trainer.lora import Lora
 from trireme.trainer.orders import Orders
 from trireme.trainer.ranks import Ranks
 from trireme.workflows.workflow import resolve
-
-_FORMATS = {"sft": SftFormat, "dpo": DpoFormat, "cpt": CptFormat}
 
 
 @dataclass(frozen=True)
@@ -172,13 +168,17 @@ def make_scheduler(
     gate: Gate | None,
     *,
     greedy_run: bool = False,
-    auxiliary: Sequence[Auxiliary] = (),
+    auxiliary: Sequence[Auxiliary | Served] = (),
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt.
 
     With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
     may ask.
     """
+
+    def make_further(task: Task) -> list[Any]:
+        key = (batch_order(task), task.task_id, -1)
+        return [other.model(key) for other in auxiliary]
 
     def make_model(task: Task, key: Key) -> Model:
         sampling = sampling_of(plan, task.rollout_args)
@@ -223,6 +223,7 @@ def make_scheduler(
         if over.ratio
         else None,
         report_interval=explorer.runner_state_report_interval,
+        further=make_further if auxiliary else None,
     )
 
 
@@ -290,7 +291,12 @@ def _rows(config: TasksetConfig) -> Rows:
 
         made: Any = problems(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
-    return load_rows(config.path, config.subset_name, config.split)
+    rows = load_rows(config.path, config.subset_name, config.split, on_error=config.on_error)
+    if config.on_error == "fail":
+        return rows  # the taskset looks at a whole column at once
+    prompt = config.format.prompt_key
+    selector = config.task_selector or config.data_selector
+    return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
 
 
 def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
@@ -398,9 +404,13 @@ def make_file_buffer(
     """A data set as a store; `endless`: again and again, for who mixes it into something else."""
     model = plan.config.model
     rows = load_rows(
-        config.path or "", config.subset_name, config.split, progress=config.enable_progress_bar
+        config.path or "",
+        config.subset_name,
+        config.split,
+        progress=config.enable_progress_bar,
+        on_error=config.on_error,
     )
-    form = _FORMATS[schema](
+    form = FORMATS[schema](
         rows,
         text.tokenizer,
         max_model_len=plan.max_model_len,
@@ -408,6 +418,7 @@ def make_file_buffer(
         end_ids=end_ids,
         chat_template=text.template,
         enable_thinking=model.enable_thinking,
+        on_error=config.on_error,
     )
     epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
@@ -441,8 +452,8 @@ def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> 
     """
     seen = set()
     for task in taskset.all():
-        if (task.workflow, task.reward_fn) not in seen:
-            seen.add((task.workflow, task.reward_fn))
+        if (kind := f"{task.workflow} {task.reward_fn}") not in seen:
+            seen.add(kind)
             spec = resolve(task.workflow)
             if greedy_run and spec.can_repeat and not task.is_eval:
                 raise ValueError(

@@ -84,7 +84,7 @@ async def _run(session: Session) -> StageResult:
         await session.buffer.fail(error)
         raise
     finally:
-        await session.engine.close()
+        await session.close_engines()
     await session.buffer.close()
     result = session.result(None, None)
     result.steps = intake.step

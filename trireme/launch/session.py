@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
-
-from safetensors.torch import load_file
 
 from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
@@ -30,7 +28,12 @@ from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Explorer
 from trireme.launch import parts
-from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
+from trireme.launch.auxiliary import (
+    Auxiliary,
+    Served,
+    make_auxiliary,
+    refuse_other_vocabulary,
+)
 from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.stage_result import StageResult
@@ -138,6 +141,8 @@ class Session(AbstractContextManager["Session"]):
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 parts.examine_taskset(taskset, greedy_run=greedy)
+        if self._reads_file:  # a malformed row is named now
+            parts.make_buffer(self.plan, self.folder, self.text, schema=self.recipe.schema)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
@@ -190,7 +195,7 @@ class Session(AbstractContextManager["Session"]):
         else:
             backend = parts.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
-            _restore(backend, self.resumed)
+            backend.load(self.resumed.actor)
         return backend
 
     @cached_property
@@ -218,7 +223,7 @@ class Session(AbstractContextManager["Session"]):
         )
 
     @cached_property
-    def auxiliary_models(self) -> list[Auxiliary]:
+    def auxiliary_models(self) -> list[Auxiliary | Served]:
         """Models beside the trained one; a teacher has the student's vocabulary."""
         models = make_auxiliary(self.plan, self.device)
         if self.recipe.asks("teacher_logprobs"):
@@ -228,7 +233,8 @@ class Session(AbstractContextManager["Session"]):
     async def close_engines(self) -> None:
         """Those that were made."""
         for auxiliary in self.__dict__.get("auxiliary_models", ()):
-            await auxiliary.engine.close()
+            if isinstance(auxiliary, Auxiliary):
+                await auxiliary.engine.close()
         await self.engine.close()
 
     @cached_property
@@ -412,16 +418,13 @@ class Session(AbstractContextManager["Session"]):
         """A whole checkpoint of `step`."""
         trainer = self.plan.config.trainer
         when = trainer.save_hf_checkpoint
-        state = self.backend.state()
+        hf = when == "always" or (when == "last" and last)
         save_checkpoint(
             self.folder,
             step,
-            weights=self.backend.weights(),
-            optimizer=state.pop("optimizer"),
-            extra=state,
+            save=partial(self.backend.save, hf=hf),
             run_state=run_state,
             model_dir=self.model_path,
-            hf=when == "always" or (when == "last" and last),
             keep=trainer.max_checkpoints_to_keep,
             critic=self.learning.critic,
         )
@@ -482,18 +485,3 @@ class Session(AbstractContextManager["Session"]):
             dtype=self.plan.dtype,
             engine=engine,
         )
-
-
-def _restore(backend: TorchBackend | Fsdp2Backend, saved: Loaded) -> None:
-    """Weights, optimizer, schedule and random state as the checkpoint has them."""
-    if backend.adapter is None:
-        own, weights = backend.weights(), load_file(saved.weights_path)
-        odd = sorted(set(weights) ^ set(own))
-        if odd:
-            raise ValueError(
-                f"{saved.weights_path} is of another model: {len(odd)} tensors differ, "
-                f"{odd[0]} first"
-            )
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-    backend.load_state(saved.extra | {"optimizer": saved.optimizer})

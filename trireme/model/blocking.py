@@ -94,7 +94,7 @@ class BlockingModel:
         return self.model.max_model_len
 
     @property
-    def auxiliary(self) -> list[BlockingModel]:
+    def auxiliary(self) -> list[Any]:
         """`explorer.auxiliary_models`, in this form."""
         return [model.blocking(self._loop) for model in self.model.auxiliary]
 

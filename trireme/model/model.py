@@ -73,11 +73,11 @@ class Model:
         max_prompt_tokens: int | None = None,
         enable_prompt_truncation: bool = True,
         model_path: str = "",
-        auxiliary: Sequence[Model] = (),
+        auxiliary: Sequence[Any] = (),
     ) -> None:
         """`key` is (batch, task, run); `sampling` holds for calls that say nothing else.
 
-        `auxiliary` are the models beside it that a workflow may ask.
+        `auxiliary` are further models of the run: other Models, and Endpoints.
         """
         self.engine = engine
         self.chat_tokens = chat
@@ -204,7 +204,8 @@ class Model:
         """From now on every call raises Revoked."""
         self._revoked.set()
         for model in self.auxiliary:
-            model.revoke()
+            if isinstance(model, Model):
+                model.revoke()
 
     def fork(self) -> Model:
         """The same model with a record of its own; revoked together."""

@@ -1,58 +1,202 @@
-"""Judge: a language model behind any OpenAI-compatible endpoint says how good a reply is."""
+"""Judge: a language model says how good replies are: one by one, by a rubric, or side by side.
+
+Options of all three beside their own: see Asker. An answer that cannot be read gives no reward
+(`judge`), or 0 (`rubric`, `ruler`), and `judge_success` 0 in the metrics.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trireme.rewards.orm import ORM
+from trireme.rewards.asker import Asker
+from trireme.rewards.orm import ORM, Value
 
 PROMPT = """Judge the last reply of this conversation. {reference}
 Answer with one number from 0 (useless) to 1 (perfect), and nothing else.
 
 {dialogue}"""
+RULER = """Several replies to one conversation follow. Compare them with each other. {reference}
+Give each a score from 0 to 1: the better a reply reaches what was asked for, the higher. Replies
+that are better than others must have higher scores, small differences small distances.
+
+<conversation>
+{prompt}
+</conversation>
+
+{candidates}
+
+You may reason briefly. End with one JSON list of {count} scores, in the order of the replies."""
+RUBRIC = """Rate the reply from 1 to 10 by how well it meets all criteria together. A criterion
+counts as much as its weight; a reply that misses several must be rated low.
+
+<prompt>
+{prompt}
+</prompt>
+<reply>
+{reply}
+</reply>
+<criteria>
+{criteria}
+</criteria>
+
+Answer with JSON: {{"rating": <a whole number from 1 to 10>}}"""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_LIST = re.compile(r"\[[^\[\]]*\]")
+_OBJECT = re.compile(r"\{[^{}]*\}")
 
 
 class ModelJudge(ORM):
-    """A number from 0 to 1 for each dialogue. A judge that says none gives None, and is counted
-    by its absence from the metric.
-    """
+    """A number from 0 to 1 for each dialogue."""
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key: str = "EMPTY",
-        prompt: str = PROMPT,
-        concurrency: int = 16,
-        timeout: float = 120.0,
-        max_retries: int = 3,
-    ) -> None:
+    def __init__(self, prompt: str = PROMPT, **model: Any) -> None:
         """`prompt` may use {dialogue} and {reference}."""
-        import openai
-
-        self._client = openai.AsyncOpenAI(
-            base_url=base_url, api_key=api_key, timeout=timeout, max_retries=max_retries
-        )
-        self._model = model
         self._prompt = prompt
-        self._room = asyncio.Semaphore(concurrency)
+        self._asker = Asker(**model)
 
-    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
         """See ORM."""
         truths = kwargs.get("solution") or [None] * len(completions)
+        models = kwargs.get("auxiliary_models", ())
         asked = zip(kwargs["messages"], truths, strict=True)
-        return list(await asyncio.gather(*(self._ask(m, truth) for m, truth in asked)))
+        return list(await asyncio.gather(*(self._ask(m, truth, models) for m, truth in asked)))
 
-    async def _ask(self, messages: list[dict[str, Any]], truth: Any) -> float | None:
-        dialogue = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
-        reference = "" if truth is None else f"The reference answer is: {truth}"
-        text = self._prompt.format(dialogue=dialogue, reference=reference)
-        async with self._room:
-            reply = await self._client.chat.completions.create(
-                model=self._model, messages=[{"role": "user", "content": text}], temperature=0
-            )
-        found = _NUMBER.search(reply.choices[0].message.content or "")
-        return min(float(found[0]), 1.0) if found else None
+    async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | None:
+        text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
+        found = _NUMBER.search(await self._asker.ask([{"role": "user", "content": text}], models))
+        return Value(min(float(found[0]), 1.0), {"judge_success": 1.0}) if found else None
+
+
+class RelativeJudge(ORM):
+    """Scores from 0 to 1 for all rollouts of a task, by one question that compares them.
+
+    Equal replies are shown once and have one score. (RULER: relative scores are easier to give than
+    absolute ones, and the advantage is relative anyway.)
+    """
+
+    def __init__(self, prompt: str = RULER, **model: Any) -> None:
+        """`prompt` may use {prompt}, {candidates}, {count} and {reference}."""
+        self._prompt = prompt
+        self._asker = Asker(**model)
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
+        """See ORM."""
+        dialogues = kwargs["messages"]
+        shared = _shared(dialogues)
+        replies = [_dialogue(messages[shared:]) for messages in dialogues]
+        shown = list(dict.fromkeys(replies))
+        truths = kwargs.get("solution") or [None]
+        candidates = "\n\n".join(
+            f'<reply number="{i}">\n{text}\n</reply>' for i, text in enumerate(shown, 1)
+        )
+        text = self._prompt.format(
+            prompt=_dialogue(dialogues[0][:shared]),
+            candidates=candidates,
+            count=len(shown),
+            reference=_reference(truths[0]),
+        )
+        models = kwargs.get("auxiliary_models", ())
+        answer = await self._asker.ask([{"role": "user", "content": text}], models)
+        scores = _scores(answer, len(shown))
+        success = {"judge_success": float(scores is not None)}
+        by_reply = dict(zip(shown, scores or [0.0] * len(shown), strict=True))
+        return [Value(by_reply[reply], success) for reply in replies]
+
+
+class RubricJudge(ORM):
+    """A rating by weighted criteria, from 0 to 1 (implicit aggregation of arXiv:2507.17746).
+
+    Criteria are the row's column `rubric`: a list of {description, weight}, or of texts.
+    """
+
+    def __init__(self, criteria: Sequence[Any] = (), prompt: str = RUBRIC, **model: Any) -> None:
+        """`criteria` are for rows without any; `prompt` may use {prompt}, {reply}, {criteria}."""
+        self._criteria = list(criteria)
+        self._prompt = prompt
+        self._asker = Asker(**model)
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
+        """See ORM. Raises ValueError for a row without criteria."""
+        rubrics = kwargs.get("rubric") or [None] * len(completions)
+        models = kwargs.get("auxiliary_models", ())
+        asked = zip(kwargs["messages"], completions, rubrics, strict=True)
+        return list(await asyncio.gather(*(self._ask(*given, models) for given in asked)))
+
+    async def _ask(self, messages: Any, reply: str, rubric: Any, models: Sequence[Any]) -> Value:
+        criteria = _criteria(rubric or self._criteria)
+        prompt = _dialogue(messages[: _before_last_reply(messages)])
+        text = self._prompt.format(prompt=prompt, reply=reply, criteria=criteria)
+        answer = await self._asker.ask([{"role": "user", "content": text}], models)
+        rating = _rating(answer)
+        if rating is None:
+            return Value(0.0, {"judge_success": 0.0})
+        return Value((rating - 1) / 9, {"judge_success": 1.0})
+
+
+def _dialogue(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n\n".join(f"{m['role']}: {m.get('content') or ''}" for m in messages)
+
+
+def _reference(truth: Any) -> str:
+    return "" if truth is None else f"The reference answer is: {truth}"
+
+
+def _shared(dialogues: Sequence[Sequence[Any]]) -> int:
+    """How many messages all dialogues begin with, up to the first reply."""
+    first = dialogues[0]
+    end = next((i for i, m in enumerate(first) if m["role"] == "assistant"), len(first))
+    return next(
+        (i for i in range(end) if any(list(d[i : i + 1]) != [first[i]] for d in dialogues)), end
+    )
+
+
+def _before_last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return places[-1] if places else len(messages)
+
+
+def _scores(answer: str, count: int) -> list[float] | None:
+    """The last list of `count` numbers in an answer, each cut to 0 to 1."""
+    for text in reversed(_LIST.findall(answer)):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue
+        numbers = [x for x in found if isinstance(x, int | float) and not isinstance(x, bool)]
+        if len(numbers) == len(found) == count and all(map(math.isfinite, numbers)):
+            return [min(max(float(number), 0.0), 1.0) for number in numbers]
+    return None
+
+
+def _rating(answer: str) -> float | None:
+    """The last `rating` from 1 to 10 in an answer's JSON."""
+    for text in reversed(_OBJECT.findall(answer)):
+        try:
+            rating = json.loads(text).get("rating")
+        except ValueError:
+            continue
+        if isinstance(rating, int | float) and not isinstance(rating, bool) and 1 <= rating <= 10:
+            return float(rating)
+    return None
+
+
+def _criteria(rubric: Any) -> str:
+    given = json.loads(rubric) if isinstance(rubric, str) else rubric
+    if not isinstance(given, list) or not given:
+        raise ValueError(
+            "the rubric judge needs criteria: the row's column 'rubric', a list of texts or of "
+            f"{{description, weight}}, or its option `criteria`; it got {rubric!r:.60}"
+        )
+    lines = []
+    for number, item in enumerate(given, 1):
+        item = item if isinstance(item, Mapping) else {"description": item}
+        if not isinstance(item.get("description"), str):
+            raise ValueError(f"a criterion of the rubric must have a description: {item!r:.60}")
+        weight = item.get("weight")
+        told = "" if weight is None else f" (weight {weight})"
+        lines.append(f"{number}.{told} {item['description']}")
+    return "\n".join(lines)

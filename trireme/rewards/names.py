@@ -12,11 +12,13 @@ REWARD_PATHS = {
     "math_boxed_reward": "trireme.rewards.math.math_boxed_reward",
     "accuracy_reward": "trireme.rewards.math.accuracy_reward",
     "format_reward": "trireme.rewards.format.format_reward",
+    "math_dapo_reward": "trireme.rewards.math.MathDapo",
     "countdown_reward": "trireme.rewards.countdown.countdown_reward",
 }
 
 REWARDS = Registry("reward", REWARD_PATHS)
 
+_JUDGE = "trireme.rewards.judge"
 _GROUP = "trireme.rewards.group"
 ORM_PATHS = {
     "accuracy": f"{_GROUP}.MathAccuracy",
@@ -25,7 +27,9 @@ ORM_PATHS = {
     "cosine": f"{_GROUP}.Cosine",
     "repetition": f"{_GROUP}.Repetition",
     "soft_overlong": f"{_GROUP}.SoftOverlong",
-    "judge": "trireme.rewards.judge.ModelJudge",
+    "judge": f"{_JUDGE}.ModelJudge",
+    "ruler": f"{_JUDGE}.RelativeJudge",
+    "rubric": f"{_JUDGE}.RubricJudge",
 }
 
 ORMS = Registry("reward function", ORM_PATHS)

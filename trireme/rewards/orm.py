@@ -2,8 +2,9 @@
 
 A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
 for each column of the data set's row (a list, the row's value once a rollout), and with `messages`,
-`is_truncated`, `rollout_infos`, `response_token_ids` and `trajectory_inputs`. It returns a number a
-rollout; None says that it does not apply. An `async def __call__` is awaited beside the others.
+`is_truncated`, `rollout_infos`, `response_token_ids`, `trajectory_inputs`, `auxiliary_models`. It
+returns a number a rollout; None says that it does not apply. An `async def __call__` is awaited
+beside the others. Rewards of one answer (reward.py) may stand between them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from trireme.rewards.names import ORMS, REWARDS
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.rewards.reward import score
 from trireme.task import Task
+
+_CALL = "__call__"  # of a class, `callable` would speak of making it
 
 
 class ORM:
@@ -33,6 +37,18 @@ class ORM:
 
 class AsyncORM(ORM):
     """The same with an `async def __call__`; kept for its name."""
+
+
+class Value(float):
+    """A number with metrics of its own to be logged."""
+
+    metrics: Mapping[str, float]
+
+    def __new__(cls, number: float, metrics: Mapping[str, float]) -> Value:
+        """`metrics` by name."""
+        made = super().__new__(cls, number)
+        made.metrics = metrics
+        return made
 
 
 @dataclass
@@ -72,7 +88,8 @@ class Judge:
     def of(cls, funcs: Sequence[Any], weights: Sequence[float] | None = None) -> Judge:
         """Each of `funcs` is a name, path or class, or a mapping of its `name` and its options.
 
-        Raises ValueError for an unknown name or option, and for weights of another number.
+        A mapping may also hold its `weight`, where there are no `weights`. Raises ValueError for an
+        unknown name or option, and for weights of another number.
         """
         if weights is not None and len(weights) != len(funcs):
             raise ValueError(
@@ -81,16 +98,20 @@ class Judge:
             )
         split = [_options(given) for given in funcs]
         names = [f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f, _ in split]
-        used = [1.0] * len(funcs) if weights is None else [float(weight) for weight in weights]
+        own = [_weight(name, opts) for name, (_, opts) in zip(names, split, strict=True)]
+        used = own if weights is None else [float(weight) for weight in weights]
         return cls(names, [_function(f, options) for f, options in split], used)
 
-    async def rewards(self, task: Task, rows: Sequence[Row]) -> tuple[list[float], list[dict]]:
-        """The weighted sum for each rollout of a task, and its parts by name.
+    async def rewards(
+        self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
+    ) -> tuple[list[float], list[dict[str, float]]]:
+        """The weighted sum for each rollout of a task, and its parts by name, without weights.
 
+        `models` are the auxiliary ones. The parts that a reward of one answer names are there too.
         Raises ValueError where a function returns something else than a number a rollout, or where
         none applies to a rollout.
         """
-        columns = _columns(task, rows)
+        columns = _columns(task, rows) | {"auxiliary_models": list(models)}
         found = await asyncio.gather(
             *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
         )
@@ -107,8 +128,9 @@ class Judge:
                     f"{', '.join(self.names) or 'there is none'} gave None"
                 )
             totals.append(math.fsum(used))
-            named = zip(self.names, own, strict=True)
-            parts.append({f"rewards/{n}": v for n, v in named if v is not None})
+            named = [(n, v) for n, v in zip(self.names, own, strict=True) if v is not None]
+            more = [m for _, v in named if isinstance(v, Value) for m in v.metrics.items()]
+            parts.append(dict(more) | {f"rewards/{n}": float(v) for n, v in named})
         return totals, parts
 
     async def _ask(
@@ -116,8 +138,11 @@ class Judge:
     ) -> list[float | None]:
         function, name = self.functions[index], self.names[index]
         if function.each:
-            scored = await asyncio.gather(*(score(task, r.completion, function.call) for r in rows))
-            return [math.fsum(part.values()) for part in scored]
+            models = columns["auxiliary_models"]
+            scored = await asyncio.gather(
+                *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
+            )
+            return [Value(math.fsum(part.values()), part) for part in scored]
         found = function.call([row.completion for row in rows], **columns)
         if inspect.isawaitable(found):
             found = await found
@@ -138,9 +163,40 @@ def _options(given: Any) -> tuple[Any, dict[str, Any]]:
     return given["name"], {name: value for name, value in given.items() if name != "name"}
 
 
+def _weight(name: str, options: dict[str, Any]) -> float:
+    """The weight among a reward's options, which it is taken from; 1 where there is none."""
+    weight = options.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f"the weight of reward '{name}' is {weight!r}: expected a number")
+    return float(weight)
+
+
+def of_groups(reward: Any) -> bool:
+    """Whether a name, path, class or function is a reward of whole groups.
+
+    Raises ValueError for an unknown name.
+    """
+    if isinstance(reward, str):
+        if reward in ORMS.names():
+            return True
+        known = [*REWARDS.names(), *ORMS.names()]
+        if reward not in known and not {".", ":"} & set(reward):
+            near = get_close_matches(reward, known, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")
+        reward = REWARDS.get(reward)
+    if isinstance(reward, ORM) or (inspect.isclass(reward) and issubclass(reward, ORM)):
+        return True
+    called = reward if inspect.isroutine(reward) else getattr(reward, _CALL, reward)
+    try:
+        return "completions" in inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        return False  # it cannot be called, or does not say how: who resolves it says so
+
+
 def _function(given: Any, options: dict[str, Any]) -> Function:
     """A reward function from a name, path, class, instance or function."""
-    if isinstance(given, str) and given not in ORMS.names() and given in REWARDS.names():
+    if not of_groups(given):
         single = resolve_single(given, options)
         assert single is not None
         return Function(single, each=True)
@@ -181,7 +237,7 @@ def _number(value: Any, name: str) -> float | None:
     if value is None:
         return None
     try:
-        number = float(value)
+        number = value if isinstance(value, Value) else float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"reward function '{name}' gave {value!r:.60}: expected a number or None"

@@ -2,7 +2,8 @@
 
 Two forms. A function `(task, answer, *, options) -> number | dict[str, number]`, which may be a
 coroutine function; and a class `RewardFn(**options)` whose instances are called with what their
-signature names of `response`, `truth`, `prompt`, `task`. Options are checked against the signature.
+signature names of `response`, `truth`, `prompt`, `task`. Either form may also name the sampled ids
+`response_token`, and `auxiliary_models`. Options are checked against the signature.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,6 +20,10 @@ from trireme.rewards.names import REWARDS, reward
 from trireme.task import Task
 
 __all__ = ["REWARDS", "RewardFn", "resolve", "reward", "score"]
+
+
+_GIVEN = ("response_token", "auxiliary_models")
+"""What is given by name, and is no option."""
 
 
 class RewardFn(ABC):
@@ -60,20 +65,33 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         return made
     if _is_function(found):
         parameters = parameters_of(found)
-        _check_options(name, options, dict(list(parameters.items())[2:]))
+        own = {k: p for k, p in list(parameters.items())[2:] if k not in _GIVEN}
+        _check_options(name, options, own)
         return functools.partial(found, **options) if options else found
     if options:
         raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
     return found
 
 
-async def score(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str, float]:
-    """The parts that `reward` gives an answer. Raises ValueError for what is not finite numbers."""
+async def score(
+    task: Task,
+    answer: str,
+    reward: Callable[..., Any],
+    tokens: Sequence[int] = (),
+    models: Sequence[Any] = (),
+) -> dict[str, float]:
+    """The parts that `reward` gives an answer. Raises ValueError for what is not finite numbers.
+
+    `tokens` are the ids that were sampled, `models` the auxiliary ones.
+    """
     name = _name(reward)
+    more = {"response_token": tokens, "auxiliary_models": models}
     if _is_function(reward):
-        found = reward(task, answer)
+        named = {k: v for k, v in more.items() if k in parameters_of(_inner(reward))}
+        found = reward(task, answer, **named)
     else:
-        found = reward(**_wanted(task, answer, reward))
+        there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
+        found = reward(**_wanted(there, more, reward))
     if inspect.isawaitable(found):
         found = await found
     parts = found if isinstance(found, Mapping) else {name: found}
@@ -94,28 +112,33 @@ async def score(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str
 
 def option_names(reward: Any) -> list[str]:
     """The options of a function form."""
-    return list(parameters_of(reward))[2:]
+    return [name for name in list(parameters_of(reward))[2:] if name not in _GIVEN]
 
 
-def _wanted(task: Task, answer: str, reward: Callable[..., Any]) -> dict[str, Any]:
-    """Of what there is, the arguments that a class form names."""
-    there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
+def _wanted(
+    there: dict[str, Any], more: dict[str, Any], reward: Callable[..., Any]
+) -> dict[str, Any]:
+    """Of what there is, the arguments that a class form names; `more` only where it names them."""
     parameters = parameters_of(reward)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return there
-    return {name: value for name, value in there.items() if name in parameters}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = there if takes_all else {k: v for k, v in there.items() if k in parameters}
+    return given | {k: v for k, v in more.items() if k in parameters}
 
 
 def _is_function(reward: Any) -> bool:
     """Whether it is the function form, whose two arguments are given by place."""
-    inner = reward.func if isinstance(reward, functools.partial) else reward
+    inner = _inner(reward)
     if not inspect.isfunction(inner) and not inspect.ismethod(inner):
         return False
     return "response" not in parameters_of(inner)
 
 
+def _inner(reward: Any) -> Any:
+    return reward.func if isinstance(reward, functools.partial) else reward
+
+
 def _name(reward: Any) -> str:
-    inner = reward.func if isinstance(reward, functools.partial) else reward
+    inner = _inner(reward)
     return getattr(inner, "__name__", type(inner).__name__)
 
 

@@ -63,7 +63,7 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> list[dict[str, Any]]:
         sampling = with_options(Sampling(), body.sampling)
         work = engine.generate(body.ids, sampling, key=as_key(body.key))
-        return [asdict(completion) for completion in await until_gone(request, work)]
+        return [vars(completion) for completion in await until_gone(request, work)]
 
     @router.post("/logprobs")
     async def logprobs(body: LogprobsBody) -> list[list[float]]:

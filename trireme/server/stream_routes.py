@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -90,6 +89,6 @@ def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:
         return {"index": index, "aborted": True}
     error = task.exception()
     if error is None:
-        return {"index": index, "completions": [asdict(c) for c in task.result()]}
+        return {"index": index, "completions": [vars(c) for c in task.result()]}
     status = 400 if isinstance(error, ValueError | KeyError | TypeError) else 500
     return {"index": index, "error": str(error), "status": status}

@@ -23,6 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
+from trireme.checkpoint.save import save_whole
+from trireme.checkpoint.saved import read
 from trireme.experience import Experience
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.model import load_model, token_logprobs
@@ -85,6 +87,14 @@ class TrainerBackend(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """A JSON value of each rank that had a share of the batch to itself."""
+        ...
+
+    def save(self, actor: Path, *, hf: bool) -> None:
+        """Write all that a run needs to go on into a folder; `hf`: and as others load weights."""
+        ...
+
+    def load(self, actor: Path) -> None:
+        """Back to where `save` was called, by this backend or another."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -229,6 +239,20 @@ class TorchBackend:
     def gather(self, value: Any) -> list[Any]:
         """See TrainerBackend."""
         return [value]
+
+    def save(self, actor: Path, *, hf: bool) -> None:
+        """See TrainerBackend."""
+        extra = self.state()
+        save_whole(
+            actor, weights=self.weights(), optimizer=extra.pop("optimizer"), extra=extra, hf=hf
+        )
+
+    def load(self, actor: Path) -> None:
+        """See TrainerBackend. Raises ValueError for the files of another model."""
+        saved = read(actor)
+        if self.adapter is None:
+            saved.fill(self.weights())
+        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer)})
 
     def state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state; with LoRA the adapter too."""

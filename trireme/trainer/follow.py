@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trireme.algorithms.recipes import Recipe
@@ -50,6 +51,8 @@ def perform(
     known: dict[str, Callable[..., Any]] = {
         "train_step": partial(train_step, backend, recipe, decode(data) if data else []),
         "score": backend.score,
+        "save": lambda actor, hf: backend.save(Path(actor), hf=hf),
+        "load": lambda actor: backend.load(Path(actor)),
         "each_weight": lambda: all(True for _ in backend.each_weight()),
     }
     known[order["what"]](**options)

@@ -21,6 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
+from trireme.checkpoint.layout import FSDP_CONFIG, WEIGHTS, rank_file
+from trireme.checkpoint.save import write_pt
+from trireme.checkpoint.saved import read
+from trireme.checkpoint.stream import write_stream
+from trireme.files import CannotWrite, write_json
+from trireme.trainer import ulysses
 from trireme.trainer.backend import LossFunction, NotFinite, Order
 from trireme.trainer.deal import deal
 from trireme.trainer.lora import Adapter, Lora
@@ -30,10 +36,11 @@ from trireme.trainer.orders import Orders
 from trireme.trainer.pack import cut, packed_tokens
 from trireme.trainer.ranks import Ranks
 from trireme.trainer.shard import Root, shard, whole
+from trireme.trainer.ulysses import sliced_logprobs
 
 T = TypeVar("T")
 
-_RAISED = {"NotFinite": NotFinite, "ValueError": ValueError}
+_RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
 
 class Fsdp2Backend:
@@ -65,8 +72,13 @@ class Fsdp2Backend:
         # Adapters begin at random: alike on every rank, and as rank 0 alone would have begun.
         torch.set_rng_state(_from_first(torch.get_rng_state()))
 
+        self._sequence = ranks.sequence
+
         def load(path: str | Path) -> PreTrainedModel:
-            return load_model(path, device="cpu", trust_remote_code=trust_remote_code)
+            model = load_model(path, device="cpu", trust_remote_code=trust_remote_code)
+            if self._sequence is not None:
+                ulysses.switch(model, self._sequence)
+            return model
 
         self._reference: Root | None = None
         self._has_reference = reference
@@ -187,6 +199,16 @@ class Fsdp2Backend:
         """See TrainerBackend."""
         return self.ranks.gather(value)[:: self.ranks.place.sequence]
 
+    def save(self, actor: Path, *, hf: bool) -> None:
+        """See TrainerBackend. Each rank writes its own files; the folder is one that all see."""
+        order = Order("save", {"actor": str(actor), "hf": hf})
+        self.together(order, lambda: self._agree(self._save(actor, hf)))
+
+    def load(self, actor: Path) -> None:
+        """See TrainerBackend. Each rank reads the rows that it holds."""
+        order = Order("load", {"actor": str(actor.absolute())})
+        self.together(order, lambda: self._agree(self._load(actor)))
+
     def state(self) -> dict[str, Any]:
         """This rank's part of the optimizer, schedule and random state; the LoRA adapter whole."""
         rng = {"torch": torch.get_rng_state()}
@@ -212,6 +234,41 @@ class Fsdp2Backend:
         if self.adapter:
             self.adapter.load(state["adapter"])
 
+    def _save(self, actor: Path, hf: bool) -> Exception | None:
+        """This rank's files, and what went wrong: the others must hear of it."""
+        rank, world = self.ranks.rank, self.ranks.world
+        shards, extra, error = dict(self.each_shard()), self.state(), None
+        try:
+            write_pt(actor / rank_file("model", world, rank), shards)
+            write_pt(actor / rank_file("optim", world, rank), extra.pop("optimizer"))
+            write_pt(actor / rank_file("extra_state", world, rank), extra)
+            if rank == 0:
+                write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": world})
+        except OSError as raised:
+            error = raised
+        if hf:
+            shapes = {name: shards[name].shape for name in sorted(shards)}
+            each = (whole(shards[name]) for name in shapes)
+            try:
+                if rank == 0 and error is None:
+                    write_stream(actor / "huggingface" / WEIGHTS, shapes, torch.float32, each)
+            except OSError as raised:
+                error = raised
+            for _ in each:  # the other ranks, or a full disk
+                pass
+        return error
+
+    def _load(self, actor: Path) -> Exception | None:
+        """This rank's part, and what went wrong."""
+        try:
+            saved = read(actor, self.ranks.rank)
+            if self.adapter is None:
+                saved.fill(dict(self.each_shard()))
+            self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer)})
+        except (OSError, ValueError) as error:
+            return error
+        return None
+
     def _share(self, batch: Batch) -> list[Batch | None]:
         """This rank's micro-batches, the largest first; None fills up to the most that any has."""
         shares = deal(batch, self.ranks.data_world, share_prefix=self._share_prefix)
@@ -225,7 +282,15 @@ class Fsdp2Backend:
     def _logprobs(
         self, root: Root, part: Batch, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """See `token_logprobs`."""
+        """See `token_logprobs`. Alike on ranks that share a sequence."""
+        if self._sequence is not None:
+            return root(
+                sliced_logprobs,
+                part,
+                self._sequence,
+                entropy=entropy,
+                share_prefix=self._share_prefix,
+            )
         return root(token_logprobs, part, entropy=entropy, share_prefix=self._share_prefix)
 
     def _gradient(self, part: Batch | None, loss: LossFunction, entropy: bool) -> Exception | None:

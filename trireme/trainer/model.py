@@ -94,14 +94,26 @@ def token_logprobs(
     device = next(model.parameters()).device
     layout = pack(batch, share_prefix=share_prefix).to(device)
     hidden = hidden_states(model, layout)
-    temperatures = batch.temperatures.to(device)
+    targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
+    return score_entries(model, hidden, layout.predecessors, targets, temperatures, entropy=entropy)
+
+
+def score_entries(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    predecessors: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `token_logprobs`; `predecessors` [M] are where the entries' tokens lie in `hidden`."""
     chunk = max(1, _LOGIT_NUMBERS // model.config.get_text_config().vocab_size)
-    targets = batch.targets.to(device)
     parts: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, batch.num_tokens, chunk):
+    for start in range(0, len(targets), chunk):
         at = slice(start, start + chunk)
-        inputs = (model, hidden, layout.predecessors[at], targets[at], temperatures[at], entropy)
-        if batch.num_tokens > chunk and torch.is_grad_enabled():
+        inputs = (model, hidden, predecessors[at], targets[at], temperatures[at], entropy)
+        if len(targets) > chunk and torch.is_grad_enabled():
             parts.append(checkpoint(_score, *inputs, use_reentrant=False))
         else:
             parts.append(_score(*inputs))

@@ -43,6 +43,15 @@ class Place:
             )
 
 
+@dataclass(frozen=True)
+class Sequence:
+    """The ranks that share a sequence, seen from one of them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
 class Ranks:
     """This process among the others; made by all of them at once."""
 
@@ -65,11 +74,11 @@ class Ranks:
         )
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.world,))
         # Neighbours share a sequence: their traffic is the heaviest.
-        self.sequence_group: dist.ProcessGroup | None = None
+        self.sequence: Sequence | None = None
         if place.sequence > 1:
             group, _ = dist.new_subgroups(place.sequence)
             assert isinstance(group, dist.ProcessGroup)
-            self.sequence_group = group
+            self.sequence = Sequence(group, self.sequence_rank, place.sequence)
 
     @property
     def data_rank(self) -> int:

@@ -7,7 +7,6 @@ rollout server has), `max_turns`, `loss_scale`, and further options of the sched
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +16,7 @@ from trireme.experience import Experience
 from trireme.model.conversation import experience_of, untrained
 from trireme.model.model import Model
 from trireme.model.recorder import Call
-from trireme.rewards.orm import Judge, Row
+from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.names import MULTI_TURNS
@@ -32,7 +31,7 @@ class ScheduledWorkflow:
     """See the module. One object serves all tasks."""
 
     def __init__(self) -> None:
-        self._judges: dict[tuple[int, str], Judge] = {}
+        self._judges = Judges()
 
     async def __call__(self, task: Task, model: Model) -> list[Experience]:
         """One trajectory, one experience a dialogue, without its reward."""
@@ -56,26 +55,16 @@ class ScheduledWorkflow:
         scale = task.workflow_args.get("loss_scale", "default")
         if scale not in ("default", "all", "last_round"):
             loss_scale.resolve(scale)
-        _judge(task)
+        judge_of(task.reward_fn, task.reward_fn_args)
 
-    async def judge(self, task: Task, experiences: Sequence[Experience]) -> None:
+    async def judge(
+        self, task: Task, experiences: Sequence[Experience], models: Sequence[Any] = ()
+    ) -> None:
         """Give each rollout of a task its reward; all rollouts are there, in run order.
 
         Outputs of a `run` that have a `request_id` of their own are judged by themselves.
         """
-        # what a reward holds open (a judge's connections) belongs to one event loop
-        key = id(asyncio.get_running_loop()), f"{task.reward_fn} {task.reward_fn_args}"
-        judge = self._judges.get(key) or self._judges.setdefault(key, _judge(task))
-        trajectories: dict[Any, list[Experience]] = {}
-        for experience in sorted(experiences, key=lambda e: (e.eid.run, e.eid.step)):
-            name = experience.eid.run, experience.info.get("request_id")
-            trajectories.setdefault(name, []).append(experience)
-        rewards, parts = await judge.rewards(task, [_as_row(own) for own in trajectories.values()])
-        for own, reward, found in zip(trajectories.values(), rewards, parts, strict=True):
-            for experience in own:
-                # a prompt that was too long keeps its reward of 0
-                experience.reward = reward if experience.reward is None else experience.reward
-                experience.metrics.update(found)
+        await reward_group(self._judges.of(task), task, experiences, models)
 
 
 multi_turn_scheduler = ScheduledWorkflow()
@@ -198,31 +187,3 @@ def _row(task: Task) -> dict[str, Any]:
     """The row, its truth as `solution` too, which schedulers ask for."""
     row = {name: value for name, value in task.raw_task.items() if value is not None}
     return row if task.truth is None else {"solution": task.truth, **row}
-
-
-def _judge(task: Task) -> Judge:
-    """The task's reward functions; an environment's own reward needs none."""
-    args = dict(task.reward_fn_args)
-    if "funcs" in args:
-        unknown = sorted(set(args) - {"funcs", "weights"})
-        if unknown:
-            raise ValueError(f"reward_fn_args has '{unknown[0]}': expected funcs and weights")
-        return Judge.of(args["funcs"], args.get("weights"))
-    return Judge.of([{"name": task.reward_fn, **args}] if task.reward_fn else [])
-
-
-def _as_row(own: Sequence[Experience]) -> Row:
-    """A trajectory as the rewards see it: its last dialogue, and all that it sampled."""
-    last = own[-1]
-    sampled = [
-        token for e in own if e.versions is not None for token in e.tokens[e.versions >= 0].tolist()
-    ]
-    return Row(
-        completion=str(last.info.get("completion") or ""),
-        messages=list(last.messages or []),
-        is_truncated=last.truncate_status is not None,
-        infos=dict(last.info.get("rollout_infos") or {}),
-        tokens=sampled,
-        request_id=str(last.info.get("request_id", "")),
-        parts=[{"messages": e.messages, "completion": e.info.get("completion")} for e in own],
-    )

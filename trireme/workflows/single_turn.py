@@ -5,10 +5,12 @@ Subclasses change `format_messages`, `default_reward`, `default_system_prompt` o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
+from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.names import REWARDS
 from trireme.rewards.reward import option_names, resolve, score
 from trireme.task import Task
@@ -29,7 +31,8 @@ THINK_BOXED = (
 class SimpleWorkflow(Workflow):
     """One prompt, one reply, judged by the task's reward."""
 
-    default_reward: str | None = None
+    default_reward: ClassVar[str | None] = None
+    judges: ClassVar[Judges] = Judges()
     default_system_prompt: str | None = None
 
     def __init__(
@@ -44,7 +47,9 @@ class SimpleWorkflow(Workflow):
         if self.system_prompt is None:
             self.system_prompt = self.default_system_prompt
         if not hasattr(type(self), "reward_fn"):  # a subclass may have a method of this name
-            self.reward_fn: Any = resolve(self.reward_name, self.reward_options())
+            self.reward_fn: Any = None
+            if not is_grouped(self.reward_name, task.reward_fn_args):
+                self.reward_fn = resolve(self.reward_name, self.reward_options())
 
     @property
     def reward_name(self) -> Any:
@@ -85,13 +90,34 @@ class SimpleWorkflow(Workflow):
         """Ask, and judge what comes."""
         experiences = await self.ask()
         for experience in experiences:
-            if experience.truncate_status == "prompt_truncated":
-                continue  # nothing was said
+            if experience.truncate_status == "prompt_truncated" or self.reward_fn is None:
+                continue  # nothing was said, or it is judged with its group
             answer = (self.reply_prefix or "") + (experience.response_text or "")
-            parts = await score(self.task, answer, self.reward_fn)
+            sampled = experience.tokens[experience.prompt_length :].tolist()
+            parts = await score(
+                self.task, answer, self.reward_fn, sampled, self.auxiliary_model_wrappers
+            )
             experience.reward = sum(parts.values())
             experience.metrics.update(parts)
         return experiences
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a reward that there is not."""
+        reward = task.reward_fn or cls.default_reward
+        if is_grouped(reward, task.reward_fn_args):
+            judge_of(reward, task.reward_fn_args)
+        elif not hasattr(cls, "reward_fn"):
+            resolve(reward, task.reward_fn_args)
+
+    @classmethod
+    async def judge(
+        cls, task: Task, experiences: Sequence[Experience], models: Sequence[Any]
+    ) -> None:
+        """Give all rollouts of a task their rewards, where they are given together."""
+        if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
+            found = cls.judges.of(task, cls.default_reward)
+            await reward_group(found, task, experiences, models)
 
 
 class MathWorkflow(SimpleWorkflow):
@@ -101,7 +127,7 @@ class MathWorkflow(SimpleWorkflow):
 
     def reset(self, task: Task) -> None:
         """Take a task."""
-        if task.reward_fn in (None, "math_reward"):
+        if task.reward_fn in (None, "math_reward", self.default_reward):
             self.default_system_prompt = THINK_ANSWER
         super().reset(task)
 
@@ -140,3 +166,34 @@ class MathBoxedWorkflow(SimpleWorkflow):
             f"User: {self.task_desc}\n{self.system_prompt}\nAssistant:{self.reply_prefix or ''}"
         )
         return await self.model.generate_async(prompt)
+
+
+class MathRmWorkflow(MathWorkflow):
+    """A mathematical question whose replies a model judges, one by one."""
+
+    default_reward = "judge"
+
+
+class MathRulerWorkflow(MathWorkflow):
+    """A mathematical question whose replies a model compares; the metric `gold_reward` is what
+    `math_reward` would have given.
+    """
+
+    default_reward = "ruler"
+
+    async def run(self) -> list[Experience]:
+        """Ask, and note what the replies are worth by the right answer."""
+        experiences = await super().run()
+        gold = resolve("math_reward")
+        assert gold is not None
+        for experience in experiences:
+            if self.truth is not None:
+                parts = await score(self.task, experience.response_text or "", gold)
+                experience.metrics["gold_reward"] = sum(parts.values())
+        return experiences
+
+
+class RubricJudgeWorkflow(SimpleWorkflow):
+    """One prompt, one reply, rated by a model that is given the row's criteria."""
+
+    default_reward = "rubric"

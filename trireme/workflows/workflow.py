@@ -50,8 +50,9 @@ class WorkflowSpec:
     """One call gives all n runs; each experience says by `eid.run` which it belongs to."""
     call: Callable[[Task, Any, int, int], Any]
     """`(task, model, repeat_times, run_id_base)` -> experiences; awaitable where not blocking."""
-    judge: Callable[[Task, list[Experience]], Awaitable[None]] | None = None
-    """Sets the rewards of all rollouts of a task together, when the last has ended."""
+    judge: Callable[[Task, list[Experience], Sequence[Any]], Awaitable[None]] | None = None
+    """Sets the rewards of all rollouts of a task together, when the last has ended; given the
+    auxiliary models."""
     examine: Callable[[Task], None] | None = None
     """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
 
@@ -160,4 +161,17 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
         found = getattr(make(task, model, times, run_id_base), method)()
         return check_experiences(found, name, runs(repeat_times, run_id_base))
 
-    return WorkflowSpec(name, not is_async, can_repeat, call=call if is_async else blocking)
+    return WorkflowSpec(
+        name,
+        not is_async,
+        can_repeat,
+        call=call if is_async else blocking,
+        judge=_class_method(cls, "judge"),
+        examine=_class_method(cls, "examine"),
+    )
+
+
+def _class_method(cls: type, name: str) -> Any:
+    """A class method of this name; a user's plain method that is called so is another thing."""
+    found = getattr(cls, name, None)
+    return found if inspect.ismethod(found) else None

@@ -23,8 +23,8 @@ class ExplorerInputConfig:
     """Workflow of tasksets that name none."""
     default_eval_workflow_type: str | None = None
     """Workflow of evaluation tasksets that name none."""
-    default_reward_fn_type: str | None = None
-    """Reward of tasksets that name none."""
+    default_reward_fn_type: str | list[Any] | None = None
+    """Reward of tasksets that name none: one, or a list."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class ExperienceBufferConfig:
     """Seconds without a word from a reader until what it took returns to the store (sql)."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     """Priority replay (queue, sql)."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a malformed row does: end the run before it begins, or be left out and counted."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     max_retry_times: int = number(3, at_least=0)

@@ -108,8 +108,8 @@ class TasksetConfig:
     """Columns."""
     default_workflow_type: str | None = None
     """Workflow of these tasks: a registered name or a path, `file:name`."""
-    default_reward_fn_type: str | None = None
-    """Reward of these tasks: a registered name or a path, `file:name`."""
+    default_reward_fn_type: str | list[Any] | None = None
+    """Reward of these tasks: a name or a path, `file:name`; or a list of them (docs/rewards.md)."""
     rollout_args: GenerationConfig = field(default_factory=GenerationConfig)
     """How rollouts sample."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +120,8 @@ class TasksetConfig:
     """Order of the tasks."""
     task_selector: DataSelectorConfig | None = None
     """Older name of `data_selector`; used where it is given."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a malformed row does: end the run before it begins, or be left out and counted."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     repeat_times: int = number(1, at_least=1)

@@ -71,7 +71,8 @@ class RolloutModelConfig:
     base_port: int | None = number(None, at_least=1, at_most=65535)
     """First port of engine servers."""
     base_urls: list[str] = field(default_factory=list)
-    """Rollout servers of `engine_type: remote`, started with `trireme rollout`."""
+    """Rollout servers of `engine_type: remote`, started with `trireme rollout`; an auxiliary model
+    of `engine_type: external`: the OpenAI API that has it."""
     api_key: str | None = None
     """Key of a remote engine, and of `mode: serve`."""
 
@@ -131,7 +132,7 @@ class ExplorerConfig:
     rollout_model: RolloutModelConfig = field(default_factory=RolloutModelConfig)
     """The engine."""
     auxiliary_models: list[RolloutModelConfig] = field(default_factory=list)
-    """Further models that workflows may ask: judges, teachers."""
+    """Further models that workflows and rewards may ask: judges, teachers (docs/rewards.md)."""
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
     """Go on without the slowest."""
     dynamic_timeout: DynamicTimeoutConfig = field(default_factory=DynamicTimeoutConfig)

@@ -17,7 +17,7 @@ class TrainerConfig:
     trainer_type: Literal["torch", "verl", "verl_legacy", "tinker"] = "verl"
     """Whose backend; torch and verl both name this program's own."""
     trainer_strategy: Literal["fsdp", "fsdp2", "megatron"] = "fsdp"
-    """How weights are spread over GPUs; one process spreads nothing."""
+    """How weights are spread over ranks: always by FSDP2; one process spreads nothing."""
     save_interval: int = number(0, at_least=0)
     """Train steps between checkpoints; 0 saves at the end only."""
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
@@ -39,7 +39,7 @@ class TrainerConfig:
     max_token_len_per_gpu: int | None = number(None, at_least=1)
     """Tokens of a micro-batch; not given: twice `max_model_len`."""
     ulysses_sequence_parallel_size: int = number(1, at_least=1)
-    """GPUs that share one sequence."""
+    """Ranks that share one sequence; a divisor of the attention heads and of the ranks."""
     fix_actor_microbatch_loss_scale: bool = False
     """Normalise losses over the whole batch; always so here."""
     enable_gradient_checkpointing: bool = False

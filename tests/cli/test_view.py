@@ -1,0 +1,85 @@
+"""`trireme view` shows what is trained: by brackets without colour, by styles with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.tiny import make_model
+from trireme.buffer.record import Record
+from trireme.cli.view import Sample, _coloured, view
+from trireme.experience import EID, Experience
+
+CHAT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2", "weight": 0.5},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def config(folder: Path, algorithm: str, row: dict[str, Any]) -> Path:
+    data = folder / "data.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    values = {
+        "mode": "train",
+        "checkpoint_root_dir": str(folder / "checkpoints"),
+        "algorithm": {"algorithm_type": algorithm},
+        "model": {"model_path": str(make_model(folder / "model")), "max_model_len": 128},
+        "buffer": {
+            "train_batch_size": 1,
+            "trainer_input": {"experience_buffer": {"path": str(data)}},
+        },
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    # the tokenizer is all that is read
+    (folder / "model" / "model.safetensors").write_bytes(b"no weights")
+    return path
+
+
+def test_rows_of_an_sft_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view(config(tmp_path, "sft", {"messages": CHAT}), None, color=False) == 0
+    assert capsys.readouterr().out == (
+        "--- row 0: 51 tokens, 4 trained\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[[2<|im_end|>]](x0.5)\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]\n"
+    )
+
+
+def test_stored_experiences_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(tmp_path / "model")
+    url = f"sqlite:///{tmp_path}/x.db"
+    record = Record(database=url, lines=tmp_path / "x.jsonl")
+    e = Experience([20, 21, 22], mask=[False, True, False], eid=EID(3, 1, 2), reward=0.5)
+    e.prompt_text, e.response_text = "ask", "reply"
+    record._write([e])
+    record.close()
+    assert view(None, url, tokenizer=str(model), color=False) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--- 3/1/2/0, reward 0.5, model version -1: 3 tokens, 1 trained")
+    assert out.count("[[") == 1
+    for place in (str(tmp_path / "x.db"), str(tmp_path / "x.jsonl")):
+        assert view(None, place, color=False) == 0
+        assert "ask[[reply]]" in capsys.readouterr().out
+    assert view(None, url, table="other", color=False) == 1
+    assert "has no table 'other': it has experiences" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert view(None, None) == 1
+    assert "view needs --config (a run), or --url" in capsys.readouterr().err
+    assert view(None, str(tmp_path / "none.db")) == 1
+    assert "none.db: has the run stored experiences yet?" in capsys.readouterr().err
+
+
+def test_weights_and_masks_have_colours_of_their_own() -> None:
+    parts = [("<s>", 0.0, True), ("ask", 0.0, False), ("reply", 1.0, False), ("more", 0.5, False)]
+    text = _coloured(Sample("x", parts))
+    assert text.plain == "<s>askreplymore(x0.5)"
+    styles = {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
+    assert styles == {"<s>": "dim", "reply": "green", "more": "yellow", "(x0.5)": "yellow italic"}

@@ -1,0 +1,130 @@
+"""Several rewards weighted, and rewards of whole groups, for workflows of one reply."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from trireme.experience import EID, Experience
+from trireme.rewards.grouped import is_grouped, judge_of
+from trireme.rewards.orm import ORM
+from trireme.rewards.reward import reward
+from trireme.task import Task
+from trireme.workflows.single_turn import MathRulerWorkflow, SimpleWorkflow
+from trireme.workflows.workflow import resolve
+
+
+def brief(task: Task, answer: str, *, most: int = 10) -> float:
+    """1 for a brief answer."""
+    return float(len(answer) <= most)
+
+
+class Longest(ORM):
+    """1 for the longest completion of the group."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        most = max(map(len, completions))
+        return [float(len(text) == most) for text in completions]
+
+
+def replies(*texts: str) -> list[Experience]:
+    return [
+        Experience([1, 2, 3], prompt_length=1, eid=EID(1, 0, run), response_text=text)
+        for run, text in enumerate(texts)
+    ]
+
+
+def judged(task: Task, *texts: str) -> list[Experience]:
+    found = replies(*texts)
+    spec = resolve(task.workflow)
+    assert spec.judge is not None and spec.examine is not None
+    spec.examine(task)
+    judge: Any = spec.judge(task, found, [])
+    asyncio.run(judge)
+    return found
+
+
+def task(reward: Any, **options: Any) -> Task:
+    row = {"prompt": "6 x 7?", "response": "42"}
+    return Task(row, workflow="simple_workflow", reward_fn=reward, **options)
+
+
+def test_several_rewards_are_summed_by_their_weights_and_logged_one_by_one() -> None:
+    rewards = [
+        {"name": "math_reward", "weight": 2.0, "format_score_coef": 0.5},
+        {"name": f"{__name__}:brief", "most": 4, "weight": -1},
+        f"{__name__}:Longest",
+    ]
+    right, wrong = judged(task(rewards), "it is 42", "41")
+    assert right.reward == 2.0 * (1 - 0.5) - 0 + 1 and wrong.reward == 2.0 * -0.5 - 1 + 0
+    assert right.metrics == {
+        "accuracy": 1.0,
+        "format_score": -0.5,
+        "brief": 0.0,
+        "rewards/math_reward": 0.5,
+        f"rewards/{__name__}:brief": 0.0,
+        f"rewards/{__name__}:Longest": 1.0,
+    }
+
+
+def test_the_same_by_reward_fn_args() -> None:
+    args = {"funcs": ["accuracy_reward", "repetition"], "weights": [0.5, 1.0]}
+    (right,) = judged(task(None, reward_fn_args=args), "42")
+    assert right.reward == 0.5
+
+
+def test_a_reward_of_groups_alone_takes_its_options_from_reward_fn_args() -> None:
+    args = {"n_grams": 1, "max_penalty": -2.0}
+    (found,) = judged(task("repetition", reward_fn_args=args), "no no no no")
+    assert found.reward == -1.5
+
+
+def test_a_reward_of_one_answer_is_not_grouped() -> None:
+    assert not is_grouped("math_reward", {}) and not is_grouped(None, {})
+    assert not is_grouped(brief, {}) and is_grouped(Longest, {}) and is_grouped("ruler", {})
+    (found,) = judged(task("math_reward"), "42")
+    assert found.reward is None  # the workflow itself gives it
+
+
+def test_what_cannot_be_is_named() -> None:
+    for given, says in [
+        ([{"name": "math_reward", "weight": "much"}], "weight of reward 'math_reward' is 'much'"),
+        ([{"weight": 1}], "expected a `name` in it"),
+        (["math_rewrd"], "unknown reward function 'math_rewrd'; did you mean 'math_reward'"),
+        ([{"name": "math_reward", "coef": 1}], "reward 'math_reward' has no option 'coef'"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            judge_of(given, {})
+    with pytest.raises(ValueError, match="each has its own options"):
+        judge_of(["math_reward"], {"x": 1})
+
+
+def test_a_users_plain_method_called_judge_is_left_alone() -> None:
+    class Own(SimpleWorkflow):
+        def judge(self, text: str) -> float:
+            return 1.0
+
+    assert resolve(Own).judge is None
+
+
+def test_a_reward_may_ask_for_the_sampled_ids_and_the_auxiliary_models() -> None:
+    seen: list[Any] = []
+
+    @reward("sees_all")
+    def sees_all(task: Task, answer: str, *, response_token: Any, auxiliary_models: Any) -> float:
+        seen.append((response_token, auxiliary_models))
+        return 0.0
+
+    found = replies("a")
+    found[0].versions = (found[0].tokens > 1).int() - 1
+    asyncio.run(SimpleWorkflow.judge(task(["sees_all"]), found, ["model"]))
+    assert seen == [([2, 3], ["model"])]
+
+
+def test_the_spec_s_names_resolve() -> None:
+    for name in ("math_rm_workflow", "math_ruler_workflow", "rubric_judge_workflow"):
+        resolve(name)
+        assert resolve(name).judge is not None
+    assert MathRulerWorkflow.default_reward == "ruler"

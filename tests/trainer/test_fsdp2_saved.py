@@ -1,0 +1,137 @@
+"""Fsdp2 checkpoints: the seed's files, exact resumes, and any number of ranks reads any other's."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.tiny import make_model
+from tests.trainer.ranks import run
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.recipes import get_recipe
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.resume import load_checkpoint
+from trireme.checkpoint.save import save_checkpoint
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.lora import Lora
+from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.step import train_step
+
+RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
+
+
+def _make(kind: type, path: Path, lora: bool, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(
+        path, optimizer=Settings(), max_token_len=60, lora=Lora(rank=4) if lora else None, **more
+    )
+
+
+def _train(backend: Any, steps: range) -> dict[str, Tensor]:
+    """The weights after these steps."""
+    for number in steps:
+        train_step(backend, RECIPE, experiences(number), version=0)
+    return {name: tensor.clone() for name, tensor in backend.each_weight()}
+
+
+def _save(backend: Any, job: Path, path: Path) -> None:
+    save_checkpoint(
+        JobFolder(job), 2, save=partial(backend.save, hf=True), run_state={}, model_dir=path
+    )
+
+
+def _interrupted(place: Place, path: Path, job: Path, lora: bool) -> list[dict[str, Tensor]]:
+    """The weights after four steps: of one run, and of one that goes on after two."""
+    ranks = Ranks(place)
+    backend = _make(Fsdp2Backend, path, lora, ranks=ranks)
+    _train(backend, range(2))
+    if place.rank == 0:  # as under a leader: the others only write into the folder that it made
+        _save(_Announced(backend), job, path)
+    else:
+        backend.save(Path(ranks.gather(None)[0]), hf=True)
+    whole = _train(backend, range(2, 4))
+    resumed = _make(Fsdp2Backend, path, lora, ranks=ranks)
+    resumed.load(job / "global_step_2" / "actor")
+    out = [whole, _train(resumed, range(2, 4))]
+    ranks.close()
+    return out
+
+
+class _Announced:
+    """Tells the other ranks where the temporary folder is, which orders do in a run."""
+
+    def __init__(self, backend: Fsdp2Backend) -> None:
+        self._backend = backend
+
+    def save(self, actor: Path, *, hf: bool) -> None:
+        self._backend.ranks.gather(str(actor))
+        self._backend.save(actor, hf=hf)
+
+
+def _goes_on(place: Place, path: Path, jobs: list[Path], lora: bool) -> list[dict[str, Tensor]]:
+    """The weights after step 4 of each job, whoever wrote step 2."""
+    ranks = Ranks(place)
+    out = []
+    for job in jobs:
+        backend = _make(Fsdp2Backend, path, lora, ranks=ranks)
+        backend.load(job / "global_step_2" / "actor")
+        out.append(_train(backend, range(2, 4)))
+    ranks.close()
+    return out
+
+
+def _close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(got) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.allclose(got[name], tensor, atol=1e-6), name
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
+    job, own = tmp_path / "job", tmp_path / "own"
+    whole, resumed = run(_interrupted, tmp_path / "two", tiny_dir, job, lora)[0]
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+    actor = job / "global_step_2" / "actor"
+    shards = {
+        f"{kind}_world_size_2_rank_{r}.pt"
+        for kind in ("model", "optim", "extra_state")
+        for r in (0, 1)
+    }
+    files = {p.name for p in actor.iterdir()}
+    assert files == shards | {"fsdp_config.json", "huggingface"}
+    assert json.loads((actor / "fsdp_config.json").read_text())["world_size"] == 2
+    assert (actor / "huggingface" / "config.json").exists()
+    manifest = json.loads((job / "global_step_2" / "manifest.json").read_text())
+    assert {f"actor/{name}" for name in shards} < set(manifest["files"])
+    loaded = load_checkpoint(JobFolder(job))
+    assert loaded is not None and loaded.actor == actor
+
+    alone = _make(TorchBackend, tiny_dir, lora)
+    alone.load(actor)
+    _save(alone, own, tiny_dir)
+    name = Path("global_step_2", "actor", "huggingface", "model.safetensors")
+    if lora:  # merged by rows, or at once
+        _close(load_file(job / name), load_file(own / name))
+    else:
+        assert (job / name).read_bytes() == (own / name).read_bytes()
+    _close(_train(alone, range(2, 4)), whole)
+    for got in run(_goes_on, tmp_path / "three", tiny_dir, [job, own], lora, world=3)[0]:
+        _close(got, whole)
+
+
+def test_the_files_of_another_model_are_refused(tiny_dir, tmp_path):
+    other = make_model(tmp_path / "other", layers=1)
+    backend = _make(TorchBackend, other, False)
+    _save(backend, tmp_path / "job", other)
+    with pytest.raises(ValueError, match="is of another model: 11 tensors differ"):
+        _make(TorchBackend, tiny_dir, False).load(tmp_path / "job" / "global_step_2" / "actor")

@@ -1,0 +1,97 @@
+"""Saved: what a trainer of any number of ranks wrote, for a trainer of any other number.
+
+Files are mapped, not read: each rank takes the rows that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trireme.checkpoint.layout import WEIGHTS, rank_file, world_of
+from trireme.checkpoint.shards import FileRows, Pieces, Rows, assign, like
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A policy's files."""
+
+    actor: Path
+    weights: Mapping[str, Tensor | Rows]
+    """By Hugging Face names."""
+    optimizer: dict[str, Any]
+    """As `Optimizer.state_dict` gives it, with Rows in place of tensors that were sharded."""
+    extra: dict[str, Any]
+    """Schedule, random state and LoRA adapter of one rank."""
+
+    def fill(self, own: Mapping[str, Tensor]) -> None:
+        """Give the trained weights, or this rank's part of them, what was saved.
+
+        Raises ValueError where the names are those of another model.
+        """
+        odd = sorted(set(self.weights) ^ set(own))
+        if odd:
+            raise ValueError(
+                f"{self.actor} is of another model: {len(odd)} tensors differ, {odd[0]} first"
+            )
+        for name, tensor in own.items():
+            assign(tensor, self.weights[name])
+
+    def optimizer_for(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state, sharded as its parameters are."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {
+                key: like(value, parameters[index]) if isinstance(value, Tensor | Pieces) else value
+                for key, value in held.items()
+            }
+            for index, held in self.optimizer["state"].items()
+        }
+        return {"state": state, "param_groups": self.optimizer["param_groups"]}
+
+
+def read(actor: Path, rank: int = 0) -> Saved:
+    """The files in `actor`; `rank` is whose random state is wanted."""
+    world = world_of(actor)
+    optimizers = [_load(actor / rank_file("optim", world, r)) for r in range(world)]
+    own = rank if rank < world else 0
+    state = {
+        index: {key: _joined([o["state"][index][key] for o in optimizers]) for key in held}
+        for index, held in optimizers[0]["state"].items()
+    }
+    return Saved(
+        actor,
+        _weights(actor, world),
+        {"state": state, "param_groups": optimizers[0]["param_groups"]},
+        _load(actor / rank_file("extra_state", world, own)),
+    )
+
+
+def _weights(actor: Path, world: int) -> dict[str, Tensor | Rows]:
+    if (actor / rank_file("model", world, 0)).exists():
+        models = [_load(actor / rank_file("model", world, r)) for r in range(world)]
+        return {name: _joined([model[name] for model in models]) for name in models[0]}
+    folders = (actor, actor / "huggingface")  # the second too where `convert` moved them there
+    path = next((f / WEIGHTS for f in folders if (f / WEIGHTS).exists()), None)
+    if path is None:
+        raise ValueError(f"{actor} holds no weights: neither {WEIGHTS} nor model_world_size_*.pt")
+    file: Any = safe_open(path, framework="pt")
+    return {name: FileRows(file, name) for name in file.keys()}  # noqa: SIM118
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """What the files of all ranks hold under one name: sharded, or alike in all of them."""
+    if isinstance(parts[0], DTensor):
+        return Pieces(tuple(part.to_local() for part in parts))
+    return parts[0]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

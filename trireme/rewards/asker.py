@@ -1,0 +1,129 @@
+"""Asker: one question to a judging model, with retries, a time-out, and a cache of its answers.
+
+The model is one of `explorer.auxiliary_models`, or any behind an OpenAI-compatible endpoint. Equal
+questions are asked once: at one time, and as long as the cache lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trireme.files import write_json
+
+Messages = list[dict[str, str]]
+_REMEMBERED = 20_000
+"""Answers that a cache in memory holds."""
+
+
+class Asker:
+    """Asks a judging model. One event loop's."""
+
+    def __init__(
+        self,
+        *,
+        base_url: str | None = None,
+        model: str | None = None,
+        api_key: str = "EMPTY",
+        auxiliary: int = 0,
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
+        concurrency: int = 16,
+        timeout: float = 120.0,
+        max_retries: int = 3,
+        cache: str | None = "memory",
+    ) -> None:
+        """With `base_url` and `model` an endpoint, else the auxiliary model of that number.
+
+        `timeout` is of one attempt, in seconds. `cache`: memory, a folder, or None for none.
+        Raises ValueError where only one of `base_url` and `model` is given.
+        """
+        if (base_url is None) != (model is None):
+            raise ValueError("a judge by base_url needs the name of its model too, and neither "
+                             "where it is one of explorer.auxiliary_models")  # fmt: skip
+        self._url, self._model, self._api_key = base_url, model, api_key
+        self._auxiliary = auxiliary
+        self._options: dict[str, Any] = {"temperature": temperature}
+        if max_tokens is not None:
+            self._options["max_tokens"] = max_tokens
+        self._timeout, self._retries = timeout, max_retries
+        self._room = asyncio.Semaphore(concurrency)
+        self._folder = Path(cache) if cache not in (None, "memory") else None
+        self._remembers = cache == "memory"
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._asked: dict[str, asyncio.Task[str]] = {}
+        self._client: Any = None
+
+    async def ask(self, messages: Messages, models: Sequence[Any] = ()) -> str:
+        """The answer, without what the model thought first.
+
+        Raises RuntimeError, naming the model, where it gives none.
+        """
+        client = self._client_of(models)
+        text = json.dumps([self._url, client.model_path, messages, self._options], sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if (known := self._recall(key)) is not None:
+            return known
+        if key not in self._asked:
+            self._asked[key] = asyncio.ensure_future(self._answer(client, messages))
+            self._asked[key].add_done_callback(lambda _: self._asked.pop(key, None))
+        # another who waits for the same answer must not lose it with this one
+        answer = await asyncio.shield(self._asked[key])
+        self._remember(key, answer)
+        return answer
+
+    async def _answer(self, client: Any, messages: Messages) -> str:
+        where = f"the judge {client.model_path}" + (f" at {self._url}" if self._url else "")
+        most = (self._timeout + 10) * (self._retries + 1)  # the client's own pauses included
+        request = client.with_options(timeout=self._timeout, max_retries=self._retries)
+        async with self._room:
+            call = request.chat.completions.create(
+                model=client.model_path, messages=messages, **self._options
+            )
+            try:
+                reply = await asyncio.wait_for(call, most)
+            except asyncio.TimeoutError:
+                raise RuntimeError(f"{where} gave no answer in {most:g} s") from None
+            except Exception as error:  # a client has many kinds; the caller needs to know whose
+                raise RuntimeError(f"{where} gave no answer: {error}") from error
+        text = reply.choices[0].message.content or ""
+        return text.rpartition("</think>")[2].strip()
+
+    def _client_of(self, models: Sequence[Any]) -> Any:
+        if self._url is not None:
+            if self._client is None:
+                import openai
+
+                self._client = openai.AsyncOpenAI(base_url=self._url, api_key=self._api_key)
+                self._client.model_path = self._model
+            return self._client
+        if self._auxiliary >= len(models):
+            raise ValueError(
+                f"a judge asks auxiliary model {self._auxiliary}, and explorer.auxiliary_models "
+                f"has {len(models)}: add it, or give the judge base_url and model"
+            )
+        return models[self._auxiliary].get_openai_async_client()
+
+    def _recall(self, key: str) -> str | None:
+        if self._folder is not None and (path := self._place(key)).exists():
+            return str(json.loads(path.read_text(encoding="utf-8"))["answer"])
+        return self._known.get(key)
+
+    def _remember(self, key: str, answer: str) -> None:
+        if self._folder is not None:
+            path = self._place(key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"answer": answer})
+        elif self._remembers:
+            self._known[key] = answer
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+
+    def _place(self, key: str) -> Path:
+        assert self._folder is not None
+        return self._folder / key[:2] / f"{key}.json"

@@ -1,0 +1,171 @@
+"""Ulysses: several ranks share one micro-batch, each a slice of its tokens (arXiv:2309.14509).
+
+Everything but attention sees a rank's own slice of the flat tokens. Around attention an all-to-all
+trades slices of tokens for slices of heads: there a rank sees all tokens of its heads, so that the
+packed layout, shared prefixes included, is computed as in one process.
+
+Invariants:
+- ranks of a group get the same micro-batch and call the same collectives, in the backward pass too;
+- each entry's log-probability is computed by one rank, whose slice holds its predecessor; all ranks
+  get all of them and compute the same loss, of which each takes back its own entries' gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from trireme.batch import Batch
+from trireme.trainer.attention import packed_attention
+from trireme.trainer.model import score_entries
+from trireme.trainer.pack import Layout, pack
+from trireme.trainer.ranks import Sequence
+
+NAME = "trireme_ulysses"
+
+
+def switch(model: PreTrainedModel, sequence: Sequence) -> None:
+    """Have a model attend over several ranks. Raises ValueError where its heads forbid it."""
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % sequence.size:
+        raise ValueError(
+            f"trainer.ulysses_sequence_parallel_size is {sequence.size}: expected a divisor of the "
+            f"model's {heads} attention heads"
+        )
+    AttentionInterface.register(NAME, ulysses_attention)
+    model.set_attn_implementation(NAME)
+
+
+def sliced_logprobs(
+    model: PreTrainedModel,
+    batch: Batch,
+    sequence: Sequence,
+    *,
+    entropy: bool = False,
+    share_prefix: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """See `token_logprobs`: the same numbers on every rank of the group."""
+    device = next(model.parameters()).device
+    layout = pack(batch, share_prefix=share_prefix).to(device)
+    length = -(-len(layout.tokens) // sequence.size)
+    padding = length * sequence.size - len(layout.tokens)
+    begin = sequence.rank * length
+    own = slice(begin, begin + length)
+    hidden = model.base_model(
+        input_ids=F.pad(layout.tokens, (0, padding))[None, own],
+        position_ids=F.pad(layout.positions, (0, padding))[None, own],
+        use_cache=False,
+        packed=layout,
+        sequence=sequence,
+    ).last_hidden_state[0]
+    owners = layout.predecessors // length
+    mine = (owners == sequence.rank).nonzero().squeeze(1)
+    # A rank without an entry computes one for nothing: the head needs a gradient on every rank.
+    chosen = mine if len(mine) else mine.new_zeros(1)
+    logprobs, entropies = score_entries(
+        model,
+        hidden,
+        (layout.predecessors[chosen] - begin).clamp(0, length - 1),
+        batch.targets.to(device)[chosen],
+        batch.temperatures.to(device)[chosen],
+        entropy=entropy,
+    )
+    place = owners.argsort(stable=True)
+    counts = owners.bincount(minlength=sequence.size).tolist()
+
+    def everywhere(values: Tensor) -> Tensor:
+        gathered = _Gather.apply(values[: len(mine)], counts, sequence)
+        return torch.empty_like(gathered).index_copy(0, place, gathered)
+
+    return everywhere(logprobs), None if entropies is None else everywhere(entropies)
+
+
+def ulysses_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence: Sequence,
+    packed: Layout,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T/s, D], key, value [1, Hkv, T/s, D] of a slice -> ([1, T/s, H, D], None)."""
+    repeats = head_repeats(query.shape[1], key.shape[1], sequence.size)
+    num_tokens = len(packed.tokens)
+
+    def whole(x: Tensor) -> Tensor:
+        # The padding behind the last token attends to nothing.
+        return _exchange(x, sequence)[:, :, :num_tokens]
+
+    key, value = _repeat(key, repeats), _repeat(value, repeats)
+    out, _ = packed_attention(
+        module, whole(query), whole(key), whole(value), attention_mask, packed=packed, **extras
+    )
+    out = F.pad(out, (0, 0, 0, 0, 0, query.shape[2] * sequence.size - num_tokens))
+    # Back with the roles of tokens and heads exchanged.
+    return _exchange(out, sequence), None
+
+
+def head_repeats(heads: int, key_heads: int, size: int) -> int:
+    """How often each key-value head is repeated, so that every rank gets whole heads."""
+    group = heads // key_heads
+    return next(r for r in range(1, group + 1) if group % r == 0 and key_heads * r % size == 0)
+
+
+def _repeat(x: Tensor, times: int) -> Tensor:
+    return x.repeat_interleave(times, dim=1) if times > 1 else x
+
+
+def _exchange(x: Tensor, sequence: Sequence) -> Tensor:
+    """[1, A, B/s, D] -> [1, A/s, B, D]: all of the second, of one part of the first."""
+    return _Exchange.apply(x, sequence)
+
+
+class _Exchange(torch.autograd.Function):
+    """The all-to-all, and in the backward pass its reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+        """See `_exchange`."""
+        ctx.sequence = sequence
+        return _swap(x, sequence)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """[1, A/s, B, D] -> [1, A, B/s, D], which is the same with A and B exchanged."""
+        back = _swap(gradient.transpose(1, 2), ctx.sequence)
+        return back.transpose(1, 2), None
+
+
+def _swap(x: Tensor, sequence: Sequence) -> Tensor:
+    _, first, second, depth = x.shape
+    sent = x[0].reshape(sequence.size, first // sequence.size, second, depth).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=sequence.group)
+    return received.transpose(0, 1).reshape(1, first // sequence.size, -1, depth)
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank's values end to end; their gradient is the same on all, and each takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: list[int], sequence: Sequence) -> Tensor:
+        """own [counts[rank]] -> [sum of counts]."""
+        ctx.counts, ctx.rank = counts, sequence.rank
+        longest = max(counts)
+        rows = [own.new_empty(longest) for _ in counts]
+        padded = F.pad(own.detach(), (0, longest - len(own))).contiguous()
+        dist.all_gather(rows, padded, group=sequence.group)
+        return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """The part of this rank."""
+        return gradient.split(ctx.counts)[ctx.rank], None, None
