@@ -33,7 +33,7 @@ demo-cluster: setup $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m trireme.demo.prepare
 	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/trireme run \
 	    --config examples/grpo_arithmetic/arithmetic.yaml name=cluster \
-	    cluster.launcher=ray cluster.node_num=1 cluster.gpu_per_node=3 \
+	    cluster.launcher=ray cluster.ray_address=local cluster.node_num=1 cluster.gpu_per_node=3 \
 	    explorer.rollout_model.engine_type=vllm synchronizer.sync_method=nccl \
 	    trainer.trainer_strategy=fsdp2
 
