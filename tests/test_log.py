@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trireme.log import PARTS, get_logger, part_of, setup_logging, write_failure
+from trireme.log import (
+    PARTS,
+    get_logger,
+    hide_passwords,
+    part_of,
+    setup_logging,
+    write_failure,
+)
 
 
 def test_each_part_writes_its_own_file(tmp_path: Path) -> None:
@@ -91,3 +98,11 @@ def test_the_traceback_of_a_failed_run_is_kept(tmp_path: Path) -> None:
 def test_a_failure_in_a_folder_that_cannot_be_written_has_no_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a file where the folder should be")
     assert write_failure(tmp_path / "log", RuntimeError("x")) is None
+
+
+def test_an_address_without_a_user_keeps_its_port() -> None:
+    told = "the rollout server http://127.0.0.1:8000 is gone"
+    assert hide_passwords(told) == told
+    assert (
+        hide_passwords("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
+    )

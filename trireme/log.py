@@ -32,7 +32,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN_REPEATS = 3
 
-_PASSWORD = re.compile(r"(\w://[^\s:/@?]*:|[?&]password=)[^\s@&'\"]+")
+_PASSWORD = re.compile(r"(\w://[^\s:/@?]*:(?=[^\s@'\"]+@)|[?&]password=)[^\s@&'\"]+")
 
 # Modules that log under their own name, `trireme.<package>…`: the part each package belongs to.
 _PART_OF_PACKAGE = {
