@@ -135,9 +135,9 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
     _check_heads(stage, gpus)
     if not gpus:
         stage.notes.append(
-            f"{prefix}: on a CPU it runs eagerly and keeps 1 GiB of keys and values "
-            f"(extra_engine_args.kv_cache_memory_bytes), whatever enforce_eager and "
-            f"gpu_memory_utilization say"
+            f"{prefix}: on a CPU it runs eagerly, prefills in one go and keeps 1 GiB of keys and "
+            f"values (extra_engine_args.kv_cache_memory_bytes), whatever enforce_eager, "
+            f"enable_chunked_prefill and gpu_memory_utilization say"
         )
     return found
 

@@ -170,3 +170,19 @@ def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> No
         run(host, main)
     finally:
         asyncio.run(stop_all([host]))
+
+
+def test_more_prompts_at_once_than_a_step_takes_are_sampled(
+    served: tuple[Path, EngineHost],
+) -> None:
+    """A prompt cut in two would have its random stream rewound, which a CPU's cannot be."""
+
+    async def main(engine: RemoteEngine) -> None:
+        prompts = [[2 + (3 * row + place) % 50 for place in range(400)] for row in range(40)]
+        sampling = Sampling(max_tokens=2, ignore_eos=True)
+        made = await asyncio.gather(
+            *(engine.generate(ids, sampling, key=(0, row)) for row, ids in enumerate(prompts))
+        )
+        assert [len(completions[0].ids) for completions in made] == [2] * len(prompts)
+
+    run(served[1], main)

@@ -23,13 +23,18 @@ def arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs. `options`: keys of the YAML's `rollout_model`.
 
-    On a CPU vLLM runs eagerly: compiling takes longer than most runs there.
+    On a CPU vLLM runs eagerly, since compiling takes longer than most runs there, and without
+    chunked prefill, which would rewind random streams that cannot be rewound there.
     """
     given = dict(options)
     extra = given.pop("extra_engine_args", None) or {}
     if on_cpu:
         given.pop("gpu_memory_utilization", None)
-        given |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        given |= {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+        }
     return {
         "model": model,
         "max_model_len": max_model_len + 1,  # a row of full length is scored by one token more
