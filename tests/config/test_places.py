@@ -100,3 +100,9 @@ def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, ma
         plan_of(tmp_path, "cluster.launcher=ray")
     machine(4)
     assert plan_of(tmp_path, "cluster.gpu_per_node=4").launcher == "local"
+
+
+def test_megatron_is_said_to_be_fsdp2(tmp_path):
+    overrides = ("cluster.launcher=ray", "cluster.gpu_per_node=3")
+    plan = plan_of(tmp_path, *overrides, "trainer.trainer_strategy=megatron")
+    assert any(note.endswith("FSDP2 shards the model in its place") for note in plan.notes)

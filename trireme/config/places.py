@@ -82,6 +82,10 @@ def note_places(stage: Stage, places: Places, present: int) -> None:
                 f"cluster: this machine has no GPU, so each of the {asked} places is a CPU process "
                 f"with one thread"
             )
+        if stage.config.trainer.trainer_strategy == "megatron" and places.trainer_ranks > 1:
+            stage.notes.append(
+                "trainer.trainer_strategy (megatron): FSDP2 shards the model in its place"
+            )
     elif asked or nodes > 1:
         here = "on one GPU, which explorer and trainer share" if present else "on the CPU"
         wanted = f"{asked} GPUs" if asked else f"{nodes} nodes"

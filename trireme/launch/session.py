@@ -22,10 +22,10 @@ from trireme.config import Plan
 from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
+from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.torch.engine import end_tokens
 from trireme.explorer.explorer import Explorer
 from trireme.launch import parts
 from trireme.launch.auxiliary import (
@@ -242,7 +242,7 @@ class Session(AbstractContextManager["Session"]):
         """The store between the two, where the checkpoint left it."""
         if self.elsewhere.buffer is not None:
             return self.elsewhere.buffer
-        ends = end_tokens(self.backend.module, self.text.tokenizer) if self._reads_file else ()
+        ends = end_tokens_of(self.model_path, self.text.tokenizer) if self._reads_file else ()
         buffer, record = parts.make_buffer(
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
@@ -258,7 +258,7 @@ class Session(AbstractContextManager["Session"]):
         given = self.plan.config.buffer.trainer_input.auxiliary_buffers
         out: dict[str, Buffer] = {}
         for name, config in given.items():
-            ends = end_tokens(self.backend.module, self.text.tokenizer)
+            ends = end_tokens_of(self.model_path, self.text.tokenizer)
             out[name] = parts.make_file_buffer(self.plan, config, self.text, ends, endless=True)
             if self.resumed is not None:
                 out[name].load_state(self.resumed.run_state["auxiliary"][name])

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.device import Device
+from trireme.engines.ends import end_tokens
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.fingerprint import fingerprint
 from trireme.engines.gate import Gate
@@ -309,14 +310,3 @@ class TorchEngine:
         )
         error.__cause__ = self._failure
         return error
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """End-of-sequence ids of the generation configuration, the model's and the tokenizer's."""
-    found: set[int] = set()
-    generation = getattr(model, "generation_config", None)
-    for owner in (generation, model.config, tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            found.update(ids if isinstance(ids, list | tuple) else [ids])
-    return found

@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, make_requests
-from trireme.engines.torch.engine import end_tokens
 from trireme.engines.vllm.options import arguments
 from trireme.engines.weight_group import Meeting
 
@@ -64,7 +63,7 @@ class VllmEngine:
         self._seed = seed
         self._keep_kv = keep_kv
         self._names = tensor_names(model)
-        self._ends = _ends(model, tokenizer)
+        self._ends = end_tokens_of(model, tokenizer)
         self._rows: dict[asyncio.Future[Completion], Request] = {}
         self._count = itertools.count()
         self._version = 0
@@ -400,13 +399,3 @@ def _params(request: Request) -> Any:
         detokenize=False,
         output_kind=kinds.DELTA,
     )
-
-
-def _ends(model: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """End-of-sequence ids, from the same places as the embedded engine's."""
-    generation = None
-    if (Path(model) / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(model)
-    config = AutoConfig.from_pretrained(model)
-    made: Any = SimpleNamespace(generation_config=generation, config=config)
-    return end_tokens(made, tokenizer)
