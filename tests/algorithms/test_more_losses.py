@@ -55,6 +55,11 @@ def _lp(ratio: float) -> float:
         (cispo, 3.0, 2.0, {}, -2.56 * _lp(3), -2.56),  # clipped, and still learning
         (cispo, 3.0, 2.0, {"enable_mask_clip": True}, 0, 0),
         (cispo, 3.0, -2.0, {"enable_mask_clip": True}, 2.56 * _lp(3), 2.56),
+        # the mask has ranges of its own
+        (cispo, 3.0, 2.0, {"enable_mask_clip": True, "mask_clip_range_high": 2.5}, -2.56 * _lp(3),
+         -2.56),
+        (cispo, 0.5, -2.0, {"enable_mask_clip": True, "mask_clip_range_low": 0.2}, 0, 0),
+        (cispo, 0.5, -2.0, {"enable_mask_clip": True, "clip_range_low": 0.2}, 1.6 * _lp(0.5), 1.6),
         (sapo, 1.0, 2.0, {}, -4, -2),  # at r = 1 the slope is that of -A r
         (sapo, 3.0, 1.0, {}, -4 / (1 + math.exp(-2)), -12 * math.exp(-2) / (1 + math.exp(-2)) ** 2),
         (sapo, 1.0, -2.0, {}, 4 / 1.05, 2),
@@ -69,10 +74,10 @@ def _lp(ratio: float) -> float:
         (gspo, 0.99, -2.0, {}, 1.9994, 0),
         (gspo, 1.01, -2.0, {}, 2.02, 2.02),
         (rec, 1.1, 2.0, {}, -2 * _lp(1.1), -2),
-        (rec, 1.3, 2.0, {}, 0, 0),
-        (rec, 0.5, 2.0, {}, -2 * _lp(0.5), -2),
-        (rec, 0.5, -2.0, {}, 0, 0),
-        (rec, 1.3, 2.0, {"clip_mode": "none"}, -2 * _lp(1.3), -2),
+        (rec, 1.3, 2.0, {}, -2 * _lp(1.3), -2),  # nothing is clipped unless asked for
+        (rec, 1.3, 2.0, {"clip_mode": "one-side"}, 0, 0),
+        (rec, 0.5, 2.0, {"clip_mode": "one-side"}, -2 * _lp(0.5), -2),
+        (rec, 0.5, -2.0, {"clip_mode": "one-side"}, 0, 0),
         (rec, 1.3, 2.0, {"clip_mode": "gspo-one-side"}, 0, 0),
         (rec, 0.5, 2.0, {"clip_mode": "two-side"}, 0, 0),
         (rec, 0.5, 2.0, {"clip_mode": "ring"}, 0, 0),
@@ -83,8 +88,8 @@ def _lp(ratio: float) -> float:
         (rec, 1.1, 2.0, {"weight": "gspo_importance_sampling"}, -2.2 * _lp(1.1), -2.2),
         (rec, 1.1, 2.0, {"weight": "advantage", "temp": 4.0}, -2 * math.exp(0.5) * _lp(1.1),
          -2 * math.exp(0.5)),
-        (rec, 2.0, 0.0, {"regularizer": "k2", "regularizer_coef": 3.0}, 1.5 * math.log(2) ** 2,
-         3 * math.log(2)),
+        (rec, 2.0, 0.0, {"regularizer": "k2", "regularizer_coef": 3.0}, 3 * math.log(2) ** 2,
+         6 * math.log(2)),
         (rec, 2.0, 0.0, {"regularizer": "forward-kl", "regularizer_coef": 3.0}, -3 * math.log(2),
          -3),
         (ppo, 3.0, 2.0, {"fallback_to_policy_gradient": True}, -2, -2),

@@ -128,18 +128,20 @@ def cispo(
     clip_range_low: float = 1.0,
     clip_range_high: float = 0.28,
     enable_mask_clip: bool = False,
+    mask_clip_range_low: float = 1.0,
+    mask_clip_range_high: float = 0.28,
 ) -> Reported:
     """-A sg(clip(r, 1 - low, 1 + high)) log p: a clipped token still learns (arXiv:2506.13585).
 
-    `enable_mask_clip` leaves out what PPO would clip: r too large where A > 0, too small where
-    A < 0.
+    `enable_mask_clip` leaves out what PPO would clip at the ranges of the mask: r too large where
+    A > 0, too small where A < 0.
     """
     ratio = log_ratio_of(logprobs, old_logprobs).exp().detach()
     clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
     loss = -advantages * clipped * logprobs
     if enable_mask_clip:
-        above = (advantages > 0) & (ratio > 1 + clip_range_high)
-        below = (advantages < 0) & (ratio < 1 - clip_range_low)
+        above = (advantages > 0) & (ratio > 1 + mask_clip_range_high)
+        below = (advantages < 0) & (ratio < 1 - mask_clip_range_low)
         loss = loss * ~(above | below)
     return loss, {"pg_clipfrac": (clipped != ratio).float()}
 

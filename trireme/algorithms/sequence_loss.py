@@ -100,7 +100,7 @@ def rec(
     advantages: Tensor,
     sample_ids: Tensor,
     *,
-    clip_mode: ClipMode = "one-side",
+    clip_mode: ClipMode = "none",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     epsilon_low_prime: float = 0.6,
@@ -115,7 +115,7 @@ def rec(
     In range: one-side, r <= 1 + high where A >= 0 and r >= 1 - low where A < 0; gspo-one-side, the
     same of the sample's mean ratio; two-side, both bounds always; ring, two-side, or r <= 1 - low'
     where A >= 0, or r >= 1 + high' where A <= 0. w: 1, sg(r), the sample's, or exp(A / temp).
-    Regularizers: k2, (log r)^2 / 2; forward-kl, -log r.
+    Regularizers: k2, (log r)^2; forward-kl, -log r.
     """
     log_ratio = log_ratio_of(logprobs, old_logprobs)
     ratio = log_ratio.exp().detach()
@@ -138,7 +138,7 @@ def rec(
     }
     regularizers = {
         "none": torch.zeros_like(logprobs),
-        "k2": log_ratio.square() / 2,
+        "k2": log_ratio.square(),
         "forward-kl": -log_ratio,
     }
     in_range = _one_of("clip_mode", clip_mode, ranges)
