@@ -43,6 +43,34 @@ def test_grpo_counts_a_run_of_several_experiences_once():
     torch.testing.assert_close(grpo(steps, groups, torch.tensor([0, 1, 1, 1])), grpo(steps, groups))
 
 
+def test_a_rank_penalty_prefers_the_unlikelier_of_two_right_answers():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0])
+    groups = torch.tensor([0, 0, 0, 0, 1])
+    likely = torch.tensor([-1.0, -2.0, -3.0, -0.5, -4.0])
+    out = grpo(rewards, groups, None, likely, rank_penalty=0.5)
+    # ranks 2 1 0 3: rewards 0.75 0.875 0 0, mean 0.40625, squares .6679688; the lone one keeps its
+    std = (0.66796875 / 3) ** 0.5
+    assert out.tolist() == pytest.approx(
+        [x / std for x in (0.34375, 0.46875, -0.40625, -0.40625)] + [1], abs=1e-5
+    )
+
+
+def test_a_rank_penalty_counts_a_run_once_and_equal_ones_alike():
+    rewards, groups = torch.tensor([1.0, 1.0, 1.0]), torch.zeros(3, dtype=torch.long)
+    runs = torch.tensor([0, 1, 1])
+    out = grpo(
+        rewards, groups, runs, torch.tensor([-1.0, -2.0, -2.0]), rank_penalty=1, norm_by_std=False
+    )
+    assert out.tolist() == [-0.25, 0.25, 0.25]  # rewards 1/2 and 1 of two runs
+    equal = grpo(rewards, groups, None, torch.full((3,), -1.0), rank_penalty=1)
+    assert equal.tolist() == [0, 0, 0]
+
+
+def test_a_rank_penalty_needs_log_probabilities():
+    with pytest.raises(ValueError, match="rank_penalty ranks rollouts by their log-probabilities"):
+        grpo(torch.zeros(2), torch.zeros(2), rank_penalty=0.1)
+
+
 def test_grpo_refuses_an_unknown_level():
     with pytest.raises(ValueError, match="'group' or 'batch'"):
         grpo(torch.zeros(1), torch.zeros(1), std_cal_level="task")  # pyright: ignore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,7 @@ def _config(**given):
     return AlgorithmConfig(**given)
 
 
-def _rollouts(rewards: dict[tuple[int, int], float | None]) -> list[Experience]:
+def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experience]:
     """{(task, run): reward}, each two prompt tokens and two sampled ones, the last not trained."""
     return [
         Experience(
@@ -103,6 +104,10 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
         ({"kl_loss_fn_args": {"coef": 0.1}}, "It has: kl_coef"),
         ({"advantage_fn_args": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
         ({"kl_penalty_fn": "k1"}, "use kl_loss_fn"),
+        (
+            {"algorithm_type": "ppo", "advantage_fn_args": {"duplicate_experiences": True}},
+            "'ppo' leaves no group out",
+        ),
         ({"loss_agg_mode": "mean"}, "expected one of token-mean"),
         ({"algorithm_type": "sft", "advantage_fn_args": {"epsilon": 1}}, "has no advantage_fn"),
     ],
@@ -131,6 +136,69 @@ def test_groups_below_the_threshold_are_dropped_and_counted():
     kept, metrics = get_recipe(config).advantages(experiences)
     assert [e.eid.task for e in kept] == [0, 0]
     assert (metrics["filtered_count"], metrics["experience_count"]) == (2, 2)
+
+
+def test_groups_left_out_are_refilled_with_copies_that_have_ids_of_their_own():
+    args = {"std_threshold": 0.01, "duplicate_experiences": True}
+    config = _config(algorithm_type="grpo", advantage_fn_args=args)
+    rewards = {(0, 0): 0.0, (0, 1): 2.0} | {(task, run): 9.0 for task in (1, 2) for run in (0, 1)}
+    kept, metrics = get_recipe(config).advantages(_rollouts(rewards))
+    assert [e.eid.tid for e in kept] == ["3/0"] * 6
+    assert len({e.eid.uid for e in kept}) == 6
+    names = ("filtered_count", "duplicated_count", "experience_count")
+    assert [metrics[name] for name in names] == [4, 4, 2]
+    for original, twin in zip(kept[:2], kept[2:4], strict=True):
+        assert original.advantages is not None and twin.advantages is not None
+        assert torch.equal(original.advantages, twin.advantages)
+        assert original.advantages is not twin.advantages and original.eid.run == twin.eid.run
+
+
+def test_the_draw_of_copies_is_the_steps_own():
+    args = {"std_threshold": 0.01, "duplicate_experiences": True}
+    recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn_args=args))
+    rewards = {(t, run): float(run if t < 4 else 1) for t in range(20) for run in (0, 1)}
+    first, again = (recipe.advantages(_rollouts(rewards))[0] for _ in range(2))
+    assert [e.eid.uid for e in first] == [e.eid.uid for e in again]
+    assert len(first) == 40 and len({e.eid.tid for e in first}) == 4
+
+
+def test_nothing_is_copied_where_no_group_is_left():
+    args = {"std_threshold": 0.01, "duplicate_experiences": True}
+    recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn_args=args))
+    kept, metrics = recipe.advantages(_rollouts({(0, 0): 1.0, (0, 1): 1.0}))
+    assert kept == [] and metrics["duplicated_count"] == 0
+
+
+def test_ranks_come_from_the_trained_tokens_log_probabilities():
+    recipe = get_recipe(
+        _config(algorithm_type="grpo", advantage_fn_args={"rank_penalty": 1, "norm_by_std": False})
+    )
+    rollouts = _rollouts({(0, 0): 1.0, (0, 1): 1.0})
+    rollouts[0].logprobs = torch.tensor([0, 0, -1.0, -9.0])  # the last token is not trained
+    rollouts[1].logprobs = torch.tensor([0, 0, -2.0, 0])
+    kept, _ = recipe.advantages(rollouts)
+    assert [float(e.advantages[2]) for e in kept if e.advantages is not None] == [-0.25, 0.25]
+    rollouts[1].logprobs = None
+    with pytest.raises(ValueError, match="not every experience has"):
+        recipe.advantages(rollouts)
+
+
+def test_an_advantage_of_tokens_may_start_from_that_of_groups():
+    args = {"std_threshold": 0.01, "mu": 1.0}
+    recipe = get_recipe(
+        _config(algorithm_type="grpo", advantage_fn="clipb", advantage_fn_args=args)
+    )
+    kept, metrics = recipe.advantages(
+        _rollouts({(0, 0): 0.0, (0, 1): 2.0, (1, 0): 9.0, (1, 1): 9.0})
+    )
+    assert [float(e.advantages[2]) for e in kept if e.advantages is not None] == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5], abs=1e-5
+    )
+    assert metrics["filtered_count"] == 2
+    assert recipe.token_advantage is not None and recipe.token_advantage.options == {"mu": 1.0}
+    with pytest.raises(ValueError, match=r"no option 'mus'.*It has: mu, epsilon, std_threshold"):
+        given = {"advantage_fn": "clipb", "advantage_fn_args": {"mus": 1}}
+        get_recipe(_config(algorithm_type="grpo", **given))
 
 
 def test_an_experience_without_a_reward_is_named():

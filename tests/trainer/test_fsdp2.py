@@ -62,6 +62,7 @@ def _learned(backend: TorchBackend | Fsdp2Backend) -> dict[str, Any]:
         "metrics": steps,
         "weights": {name: tensor.clone() for name, tensor in backend.each_weight()},
         "reference": backend.logprobs(flatten(experiences(1)), reference=True),
+        "scores": backend.scores(flatten(experiences(1))),
         "score": torch.tensor(backend.score([[5, 6, 7, 8], [9, 10, 11, 12]], temperature=0.5)),
     }
 
@@ -87,6 +88,7 @@ def _same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         for name, tensor in expected[field].items():
             assert torch.allclose(got[field][name], tensor, atol=1e-5), (field, name)
     assert torch.allclose(got["reference"], expected["reference"], atol=1e-5)
+    assert torch.allclose(got["scores"], expected["scores"], atol=1e-5)
     assert torch.allclose(got["score"], expected["score"], atol=1e-5)
     for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
         assert set(ours) == set(theirs)

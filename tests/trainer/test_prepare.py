@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.trainer.samples import Settings, experiences
 from trireme.algorithms.recipes import get_recipe
@@ -75,6 +76,30 @@ def test_the_kl_penalty_is_taken_off_the_token_rewards(tiny_dir):
         to_go = plain[mine].flip(0).cumsum(0).flip(0)
         torch.testing.assert_close(done.fields["returns"][mine], to_go, atol=1e-5, rtol=1e-5)
     assert metrics["critic/kl_penalty"] == pytest.approx(float(distance.mean()), abs=1e-6)
+
+
+def test_clipb_gets_the_entropies_of_the_trained_weights(tiny_dir):
+    args = {"mu": 0.5}
+    recipe = _recipe(
+        "grpo", advantage_fn="clipb", advantage_fn_args=args, kl_loss_fn="none",
+        entropy_loss_fn="none",
+    )  # fmt: skip
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100)
+    samples, _ = recipe.advantages(_rewarded())
+    batch = flatten(samples)
+    before = batch.fields["advantages"]
+    prepared, metrics = prepare(backend, recipe, samples, batch, Learning(recipe))
+    logprobs, entropies = backend.scores(batch)
+    torch.testing.assert_close(logprobs, backend.logprobs(batch))
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    logits = model(torch.from_numpy(batch.tokens[0])[None]).logits[0].log_softmax(-1)
+    own = -(logits.exp() * logits).sum(-1)[batch.positions[batch.sample_ids == 0] - 1]
+    torch.testing.assert_close(entropies[batch.sample_ids == 0], own.detach())
+    s = logprobs.exp() * (entropies + logprobs)
+    out = (before < 0) & (s < s.mean() - 0.5 * s.std(correction=0))
+    assert 0 < int(out.sum()) < len(s)
+    torch.testing.assert_close(prepared.fields["advantages"], before * ~out)
+    assert metrics["critic/advantage_abs_mean"] < float(before.abs().mean())
 
 
 def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):

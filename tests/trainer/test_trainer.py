@@ -36,6 +36,9 @@ class Backend:
     def logprobs(self, batch: Any, *, reference: bool = False) -> Any:
         return torch.zeros(batch.num_tokens)
 
+    def scores(self, batch: Any) -> Any:
+        return torch.zeros(2, batch.num_tokens)
+
     def score(self, ids: Any, *, temperature: float = 1.0) -> list[list[float]]:
         return [[0.0] * len(row) for row in ids]
 

@@ -2,9 +2,10 @@
 
 Functions `(rewards [N], groups [N], *, options) -> advantages [N]`; NaN says: leave this one out of
 training. Further arguments that a function may name: `runs` and `steps` [N], the numbers in the
-eid; `lengths` [N], trained tokens; `step_rewards` [N], what a step earned by itself; `anchors` [N],
-equal where two steps were in the same state of the environment. They run before the buffer, where
-groups are whole; advantages of single tokens are `in_trainer` and lie in token_advantage.py.
+eid; `lengths` [N], trained tokens; `mean_logprobs` [N], of those tokens, where all experiences have
+them; `step_rewards` [N], what a step earned by itself; `anchors` [N], equal where two steps were in
+the same state of the environment. They run before the buffer, where groups are whole; advantages of
+single tokens are `in_trainer` and lie in token_advantage.py.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def grpo(
     rewards: Tensor,
     groups: Tensor,
     runs: Tensor | None = None,
+    mean_logprobs: Tensor | None = None,
     *,
     epsilon: float = 1e-6,
     std_threshold: float | None = None,
     std_cal_level: Literal["group", "batch"] = "group",
     norm_by_std: bool = True,
+    rank_penalty: float | None = None,
 ) -> Tensor:
     """A = (R - mean) / (std + epsilon) over the group (DeepSeekMath, arXiv:2402.03300).
 
@@ -39,6 +42,10 @@ def grpo(
     of one, are left out. `std_cal_level: batch` divides by the std of all rewards of the batch
     instead (arXiv:2508.08221). A run that left several experiences with one reward (a conversation
     whose template dropped thinking, say) counts once.
+
+    `rank_penalty` p takes R (1 - p rank / n) for R, rank being how many of the group's n rollouts
+    have a lower mean log-probability: of two right answers the unlikelier one gains more
+    (arXiv:2506.02355).
     """
     if std_cal_level not in ("group", "batch"):
         raise ValueError(
@@ -46,6 +53,8 @@ def grpo(
         )
     advantages = torch.empty_like(rewards)
     counts = counted(rewards, groups, runs)
+    if rank_penalty:
+        rewards = _unlikely_first(rewards, groups, counts, mean_logprobs, rank_penalty)
     batch_std = rewards[counts].std() if counts.sum() > 1 else rewards.new_ones(())
     for member in by_group(groups):
         own = rewards[member & counts]
@@ -88,6 +97,27 @@ def dapo(
         beyond = (overlong_length - overlong_cache - lengths) / overlong_cache
         rewards = rewards + beyond.clamp(-1, 0) * overlong_penalty
     return grpo(rewards, groups, runs, epsilon=epsilon, std_threshold=std_threshold)
+
+
+def _unlikely_first(
+    rewards: Tensor,
+    groups: Tensor,
+    counts: Tensor,
+    mean_logprobs: Tensor | None,
+    penalty: float,
+) -> Tensor:
+    """R (1 - p rank / n); equal log-probabilities have equal ranks."""
+    if mean_logprobs is None:
+        raise ValueError(
+            "algorithm.advantage_fn_args.rank_penalty ranks rollouts by their log-probabilities, "
+            "which not every experience has"
+        )
+    out = torch.empty_like(rewards)
+    for member in by_group(groups):
+        own = mean_logprobs[member & counts]
+        rank = (mean_logprobs[member][:, None] > own).sum(1)
+        out[member] = rewards[member] * (1 - penalty * rank / len(own))
+    return out
 
 
 def counted(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import random
+
 import torch
 from torch import Tensor
 
 from trireme.algorithms.part import Part
-from trireme.experience import Experience, group_by
+from trireme.experience import EID, Experience, group_by
 
 
 def assign_advantages(
-    part: Part, experiences: list[Experience]
+    part: Part, experiences: list[Experience], *, duplicate: bool = False
 ) -> tuple[list[Experience], dict[str, float]]:
     """Every experience's `advantages` = score * mask and `returns` the same.
 
-    Groups are the tasks of the explore step. Those that the part leaves out (NaN) are not returned.
+    Groups are the tasks of the explore step. Those that the part leaves out (NaN) are not returned;
+    `duplicate` puts copies of others in the place of groups that are left out whole.
     """
     if not experiences:
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
@@ -41,7 +45,32 @@ def assign_advantages(
     metrics = _reward_metrics(data["rewards"], data["groups"])
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
+    if duplicate:
+        copies = _copies(kept, len(group_by(experiences, "task")))
+        kept += copies
+        metrics["duplicated_count"] = float(len(copies))
     return kept, metrics
+
+
+def _copies(kept: list[Experience], num_groups: int) -> list[Experience]:
+    """Whole groups drawn at random, so many that there are `num_groups`; none to draw from: none.
+
+    A copy's suffix tells it from what it was copied from: nothing has the same id twice. The draw
+    is the explore step's own: a resumed run draws as the first one did.
+    """
+    groups = list(group_by(kept, "task").values())
+    if not groups:
+        return []
+    draws = random.Random(str(kept[0].eid.batch))
+    copies: list[Experience] = []
+    for number, members in enumerate(draws.choices(groups, k=num_groups - len(groups))):
+        for member in members:
+            twin = copy.deepcopy(member)
+            eid = member.eid
+            suffix = f"{eid.suffix}copy{number}"
+            twin.eid = EID(eid.batch, eid.task, eid.run, eid.step, suffix)
+            copies.append(twin)
+    return copies
 
 
 def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
@@ -62,7 +91,9 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
             )
         rewards.append(experience.reward)
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
+    likely = [e.logprobs[e.mask].mean() for e in experiences if e.logprobs is not None]
     return {
+        **({"mean_logprobs": torch.stack(likely)} if len(likely) == len(experiences) else {}),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "step_rewards": torch.tensor(_step_rewards(experiences), dtype=torch.float32),
         "anchors": torch.tensor(_anchors(experiences)),

@@ -63,6 +63,7 @@ ADVANTAGE_PATHS = {
     "reinforceplusplus": "trireme.algorithms.token_advantage.reinforceplusplus",
     "on_policy_distill": "trireme.algorithms.token_advantage.on_policy_distill",
     "jsd": "trireme.algorithms.token_advantage.jsd",
+    "clipb": "trireme.algorithms.entropy_clip.clipb",
 }
 POLICY_LOSS_PATHS = {
     "ppo": "trireme.algorithms.policy_loss.ppo",

@@ -11,9 +11,10 @@ from typing import Any
 from trireme.registry import Registry
 
 _KL = {"kl_coef": 0.001, "adaptive": False, "target_kl": 0.1, "horizon": 10000.0}
-# Options that belong to the kind and not to the function, with their defaults. The first one is
-# the coefficient.
+# Options that belong to the kind and not to the function, with their defaults. The first one of a
+# term of the loss is its coefficient.
 SETTINGS: dict[str, dict[str, float | bool]] = {
+    "advantage_fn": {"duplicate_experiences": False},
     "kl_loss_fn": _KL,
     "kl_penalty_fn": _KL,
     "entropy_loss_fn": {"entropy_coef": 0.0},
@@ -30,6 +31,8 @@ class Part:
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, float | bool] = field(default_factory=dict)
     """What the kind has beside the function's own options."""
+    before: Part | None = None
+    """The part whose result the function starts from."""
 
     @property
     def label(self) -> str:
@@ -78,16 +81,23 @@ def part_of(
 ) -> Part:
     """The part that a function and its options make. ValueError for an option it does not have."""
     options = dict(args or {})
-    allowed = [
-        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
+    first = getattr(function, "starts_from", None)
+    inherited = _own_options(first) if first else []
+    allowed = [*_own_options(function), *inherited]
     settings = dict(SETTINGS.get(kind, {}))
     for key in options:
         if key not in (*allowed, *settings):
             raise ValueError(_unknown_option(kind, name, key, [*allowed, *settings]))
     for key, default in settings.items():
         settings[key] = type(default)(options.pop(key, default))
-    return Part(kind, name, function, options, settings)
+    theirs = {key: options.pop(key) for key in inherited if key in options}
+    before = part_of(kind, first.__name__, first, theirs) if first else None
+    return Part(kind, name, function, options, settings, before)
+
+
+def _own_options(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def _unknown_option(kind: str, name: str, key: str, known: list[str]) -> str:

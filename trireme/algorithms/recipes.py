@@ -136,9 +136,12 @@ class Recipe:
         """Write `advantages` and `returns` of whole groups; those to be trained, and metrics."""
         if self.advantage_fn is None:
             return experiences, {}
-        if self.token_advantage is not None:
+        part = self.parts["advantage_fn"]
+        groups = part.before if part.marked("in_trainer") else part
+        if groups is None:
             return experiences, reward_metrics(experiences)
-        return assign_advantages(self.parts["advantage_fn"], experiences)
+        duplicate = bool(part.settings["duplicate_experiences"])
+        return assign_advantages(groups, experiences, duplicate=duplicate)
 
     def weights(self, batch: Batch) -> Tensor:
         """The weight of each entry [M] in the loss of the whole batch."""
@@ -264,6 +267,12 @@ def _check(recipe: Recipe) -> None:
             f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
             "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
             "here"
+        )
+    part = recipe.token_advantage
+    if part and part.before is None and part.settings["duplicate_experiences"]:
+        raise ValueError(
+            f"algorithm.advantage_fn_args.duplicate_experiences: {part.label} leaves no group out, "
+            "so that there is none to be refilled"
         )
     if recipe.asks("pair_ids") and recipe.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(

@@ -67,6 +67,10 @@ class TrainerBackend(Protocol):
         """log p of each entry [M], of the trained or the reference model; on the CPU."""
         ...
 
+    def scores(self, batch: Batch) -> Tensor:
+        """log p and the entropy of each entry [2, M], of the trained model; on the CPU."""
+        ...
+
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """log p of every token of plain rows; index 0 is 0."""
         ...
@@ -193,22 +197,34 @@ class TorchBackend:
         self._micro_batches = 0
         return metrics
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """See TrainerBackend."""
+        return self._scores(batch, reference=reference)[0]
+
+    def scores(self, batch: Batch) -> Tensor:
+        """See TrainerBackend."""
+        return self._scores(batch, entropy=True)
+
+    @torch.no_grad()
+    def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
+        """log p [1, M]; with `entropy` that too, [2, M]."""
         assert self._has_reference or not reference, (
             "this backend was made without a reference model"
         )
         model = self._reference if reference and self._reference is not None else self.module
         off = reference and model is self.module and self.adapter is not None
-        out = torch.empty(batch.num_tokens)
+        out = torch.empty(1 + entropy, batch.num_tokens)
         index = torch.arange(batch.num_tokens)
         numbered = batch.with_fields(entry=index)
         with self.adapter.disabled() if off and self.adapter else nullcontext():
             for part in cut(numbered, self._max_token_len, share_prefix=self._share_prefix):
                 with self._precision():
-                    got, _ = token_logprobs(model, part, share_prefix=self._share_prefix)
-                out[part.fields["entry"]] = got.cpu()
+                    got = token_logprobs(
+                        model, part, entropy=entropy, share_prefix=self._share_prefix
+                    )
+                for row, values in zip(out, got, strict=False):
+                    if values is not None:
+                        row[part.fields["entry"]] = values.cpu()
         return out
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:

@@ -143,21 +143,31 @@ class Fsdp2Backend:
         self._micro_batches = 0
         return metrics
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """See TrainerBackend. All ranks get all of them."""
+        return self._scores(batch, reference=reference)[0]
+
+    def scores(self, batch: Batch) -> Tensor:
+        """See TrainerBackend. All ranks get all of them."""
+        return self._scores(batch, entropy=True)
+
+    @torch.no_grad()
+    def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
+        """log p [1, M]; with `entropy` that too, [2, M]."""
         assert self._has_reference or not reference, (
             "this backend was made without a reference model"
         )
         root = self._reference if reference and self._reference is not None else self._root
         off = reference and root is self._root and self.adapter is not None
-        out = torch.zeros(batch.num_tokens)
+        out = torch.zeros(1 + entropy, batch.num_tokens)
         numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
         with self.adapter.disabled() if off and self.adapter else nullcontext():
             for part in self._share(numbered):
-                got, _ = self._logprobs(root, part or _dummy())
+                got = self._logprobs(root, part or _dummy(), entropy=entropy)
                 if part is not None and self.ranks.sequence_rank == 0:
-                    out[part.fields["entry"]] = got.cpu()
+                    for row, values in zip(out, got, strict=False):
+                        if values is not None:
+                            row[part.fields["entry"]] = values.cpu()
         dist.all_reduce(out)  # each entry is 0 on all ranks but one
         return out
 
