@@ -81,6 +81,16 @@ def test_jsd_lies_between_the_two_directions(lambda_coef, expected):
     assert out.item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_jsd_in_chunks_is_the_same():
+    student, teacher = torch.linspace(-3, -0.1, 7), torch.linspace(-1, -2, 7)
+    whole = jsd(teacher, student, temperature=2.0)
+    assert torch.equal(jsd(teacher, student, temperature=2.0, chunk_size=3), whole)
+    # student 0.25 and teacher 0.64 at temperature 2: square roots, mixture 0.65
+    pair = jsd(torch.tensor([0.64]).log(), torch.tensor([0.25]).log(), temperature=2.0)
+    expected = -(math.log(0.8 / 0.65) + math.log(0.5 / 0.65)) / 2
+    assert pair.item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_jsd_refuses_a_weight_outside_0_to_1():
     with pytest.raises(ValueError, match="expected 0 to 1"):
         jsd(TEACHER, STUDENT, lambda_coef=1.5)

@@ -86,23 +86,29 @@ def jsd(
     kl_coef: float = 1.0,
     lambda_coef: float = 0.5,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """A_t = -c (b (t - M) + (1 - b)(s - M)), M = log((1 - b) e^s + b e^t) (arXiv:2306.13649).
 
     s and t are the student's and the teacher's log-probabilities of the token over `temperature`, b
-    is `lambda_coef`; at b = 0 the bracket is s - t, at b = 1 it is t - s.
+    is `lambda_coef`; at b = 0 the bracket is s - t, at b = 1 it is t - s. `chunk_size` tokens are
+    computed at once; not given: all.
     """
-    student, teacher, b = old_logprobs / temperature, teacher_logprobs / temperature, lambda_coef
+    b, size = lambda_coef, chunk_size or max(len(old_logprobs), 1)
     if not 0 <= b <= 1:
         raise ValueError(f"algorithm.advantage_fn_args.lambda_coef is {b:g}: expected 0 to 1")
+    chunks = zip(old_logprobs.split(size), teacher_logprobs.split(size), strict=True)
+    return -kl_coef * torch.cat([_between(s / temperature, t / temperature, b) for s, t in chunks])
+
+
+def _between(student: Tensor, teacher: Tensor, b: float) -> Tensor:
+    """The bracket of `jsd`."""
     if b == 0:
-        divergence = student - teacher
-    elif b == 1:
-        divergence = teacher - student
-    else:
-        middle = torch.logaddexp(student + math.log(1 - b), teacher + math.log(b))
-        divergence = b * (teacher - middle) + (1 - b) * (student - middle)
-    return -kl_coef * divergence
+        return student - teacher
+    if b == 1:
+        return teacher - student
+    middle = torch.logaddexp(student + math.log(1 - b), teacher + math.log(b))
+    return b * (teacher - middle) + (1 - b) * (student - middle)
 
 
 def whiten(values: Tensor) -> Tensor:
