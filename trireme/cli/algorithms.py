@@ -8,10 +8,13 @@ from trireme.cli.listing import first_line, print_table
 def algorithms() -> int:
     """Print three tables; returns the exit code."""
     from trireme.algorithms import names
+    from trireme.algorithms.recipes import Recipe
 
     rows, uses = [], []
     for name in names.ALGORITHMS.names():
         recipe = names.ALGORITHMS.get(name)
+        if not isinstance(recipe, Recipe):
+            continue  # a path that names something else: refused where it is used
         needs = [
             word
             for word, needed in (
