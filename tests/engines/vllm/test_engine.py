@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -62,6 +63,12 @@ def trained(folder: Path, learning_rate: float) -> TorchBackend:
     return backend
 
 
+def generated(host: EngineHost) -> int:
+    """Tokens that its engine has made so far."""
+    key = {"authorization": f"Bearer {host.key}"}
+    return httpx.get(f"{host.url}/engine/health", headers=key).json()["generated_tokens"]
+
+
 def test_scores_samples_and_updates_are_the_models_own(
     served: tuple[Path, EngineHost], tmp_path: Path
 ) -> None:
@@ -90,14 +97,15 @@ def test_scores_samples_and_updates_are_the_models_own(
             [scored] = await engine.logprobs([PROMPT + c.ids], temperature=heat)
             assert close_to(reference(old, PROMPT + c.ids, heat), scored[1:])
 
-        call = asyncio.ensure_future(
-            engine.generate(PROMPT, Sampling(max_tokens=400, ignore_eos=True), key=(2, 0, 0))
-        )
-        await asyncio.sleep(0.4)
+        before = generated(host)
+        long = Sampling(max_tokens=480, n=32, ignore_eos=True)  # it has to last for a while
+        call = asyncio.ensure_future(engine.generate(PROMPT, long, key=(2, 0, 0)))
+        while generated(host) < before + 20:
+            await asyncio.sleep(0.005)
         await engine.update_weights(new, 7)
-        [c] = await call
+        c = (await call)[0]
         switch = c.versions.index(7)
-        assert 0 < switch < 400 and set(c.versions[:switch]) == {0}
+        assert 0 < switch < 480 and set(c.versions[:switch]) == {0}
         ids = PROMPT + c.ids
         assert close_to(reference(old, ids)[3:][:switch], c.logprobs[:switch])
         assert close_to(reference(new, ids)[3:][switch:], c.logprobs[switch:])
