@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
+
+from trireme.nearest import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ class Registry:
         return name in self._built_in or name in self._registered
 
     def _unknown(self, key: str) -> str:
-        near = get_close_matches(key, self.names(), n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(key, self.names())
         return f"unknown {self.name} '{key}'{hint} Known: {', '.join(self.names())}"
 
 
@@ -115,8 +115,7 @@ def _import_path(path: str, *, kind: str) -> Any:
         raise
     if not hasattr(module, attribute):
         names = [n for n in vars(module) if not n.startswith("_")]
-        near = get_close_matches(attribute, names, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(attribute, names)
         raise ValueError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
     return getattr(module, attribute)
 

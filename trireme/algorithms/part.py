@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from trireme.nearest import refuse_unknown_options
 from trireme.registry import Registry
 
 _KL = {"kl_coef": 0.001, "adaptive": False, "target_kl": 0.1, "horizon": 10000.0}
@@ -85,9 +85,7 @@ def part_of(
     inherited = _own_options(first) if first else []
     allowed = [*_own_options(function), *inherited]
     settings = dict(SETTINGS.get(kind, {}))
-    for key in options:
-        if key not in (*allowed, *settings):
-            raise ValueError(_unknown_option(kind, name, key, [*allowed, *settings]))
+    refuse_unknown_options(f"algorithm.{kind} '{name}'", options, [*allowed, *settings])
     for key, default in settings.items():
         settings[key] = type(default)(options.pop(key, default))
     theirs = {key: options.pop(key) for key in inherited if key in options}
@@ -98,10 +96,3 @@ def part_of(
 def _own_options(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-
-def _unknown_option(kind: str, name: str, key: str, known: list[str]) -> str:
-    near = get_close_matches(key, known, n=1)
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
-    has = f"It has: {', '.join(known)}" if known else "It has no options"
-    return f"algorithm.{kind} '{name}' has no option '{key}'{hint}. {has}"

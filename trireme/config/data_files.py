@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from trireme.nearest import did_you_mean
 
 SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
 """A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
@@ -47,8 +48,7 @@ def chosen_rows(split: re.Match[str], rows: int) -> range:
 
 def _choice(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; it has: {', '.join(known)}"
+    return did_you_mean(name, known) or f"; it has: {', '.join(known)}"
 
 
 def _from_header(folder: Path, subset: str | None) -> dict[str, list[Path]] | None:

@@ -7,12 +7,10 @@ engine generates. vLLM is not loaded to find out: its files are read.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from trireme.config.located import located
 from trireme.config.plan import EngineKind
 from trireme.config.stages import Stage
+from trireme.nearest import did_you_mean
 
 VARIABLE = "TRIREME_VLLM_PYTHON"
 KEY = "explorer.rollout_model"
@@ -177,7 +176,7 @@ def _check_arguments(stage: Stage, vllm: Vllm) -> None:
         if name in _OURS:
             stage.problem(key, f"is not set here: what sets it is {_OURS[name]}")
         elif name not in vllm.arguments:
-            hint = _nearest(name, vllm.arguments)
+            hint = did_you_mean(name, vllm.arguments, ": did you mean {}?")
             stage.problem(key, f"is no argument of vLLM {vllm.version}'s engine{hint}")
 
 
@@ -243,8 +242,3 @@ def _check_parsers(stage: Stage) -> None:
             f"is {parser!r}: expected hermes (<tool_call>{{json}}</tool_call>), the one form that "
             f"is read here",
         )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f": did you mean {near[0]}?" if near else ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
+
+from trireme.nearest import did_you_mean
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".safetensors", ".gz")
@@ -34,9 +35,8 @@ def _near(path: Path) -> str:
     """A name beside the missing one that is nearly it, or the first folder that is missing."""
     missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
     beside = [p.name for p in missing.parent.iterdir()] if missing.parent.is_dir() else []
-    near = get_close_matches(missing.name, beside, n=1)
-    if near:
-        return f"; did you mean '{missing.parent / near[0]}'?"
+    if near := did_you_mean(missing.name, beside, "{}"):
+        return f"; did you mean '{missing.parent / near}'?"
     return f" (the first part that is missing is '{missing}')" if missing != path else ""
 
 

@@ -11,13 +11,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from trireme.config.stages import Stage
+from trireme.nearest import did_you_mean
 
 _REGISTRIES = {
     "workflow": ("trireme.workflows.names", "WORKFLOWS"),
@@ -62,8 +62,7 @@ def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
     if entry_points(group="trireme.plugins"):
         return
     listed = ", ".join(known)
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    hint = did_you_mean(name, known, "did you mean '{}'? ")
     stage.problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}")
 
 

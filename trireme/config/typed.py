@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trireme.config.problem import Problem
 from trireme.config.schema import Config
+from trireme.nearest import did_you_mean
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
@@ -96,8 +97,7 @@ def _fitting(kind: Any, value: Any, key: str, problems: list[Problem]) -> list[A
         return [found]
     expected = kind_text(plain)
     if get_origin(plain) is Literal and isinstance(value, str):
-        near = get_close_matches(value.lower(), get_args(plain), n=1)
-        expected += f"; did you mean '{near[0]}'?" if near else ""
+        expected += did_you_mean(value.lower(), get_args(plain))
     given = "empty" if value is None else repr(value)
     problems.append(Problem(key, f"is {given}: expected {expected}"))
     return []

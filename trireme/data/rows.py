@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from trireme.config.data_files import SPLIT, chosen_rows, data_files
 from trireme.config.located import located
 from trireme.log import get_logger
+from trireme.nearest import did_you_mean
 
 logger = get_logger("data")
 OnError = Literal["fail", "skip"]
@@ -59,8 +59,7 @@ class Rows:
         """Raise ValueError, naming the columns there are, unless `column` (of `key`) is one."""
         if column in self.columns:
             return
-        near = get_close_matches(column, self.columns, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(column, self.columns)
         raise ValueError(
             f"{self.source} has no column '{column}' ({key}){hint} "
             f"It has: {', '.join(self.columns)}"

@@ -12,9 +12,9 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Protocol, cast
 
+from trireme.nearest import refuse_unknown_options
 from trireme.registry import Registry
 
 Selector = Callable[..., Sequence[int]]
@@ -148,12 +148,7 @@ def check_options(name: str, found: Any, options: Mapping[str, Any], *, has_feat
     """Raise ValueError where the selector `found` takes no such options, or needs features."""
     parameters = inspect.signature(found).parameters
     known = [key for key in parameters if key not in _GIVEN]
-    for option in options:
-        if option not in known:
-            near = get_close_matches(option, known, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
-            has = f"It has: {', '.join(known)}" if known else "It has no options"
-            raise ValueError(f"data_selector '{name}' has no option '{option}'{hint}. {has}")
+    refuse_unknown_options(f"data_selector '{name}'", options, known)
     wanted = parameters.get("features")
     if wanted is not None and wanted.default is inspect.Parameter.empty and not has_features:
         raise ValueError(

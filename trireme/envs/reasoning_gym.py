@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
 from trireme.config.generated import generated
 from trireme.envs.extras import extra
+from trireme.nearest import did_you_mean
 
 _RUNS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
 
@@ -24,8 +24,8 @@ class Problems:
         name, options = found
         factory = extra("reasoning_gym", "reasoning-gym").factory
         if name not in factory.DATASETS:
-            near = get_close_matches(name, factory.DATASETS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else ", ".join(sorted(factory.DATASETS))
+            hint = did_you_mean(name, factory.DATASETS, "did you mean '{}'?")
+            hint = hint or ", ".join(sorted(factory.DATASETS))
             raise ValueError(f"reasoning-gym has no data set '{name}': {hint}")
         try:
             self._dataset = factory.create_dataset(name, **options)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.model.tool_calls import OPENING
+from trireme.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from trireme.model.model import Reply
@@ -66,8 +66,7 @@ def options_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
             if value not in _ONLY[name]:
                 raise ValueError(f"'{name}' is not served: leave it out")
         elif name not in _USED | _WITHOUT_EFFECT:
-            near = get_close_matches(name, [*_SAME, *_RENAMED, *_USED], n=1)
-            hint = f": did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(name, [*_SAME, *_RENAMED, *_USED], ": did you mean '{}'?")
             raise ValueError(f"the request has an unknown key '{name}'{hint}")
     wanted = body.get("top_logprobs") if chat else body.get("logprobs")
     if wanted:

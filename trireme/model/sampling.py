@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from trireme.engines.engine import Sampling
+from trireme.nearest import did_you_mean
 
 _NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 
@@ -20,8 +20,7 @@ def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
     options = {name: value for name, value in given.items() if value is not None}
     for name in options:
         if name not in _NAMES:
-            near = get_close_matches(name, _NAMES, n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
+            hint = did_you_mean(name, _NAMES, "did you mean '{}'? ")
             raise ValueError(f"sampling has no option '{name}': {hint}It has: {', '.join(_NAMES)}")
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)

@@ -15,11 +15,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from trireme.experience import Experience
+from trireme.nearest import refuse_unknown_options
 from trireme.registry import Registry
 
 Operated = tuple[list[Experience], dict[str, float]]
@@ -116,12 +116,7 @@ def _check_options(key: str, name: str, found: Any, args: Mapping[str, Any]) -> 
         parameters = parameters[1:]  # what it works on
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-        for option in args:
-            if option not in known:
-                near = get_close_matches(option, known, n=1)
-                hint = f" (did you mean '{near[0]}'?)" if near else ""
-                has = f"It has: {', '.join(known)}" if known else "It has no options"
-                raise ValueError(f"{key} '{name}' has no option '{option}'{hint}. {has}")
+        refuse_unknown_options(f"{key} '{name}'", args, known)
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in args]
     if missing:

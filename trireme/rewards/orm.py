@@ -14,9 +14,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from trireme.nearest import did_you_mean
 from trireme.rewards.names import ORMS, REWARDS
 from trireme.rewards.reward import resolve as resolve_single
 from trireme.rewards.reward import score
@@ -181,8 +181,7 @@ def of_groups(reward: Any) -> bool:
             return True
         known = [*REWARDS.names(), *ORMS.names()]
         if reward not in known and not {".", ":"} & set(reward):
-            near = get_close_matches(reward, known, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(reward, known)
             raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")
         reward = REWARDS.get(reward)
     if isinstance(reward, ORM) or (inspect.isclass(reward) and issubclass(reward, ORM)):

@@ -13,9 +13,9 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
+from trireme.nearest import refuse_unknown_options
 from trireme.rewards.names import REWARDS, reward
 from trireme.task import Task
 
@@ -143,11 +143,5 @@ def _name(reward: Any) -> str:
 
 
 def _check_options(name: str, options: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for option in options:
-        if option not in parameters:
-            near = get_close_matches(option, parameters, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
-            has = f"It has: {', '.join(parameters)}" if parameters else "It has no options"
-            raise ValueError(f"reward '{name}' has no option '{option}'{hint}. {has}")
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        refuse_unknown_options(f"reward '{name}'", options, parameters)
