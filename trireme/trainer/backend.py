@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ from trireme.checkpoint.save import save_whole
 from trireme.checkpoint.saved import read
 from trireme.experience import Experience
 from trireme.trainer.lora import Adapter, Lora
-from trireme.trainer.model import load_model, token_logprobs
-from trireme.trainer.optim import OptimizerSettings, Schedule, make_optimizer
+from trireme.trainer.model import checkpoint_activations, load_model, once, token_logprobs
+from trireme.trainer.optim import Descent, OptimizerSettings
 from trireme.trainer.pack import cut
+from trireme.trainer.randomness import random_state, set_random_state
 
 # (part of the batch, logprobs [M], entropies [M] or None) -> what the part adds to the loss.
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
@@ -147,15 +149,11 @@ class TorchBackend:
         # Dropout in an adapter and checkpointing are the only things that tell training apart.
         self._train_mode = gradient_checkpointing or bool(lora and lora.dropout)
         if gradient_checkpointing:
-            # transformers 5 renames the one to the other on its way to 6.
-            older = self.module.gradient_checkpointing_enable
-            enable = getattr(self.module, "activation_checkpointing_enable", older)
-            enable({"use_reentrant": False})
-        self.optimizer = make_optimizer(self.module.parameters(), optimizer)
-        self.schedule = Schedule(optimizer, total_steps)
-        self.steps = 0
+            checkpoint_activations(self.module)
+        self.descent = Descent(
+            self.module.parameters(), optimizer, total_steps, grad_clip=grad_clip
+        )
         self._half = dtype == "bfloat16" and self.device.type == "cuda"
-        self._grad_clip = grad_clip
         self._max_token_len = max_token_len
         self._share_prefix = share_prefix
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
@@ -172,27 +170,15 @@ class TorchBackend:
 
     def step(self) -> dict[str, float]:
         """See TrainerBackend. Raises NotFinite naming a sample, and moves nothing."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
-            # No gradient is one of 0: momentum and weight decay go on.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip))
-        if norm != norm or norm == float("inf"):
-            raise NotFinite(
-                f"train step {self.steps + 1}: the gradient norm is {norm}; {self._blame()}"
-            )
-        lr = self.schedule.lr(self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm, lr = self.descent.move()
+        if not math.isfinite(norm):
+            step = self.descent.steps + 1
+            raise NotFinite(f"train step {step}: the gradient norm is {norm}; {self._blame()}")
         metrics = {
             "actor/grad_norm": norm,
             "actor/lr": lr,
             "perf/micro_batches": float(self._micro_batches),
         }
-        self.steps += 1
         self._since_step.clear()
         self._micro_batches = 0
         return metrics
@@ -235,14 +221,7 @@ class TorchBackend:
 
     def weights(self) -> dict[str, Tensor]:
         """See TrainerBackend. With LoRA: merged, in new tensors for the layers concerned."""
-        named = self.adapter.merged() if self.adapter else self.module.state_dict()
-        seen: set[int] = set()
-        out: dict[str, Tensor] = {}
-        for name, tensor in named.items():
-            if tensor.data_ptr() not in seen:
-                out[name] = tensor.detach()
-            seen.add(tensor.data_ptr())
-        return out
+        return once(self.adapter.merged() if self.adapter else self.module.state_dict())
 
     def each_weight(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainerBackend."""
@@ -268,29 +247,19 @@ class TorchBackend:
         saved = read(actor)
         if self.adapter is None:
             saved.fill(self.weights())
-        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer)})
+        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})
 
     def state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state; with LoRA the adapter too."""
-        rng = {"torch": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        state = {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.steps},
-            "rng": rng,
-        }
+        state = self.descent.state() | {"rng": random_state(self.device)}
         if self.adapter:
             state["adapter"] = self.adapter.weights()
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See TrainerBackend. The weights are those that the backend was made from."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["scheduler"]["last_epoch"]
-        torch.set_rng_state(state["rng"]["torch"])
-        if self.device.type == "cuda" and "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+        self.descent.load_state(state)
+        set_random_state(state["rng"], self.device)
         if self.adapter:
             self.adapter.load(state["adapter"])
 
@@ -312,7 +281,7 @@ class TorchBackend:
             for sample in range(batch.num_samples):
                 if not batch.counts[sample]:
                     continue
-                self.optimizer.zero_grad()
+                self.descent.optimizer.zero_grad()
                 self._gradient(batch.select([sample]), loss, entropy)
                 grads = [p.grad for p in self.module.parameters() if p.grad is not None]
                 if not all(bool(torch.isfinite(g).all()) for g in grads):

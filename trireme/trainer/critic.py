@@ -7,6 +7,7 @@ it, where the policy stands when it samples. The head begins at 0. Saved as `cri
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from trireme.batch import Batch
 from trireme.trainer.attention import select
-from trireme.trainer.model import hidden_states, load_model
-from trireme.trainer.optim import OptimizerSettings, Schedule, make_optimizer
+from trireme.trainer.model import hidden_states, load_model, once
+from trireme.trainer.optim import Descent, OptimizerSettings
 from trireme.trainer.pack import cut, pack
 
 HEAD = "value_head.weight"
@@ -59,12 +60,9 @@ class Critic:
         nn.init.zeros_(self.head.weight)
         self.head.to(self.device)
         # The base model alone: what turns hidden states into words has no part in a value.
-        self._parameters = [*self.model.base_model.parameters(), *self.head.parameters()]
-        self.optimizer = make_optimizer(self._parameters, optimizer)
-        self.schedule = Schedule(optimizer, total_steps)
-        self.steps = 0
+        parameters = [*self.model.base_model.parameters(), *self.head.parameters()]
+        self.descent = Descent(parameters, optimizer, total_steps, grad_clip=grad_clip)
         self._clip_range = clip_range
-        self._grad_clip = grad_clip
         self._max_token_len = max_token_len
         self._share_prefix = share_prefix
         self._half = dtype == "bfloat16" and self.device.type == "cuda"
@@ -91,14 +89,10 @@ class Critic:
             mean.backward()
             total += float(mean.detach())
             clipped += float(hit.sum()) / batch.num_tokens
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
-        if norm != norm or norm == float("inf"):
-            raise FloatingPointError(f"critic step {self.steps + 1}: the gradient norm is {norm}")
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.lr(self.steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
+        norm, lr = self.descent.move()
+        if not math.isfinite(norm):
+            step = self.descent.steps + 1
+            raise FloatingPointError(f"critic step {step}: the gradient norm is {norm}")
         old, returns = batch.fields["values"], batch.fields["returns"]
         spread = returns.var(correction=0)
         explained = 1 - (returns - old).var(correction=0) / spread if spread > 0 else 0.0
@@ -106,27 +100,18 @@ class Critic:
             "critic/value_loss": total,
             "critic/clipfrac": clipped,
             "critic/grad_norm": norm,
-            "critic/lr": self.optimizer.param_groups[0]["lr"],
+            "critic/lr": lr,
             "critic/explained_variance": float(explained),
             "critic/value_mean": float(old.mean()),
         }
 
     def weights(self) -> dict[str, Tensor]:
         """The base model's, by Hugging Face names, and the head's, not copied."""
-        seen: set[int] = set()
-        out: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                out[name] = tensor.detach()
-            seen.add(tensor.data_ptr())
-        return out | {HEAD: self.head.weight.detach()}
+        return once(self.model.state_dict()) | {HEAD: self.head.weight.detach()}
 
     def state(self) -> dict[str, Any]:
         """Optimizer and schedule; the weights are apart."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.steps},
-        }
+        return self.descent.state()
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -138,8 +123,7 @@ class Critic:
             )
         for name, tensor in own.items():
             tensor.copy_(weights[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["scheduler"]["last_epoch"]
+        self.descent.load_state(state)
 
     def _values(self, part: Batch) -> Tensor:
         layout = pack(part, share_prefix=self._share_prefix).to(self.device)

@@ -10,6 +10,7 @@ Invariants, beside those of the backend of one process:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,10 +31,11 @@ from trireme.trainer import ulysses
 from trireme.trainer.backend import LossFunction, NotFinite, Order
 from trireme.trainer.deal import deal
 from trireme.trainer.lora import Adapter, Lora
-from trireme.trainer.model import load_model, token_logprobs
-from trireme.trainer.optim import OptimizerSettings, Schedule, make_optimizer
+from trireme.trainer.model import checkpoint_activations, load_model, token_logprobs
+from trireme.trainer.optim import Descent, OptimizerSettings
 from trireme.trainer.orders import Orders
 from trireme.trainer.pack import cut, packed_tokens
+from trireme.trainer.randomness import random_state, set_random_state
 from trireme.trainer.ranks import Ranks
 from trireme.trainer.shard import Root, shard, whole
 from trireme.trainer.ulysses import sliced_logprobs
@@ -89,14 +91,11 @@ class Fsdp2Backend:
         self.adapter: Adapter | None = None if lora is None else Adapter(self.module, lora)
         self._train_mode = gradient_checkpointing or bool(lora and lora.dropout)
         if gradient_checkpointing:
-            older = self.module.gradient_checkpointing_enable
-            enable = getattr(self.module, "activation_checkpointing_enable", older)
-            enable({"use_reentrant": False})
+            checkpoint_activations(self.module)
         self._root = shard(self.module, ranks.mesh, half=half, offload=offload)
-        self.optimizer = make_optimizer(self.module.parameters(), optimizer)
-        self.schedule = Schedule(optimizer, total_steps)
-        self.steps = 0
-        self._grad_clip = grad_clip
+        self.descent = Descent(
+            self.module.parameters(), optimizer, total_steps, grad_clip=grad_clip
+        )
         self._max_token_len = max_token_len
         self._share_prefix = share_prefix
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
@@ -116,29 +115,15 @@ class Fsdp2Backend:
 
     def step(self) -> dict[str, float]:
         """See TrainerBackend. Raises NotFinite naming a sample, and moves nothing."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        total = whole(total)
-        norm = float(total)
-        if norm != norm or norm == float("inf"):
-            raise NotFinite(
-                f"train step {self.steps + 1}: the gradient norm is {norm}; {self._blame()}"
-            )
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
-        lr = self.schedule.lr(self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm, lr = self.descent.move()
+        if not math.isfinite(norm):
+            step = self.descent.steps + 1
+            raise NotFinite(f"train step {step}: the gradient norm is {norm}; {self._blame()}")
         metrics = {
             "actor/grad_norm": norm,
             "actor/lr": lr,
             "perf/micro_batches": float(sum(self.gather(self._micro_batches))),
         }
-        self.steps += 1
         self._since_step.clear()
         self._micro_batches = 0
         return metrics
@@ -221,14 +206,7 @@ class Fsdp2Backend:
 
     def state(self) -> dict[str, Any]:
         """This rank's part of the optimizer, schedule and random state; the LoRA adapter whole."""
-        rng = {"torch": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self.device)
-        state = {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.steps},
-            "rng": rng,
-        }
+        state = self.descent.state() | {"rng": random_state(self.device)}
         if self.adapter:
             weights = self.adapter.weights().items()
             state["adapter"] = {name: whole(tensor).cpu() for name, tensor in weights}
@@ -236,11 +214,8 @@ class Fsdp2Backend:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See TrainerBackend."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["scheduler"]["last_epoch"]
-        torch.set_rng_state(state["rng"]["torch"])
-        if self.device.type == "cuda" and "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+        self.descent.load_state(state)
+        set_random_state(state["rng"], self.device)
         if self.adapter:
             self.adapter.load(state["adapter"])
 
@@ -274,7 +249,9 @@ class Fsdp2Backend:
             saved = read(actor, self.ranks.rank)
             if self.adapter is None:
                 saved.fill(dict(self.each_shard()))
-            self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer)})
+            self.load_state(
+                saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)}
+            )
         except (OSError, ValueError) as error:
             return error
         return None
@@ -342,12 +319,12 @@ class Fsdp2Backend:
             for sample in range(batch.num_samples):
                 if not batch.counts[sample]:
                     continue
-                self.optimizer.zero_grad()
+                self.descent.optimizer.zero_grad()
                 part = batch.select([sample]) if self.ranks.data_rank == 0 else None
                 self._gradient(part, loss, entropy)
                 grads = [p.grad for p in self.module.parameters() if p.grad is not None]
                 norm = float(whole(torch.nn.utils.get_total_norm(grads)))
-                if norm != norm or norm == float("inf"):
+                if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
 

@@ -7,6 +7,7 @@ that are computed again in the backward pass, so that no [M, V] tensor outlives 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -41,6 +42,22 @@ def load_model(
     model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
     prove_packed(model)
     return model
+
+
+def once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict in which tied weights appear under their first name only; not copied."""
+    first: dict[int, str] = {}
+    for name, tensor in named.items():
+        first.setdefault(tensor.data_ptr(), name)
+    return {name: named[name].detach() for name in first.values()}
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Compute each block's activations again in the backward pass instead of keeping them."""
+    # transformers 5 renames the one to the other on its way to 6.
+    older = model.gradient_checkpointing_enable
+    enable = getattr(model, "activation_checkpointing_enable", older)
+    enable({"use_reentrant": False})
 
 
 def refuse_recurrent(config: PreTrainedConfig) -> None:

@@ -1,13 +1,18 @@
-"""Optim: which optimizer moves the weights, and how fast at each train step."""
+"""Optim: which optimizer moves the weights, and how fast at each train step.
+
+The weights may be whole or sharded over ranks; a step whose gradient is not finite moves nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from trireme.trainer.shard import whole
 
 
 class OptimizerSettings(Protocol):
@@ -109,3 +114,53 @@ class Schedule:
             return self.peak
         done = min((step - self.warmup) / max(self.total - self.warmup, 1), 1.0)
         return self.peak * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+class Descent:
+    """An optimizer with its schedule and the steps that it has made."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        total_steps: int | None,
+        *,
+        grad_clip: float,
+    ) -> None:
+        self.optimizer = make_optimizer(parameters, settings)
+        self.schedule = Schedule(settings, total_steps)
+        self.steps = 0
+        self._grad_clip = grad_clip
+
+    def move(self) -> tuple[float, float]:
+        """One step by the gradients, which are forgotten; the gradient's norm and learning rate.
+
+        Nothing moves where the norm is not finite. A collective where parameters are sharded.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            # No gradient is one of 0: momentum and weight decay go on.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        total = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        norm, lr = float(total), self.schedule.lr(self.steps)
+        if math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+        return norm, lr
+
+    def state(self) -> dict[str, Any]:
+        """Where optimizer and schedule stand."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": {"last_epoch": self.steps},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Back to where `state` was taken."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["scheduler"]["last_epoch"]
