@@ -12,7 +12,7 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: mak
 from tests.model.fake import make
 from trireme.config.schema import TasksetConfig
 from trireme.envs.reasoning_gym import problems
-from trireme.launch.parts import _rows
+from trireme.launch.parts.tasks import _rows
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

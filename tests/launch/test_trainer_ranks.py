@@ -14,7 +14,7 @@ from tests.trainer.samples import experiences
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan, make_plans
-from trireme.launch import parts
+from trireme.launch.parts import training
 from trireme.launch.trainer_ranks import TrainerRanks, follow_plan
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
@@ -30,7 +30,7 @@ def _plan(folder: Path, model: Path) -> Plan:
 
 def _train(backend: TorchBackend | Fsdp2Backend, plan: Plan, job: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a step that is forgotten by loading it, and one more."""
-    recipe = parts.make_recipe(plan)
+    recipe = training.make_recipe(plan)
     for number in (0, 1):
         train_step(backend, recipe, experiences(number), version=0)
     save = partial(backend.save, hf=True)
@@ -46,7 +46,7 @@ def _rank(place: Place, folder: Path, model: Path) -> dict[str, Any]:
     if place.rank:
         follow_plan(plan, plan.model_path, place)
         return {}
-    ranks = TrainerRanks(plan, plan.model_path, parts.make_recipe(plan), place)
+    ranks = TrainerRanks(plan, plan.model_path, training.make_recipe(plan), place)
     weights = _train(ranks.backend, plan, folder / "job")
     ranks.close()
     return weights
@@ -54,7 +54,7 @@ def _rank(place: Place, folder: Path, model: Path) -> dict[str, Any]:
 
 def test_a_plan_trains_on_two_ranks_as_on_one(tiny_dir, tmp_path):
     plan = _plan(tmp_path / "alone", tiny_dir)
-    alone = parts.make_backend(plan, plan.model_path, parts.make_recipe(plan))
+    alone = training.make_backend(plan, plan.model_path, training.make_recipe(plan))
     expected = _train(alone, plan, tmp_path / "alone" / "job")
     got, _ = run(_rank, tmp_path / "ranks", tmp_path, tiny_dir)
     assert set(got) == set(expected)

@@ -89,7 +89,7 @@ def _of_data(plan: Plan, count: int) -> Iterator[Sample]:
     from trireme.data.kinds import FORMATS
     from trireme.data.rows import load_rows
     from trireme.experience import EID
-    from trireme.launch.parts import make_text
+    from trireme.launch.parts.text import make_text
 
     config = plan.config.buffer.trainer_input.experience_buffer
     text = make_text(plan, plan.model_path)

@@ -18,7 +18,8 @@ import uvicorn
 
 from trireme.explorer.intake import Intake
 from trireme.files import write_text
-from trireme.launch.parts import make_pipeline, make_raw_record, sampling_of
+from trireme.launch.parts.rollout import sampling_of
+from trireme.launch.parts.stores import make_pipeline, make_raw_record
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.server.app import create_app

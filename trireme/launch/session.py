@@ -25,9 +25,7 @@ from trireme.engines.device import Device
 from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
-from trireme.engines.remote import RemoteEngine
 from trireme.explorer.explorer import Explorer
-from trireme.launch import parts
 from trireme.launch.auxiliary import (
     Auxiliary,
     Served,
@@ -36,13 +34,19 @@ from trireme.launch.auxiliary import (
 )
 from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
+from trireme.launch.parts import rollout, stores, tasks, training
+from trireme.launch.parts.sync import (
+    make_checkpoint_push,
+    make_polled_sync,
+    make_push,
+    make_synchronizer,
+)
+from trireme.launch.parts.text import Text, make_text
 from trireme.launch.stage_result import StageResult
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
-from trireme.sync.memory import MemorySync
-from trireme.sync.process_group import GroupSync
 from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
@@ -137,22 +141,22 @@ class Session(AbstractContextManager["Session"]):
                 "yet: expected one rank, or an algorithm without a critic, such as grpo"
             )
         greedy = self.recipe.greedy_run
-        parts.make_pipeline(self.plan, self.recipe, None)
+        stores.make_pipeline(self.plan, self.recipe, None)
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
-                parts.examine_taskset(taskset, greedy_run=greedy)
+                tasks.examine_taskset(taskset, greedy_run=greedy)
         if self._reads_file:  # a malformed row is named now
-            parts.make_buffer(self.plan, self.folder, self.text, schema=self.recipe.schema)
+            stores.make_buffer(self.plan, self.folder, self.text, schema=self.recipe.schema)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
         """The tasks to explore."""
-        return parts.make_training_taskset(self.plan)
+        return tasks.make_training_taskset(self.plan)
 
     @cached_property
     def eval_tasksets(self) -> list[Taskset]:
         """The tasks that measure."""
-        return parts.make_eval_tasksets(self.plan)
+        return tasks.make_eval_tasksets(self.plan)
 
     @property
     def _reads_file(self) -> bool:
@@ -179,12 +183,12 @@ class Session(AbstractContextManager["Session"]):
     @cached_property
     def recipe(self) -> Recipe:
         """The algorithm."""
-        return parts.make_recipe(self.plan)
+        return training.make_recipe(self.plan)
 
     @cached_property
-    def text(self) -> parts.Text:
+    def text(self) -> Text:
         """Tokenizer and chat template."""
-        return parts.make_text(self.plan, self.model_path)
+        return make_text(self.plan, self.model_path)
 
     @cached_property
     def backend(self) -> TorchBackend | Fsdp2Backend:
@@ -193,7 +197,7 @@ class Session(AbstractContextManager["Session"]):
             self._ranks = TrainerRanks(self.plan, self.model_path, self.recipe, self._place)
             backend = self._ranks.backend
         else:
-            backend = parts.make_backend(self.plan, self.model_path, self.recipe)
+            backend = training.make_backend(self.plan, self.model_path, self.recipe)
         if self.resumed is not None:
             backend.load(self.resumed.actor)
         return backend
@@ -216,9 +220,9 @@ class Session(AbstractContextManager["Session"]):
         if self.engine_urls:
             own = self._hosts[0].key if self._hosts else None
             key = own or self.plan.engine_key
-            return parts.make_remote_engine(self.plan, self.engine_urls, key)
+            return rollout.make_remote_engine(self.plan, self.engine_urls, key)
         share = self.backend.module if self._shares else None
-        return parts.make_engine(
+        return rollout.make_engine(
             self.plan, self.model_path, self.text, self.device, self.gate, share
         )
 
@@ -243,7 +247,7 @@ class Session(AbstractContextManager["Session"]):
         if self.elsewhere.buffer is not None:
             return self.elsewhere.buffer
         ends = end_tokens_of(self.model_path, self.text.tokenizer) if self._reads_file else ()
-        buffer, record = parts.make_buffer(
+        buffer, record = stores.make_buffer(
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
         if record is not None:
@@ -259,7 +263,7 @@ class Session(AbstractContextManager["Session"]):
         out: dict[str, Buffer] = {}
         for name, config in given.items():
             ends = end_tokens_of(self.model_path, self.text.tokenizer)
-            out[name] = parts.make_file_buffer(self.plan, config, self.text, ends, endless=True)
+            out[name] = stores.make_file_buffer(self.plan, config, self.text, ends, endless=True)
             if self.resumed is not None:
                 out[name].load_state(self.resumed.run_state["auxiliary"][name])
         return out
@@ -267,7 +271,7 @@ class Session(AbstractContextManager["Session"]):
     @cached_property
     def learning(self) -> Learning:
         """What train steps share beside the policy, where the checkpoint left it."""
-        critic = parts.make_critic(self.plan, self.model_path, self.recipe)
+        critic = training.make_critic(self.plan, self.model_path, self.recipe)
         warmup = self.plan.config.algorithm.critic.warmup_steps
         learning = Learning(self.recipe, critic, critic_warmup=warmup)
         if self.resumed is not None:
@@ -285,13 +289,9 @@ class Session(AbstractContextManager["Session"]):
         state = self.resumed.run_state if self.resumed else {"version": 0}
         step = self.resumed.step if self.resumed else 0
         own = self.elsewhere.push or (self._checkpoint_push(None).push if alone else self.push())
-        return Synchronizer(
+        return make_synchronizer(
+            plan,
             own,
-            style="trainer_driven" if alone else plan.sync_style,
-            interval=plan.sync_interval,
-            offset=plan.sync_offset,
-            timeout=plan.config.synchronizer.sync_timeout,
-            lock_step=plan.share_tensors,
             short=lambda: len(self.buffer) < plan.least_batch,
             version=state["version"],
             step=step,
@@ -299,16 +299,7 @@ class Session(AbstractContextManager["Session"]):
 
     def polled_sync(self) -> PolledSync:
         """The explorer's side, for a trainer of another process."""
-        plan = self.plan
-        return PolledSync(
-            self.engine,
-            self.folder,
-            style=plan.sync_style,
-            interval=plan.sync_interval,
-            offset=plan.sync_offset,
-            timeout=plan.config.synchronizer.sync_timeout,
-            dtype=plan.dtype,
-        )
+        return make_polled_sync(self.plan, self.engine, self.folder)
 
     def announce(self, state: str, step: int) -> None:
         """Tell explorers of other processes how the trainer is."""
@@ -317,14 +308,14 @@ class Session(AbstractContextManager["Session"]):
     def explorer(self, sync: ExplorerSync, *, prefix: str = "eval") -> Explorer:
         """The explorer with its tasks; `prefix` names its evaluations' metrics."""
         plan = self.plan
-        raw = parts.make_raw_record(plan, self.folder)
+        raw = stores.make_raw_record(plan, self.folder)
         if raw is not None:
             self.keep(raw)
         config = plan.config.explorer
         self._explorer = Explorer(
             taskset=self.taskset,
             eval_tasksets=self.eval_tasksets,
-            scheduler=parts.make_scheduler(
+            scheduler=rollout.make_scheduler(
                 plan,
                 self.model_path,
                 self.engine,
@@ -333,7 +324,7 @@ class Session(AbstractContextManager["Session"]):
                 greedy_run=self.recipe.greedy_run,
                 auxiliary=self.auxiliary_models,
             ),
-            pipeline=parts.make_pipeline(plan, self.recipe, raw),
+            pipeline=stores.make_pipeline(plan, self.recipe, raw),
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
             sync=sync,
             eval_interval=plan.eval_interval,
@@ -452,36 +443,12 @@ class Session(AbstractContextManager["Session"]):
 
     def push(self) -> Push:
         """How weights travel from this process to its engine."""
-        plan, backend = self.plan, self.backend
-        if plan.sync_method == "checkpoint":
+        if self.plan.sync_method == "checkpoint":
             return self._checkpoint_push(self.engine).push
-        if plan.sync_method == "nccl":
-            assert isinstance(self.engine, RemoteEngine)
-            return GroupSync(
-                backend,
-                self.engine,
-                self.device,
-                dtype=plan.dtype,
-                vocabulary=backend.module.config.vocab_size,
-                transport="nccl" if plan.device == "cuda" else "gloo",
-                host=self.elsewhere.host,
-            ).push
-        return MemorySync(
-            backend,
-            self.engine,
-            self.device,
-            shared=plan.share_tensors,
-            dtype=plan.dtype,
-            vocabulary=backend.module.config.vocab_size,
-        ).push
+        return make_push(self.plan, self.backend, self.engine, self.device, self.elsewhere.host)
 
     def _checkpoint_push(self, engine: Engine | None) -> CheckpointPush:
-        return CheckpointPush(
-            self.backend,
-            self.device,
-            self.folder,
-            step=lambda: self._trainer.step if self._trainer else 0,
-            vocabulary=self.backend.module.config.vocab_size,
-            dtype=self.plan.dtype,
-            engine=engine,
-        )
+        def step() -> int:
+            return self._trainer.step if self._trainer else 0
+
+        return make_checkpoint_push(self.plan, self.backend, engine, self.device, self.folder, step)

@@ -10,7 +10,7 @@ import logging
 
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Plan
-from trireme.launch import parts
+from trireme.launch.parts.training import make_recipe, make_sharded_backend
 from trireme.trainer.follow import follow
 from trireme.trainer.orders import Orders
 from trireme.trainer.ranks import Place, Ranks
@@ -27,7 +27,7 @@ class TrainerRanks:
         self._group = Ranks(place)
         self._orders = Orders(self._group)
         self.backend = self._orders.guarded(
-            lambda: parts.make_sharded_backend(plan, model_path, recipe, self._group, self._orders),
+            lambda: make_sharded_backend(plan, model_path, recipe, self._group, self._orders),
             doing="loading",
         )
 
@@ -54,9 +54,9 @@ def follow_plan(plan: Plan, model_path: str, place: Place) -> None:
 
     The user's plugins must be loaded. Raises what went wrong here, having told rank 0.
     """
-    recipe = parts.make_recipe(plan)
+    recipe = make_recipe(plan)
     follow(
         place,
-        lambda ranks: parts.make_sharded_backend(plan, model_path, recipe, ranks),
+        lambda ranks: make_sharded_backend(plan, model_path, recipe, ranks),
         recipe,
     )
