@@ -19,7 +19,6 @@ import uvicorn
 from trireme.explorer.intake import Intake
 from trireme.files import write_text
 from trireme.launch.parts.rollout import sampling_of
-from trireme.launch.parts.stores import make_pipeline, make_raw_record
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.server.app import create_app
@@ -107,11 +106,8 @@ def _rollouts(session: Session) -> Rollouts:
 
 
 def _intake(session: Session, sync: PolledSync, sessions: Sessions) -> Intake:
-    raw = make_raw_record(session.plan, session.folder)
-    if raw is not None:
-        session.keep(raw)
     return Intake(
-        pipeline=make_pipeline(session.plan, session.recipe, raw),
+        pipeline=session.pipeline,
         buffer=session.buffer,
         sync=sync,
         folder=session.folder,

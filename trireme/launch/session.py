@@ -46,6 +46,8 @@ from trireme.launch.stage_result import StageResult
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
+from trireme.pipeline.operator import Operator
+from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
 from trireme.trainer.backend import TorchBackend
@@ -141,12 +143,12 @@ class Session(AbstractContextManager["Session"]):
                 "yet: expected one rank, or an algorithm without a critic, such as grpo"
             )
         greedy = self.recipe.greedy_run
-        stores.make_pipeline(self.plan, self.recipe, None)
+        _ = self.operators
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 tasks.examine_taskset(taskset, greedy_run=greedy)
         if self._reads_file:  # a malformed row is named now
-            stores.make_buffer(self.plan, self.folder, self.text, schema=self.recipe.schema)
+            _ = self.buffer
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
@@ -257,6 +259,19 @@ class Session(AbstractContextManager["Session"]):
         return buffer
 
     @cached_property
+    def operators(self) -> list[Operator]:
+        """What is done to a step's experiences before they are trained."""
+        return stores.make_operators(self.plan)
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The operators, with the copy of what comes in where the YAML wants one."""
+        raw = stores.make_raw_record(self.plan, self.folder)
+        if raw is not None:
+            self.keep(raw)
+        return Pipeline(self.recipe, raw=raw, operators=self.operators)
+
+    @cached_property
     def auxiliary(self) -> dict[str, Buffer]:
         """Data sets that are mixed into the trainer's batches, where the checkpoint left them."""
         given = self.plan.config.buffer.trainer_input.auxiliary_buffers
@@ -308,9 +323,6 @@ class Session(AbstractContextManager["Session"]):
     def explorer(self, sync: ExplorerSync, *, prefix: str = "eval") -> Explorer:
         """The explorer with its tasks; `prefix` names its evaluations' metrics."""
         plan = self.plan
-        raw = stores.make_raw_record(plan, self.folder)
-        if raw is not None:
-            self.keep(raw)
         config = plan.config.explorer
         self._explorer = Explorer(
             taskset=self.taskset,
@@ -324,7 +336,7 @@ class Session(AbstractContextManager["Session"]):
                 greedy_run=self.recipe.greedy_run,
                 auxiliary=self.auxiliary_models,
             ),
-            pipeline=stores.make_pipeline(plan, self.recipe, raw),
+            pipeline=self.pipeline,
             buffer=self.buffer if plan.mode in ("both", "explore") else None,
             sync=sync,
             eval_interval=plan.eval_interval,

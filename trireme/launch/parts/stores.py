@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.claims import Reuse
 from trireme.buffer.file import FileBuffer
@@ -22,8 +21,7 @@ from trireme.data.kinds import FORMATS
 from trireme.data.rows import load_rows
 from trireme.launch.parts.text import Text
 from trireme.pipeline.names import OPERATORS
-from trireme.pipeline.operator import make_operator
-from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.operator import Operator, make_operator
 
 
 def make_buffer(
@@ -122,14 +120,13 @@ def make_file_buffer(
     return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
 
 
-def make_pipeline(plan: Plan, recipe: Recipe, raw: Record | None) -> Pipeline:
+def make_operators(plan: Plan) -> list[Operator]:
     """What is done to a step's experiences before they are trained."""
     key = "data_processor.experience_pipeline.operators"
-    operators = [
+    return [
         make_operator(OPERATORS, item.name, item.args, f"{key}[{place}]")
         for place, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
     ]
-    return Pipeline(recipe, raw=raw, operators=operators)
 
 
 def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
