@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,8 +142,73 @@ def test_a_broken_line_is_named_with_its_file(tmp_path: Path) -> None:
 
 def test_a_broken_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 and then nothing")
-    with pytest.raises(ValueError, match=r"broken file among .*rows\.parquet"):
+    with pytest.raises(ValueError, match=r"broken file: .*rows\.parquet: "):
         load_rows(tmp_path / "rows.parquet")
+
+
+def test_of_several_tables_the_one_that_is_broken_or_other_is_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-a.parquet", TRAIN)
+    write_parquet(tmp_path / "train-b.parquet", [{"question": "1", "response": 2}])
+    other = r"other columns: .*train-b\.parquet: question \(string\), response \(int64\); .*-a"
+    with pytest.raises(ValueError, match=other):
+        load_rows(tmp_path)
+    (tmp_path / "train-b.parquet").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"broken file: .*train-b\.parquet"):
+        load_rows(tmp_path)
+
+
+def write_arrow(path: Path, rows: list[dict]) -> None:
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    lines = [",".join(rows[0]), *(",".join(value or "" for value in row.values()) for row in rows)]
+    path.write_text("\n".join(lines))
+
+
+def need_answer(row: dict) -> None:
+    if not row["answer"]:
+        raise ValueError("column 'answer' is empty")
+
+
+WRITERS = [("jsonl", write_jsonl), ("parquet", write_parquet)]
+WRITERS += [("arrow", write_arrow), ("csv", write_csv)]
+
+
+@pytest.mark.parametrize(("kind", "write"), WRITERS)
+def test_a_malformed_row_of_several_files_is_named_with_its_own(
+    tmp_path: Path, kind: str, write: Any
+) -> None:
+    write(tmp_path / f"train-a.{kind}", TRAIN)
+    write(tmp_path / f"train-b.{kind}", [TRAIN[0], {"question": "1", "answer": None}])
+    rows = load_rows(tmp_path)
+    first, place = ("line 1", "line 2") if kind == "jsonl" else ("row 0", "row 1")
+    told = rf"row 7 \(.*train-b\.{kind}, {place}\): column 'answer' is empty"
+    with pytest.raises(ValueError, match=told):
+        rows.checked(need_answer, "fail")
+    kept = rows.checked(need_answer, "skip")
+    assert (len(kept), kept.skipped) == (7, 1)
+    assert kept.where(6).endswith(f"train-b.{kind}, {first})")
+
+
+def test_files_of_several_kinds_keep_their_places(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train-a.parquet", TRAIN)
+    write_jsonl(tmp_path / "train-b.jsonl", TRAIN)
+    rows = load_rows(tmp_path)
+    assert rows.where(5).endswith("train-a.parquet, row 5)")
+    assert rows.where(6).endswith("train-b.jsonl, line 1)")
+
+
+def test_a_row_of_a_saved_data_set_is_named_with_its_shard(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    Dataset.from_list(TRAIN).save_to_disk(tmp_path, num_shards=2)
+    where = load_rows(tmp_path).where(4)
+    assert where.endswith("data-00001-of-00002.arrow, row 1)")
 
 
 def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:

@@ -8,21 +8,19 @@ small data set costs no import of `datasets`.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from trireme.config.data_files import SPLIT, chosen_rows, data_files
 from trireme.config.located import located
+from trireme.data.tables import BUILDERS, FilePlaces, load_tables, quiet_datasets
 from trireme.log import get_logger
 from trireme.nearest import did_you_mean
 
 logger = get_logger("data")
 OnError = Literal["fail", "skip"]
 """What becomes of a malformed row: it ends the run before it begins, or is left out and counted."""
-
-_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 class Rows:
@@ -77,7 +75,7 @@ class Rows:
 
     def where(self, index: int) -> str:
         """A row in messages, with its file and line where they are known."""
-        place = f" ({self._places[index]})" if self._places else ""
+        place = f" ({self._places[index]})" if len(self._places) else ""
         return f"{self.source}, row {index}{place}"
 
     def part(self, chosen: Sequence[int], *, skipped: int = 0) -> Rows:
@@ -86,7 +84,7 @@ class Rows:
             self.source,
             [self._data[index] for index in chosen],
             self.columns,
-            places=[self._places[index] for index in chosen] if self._places else (),
+            places=[self._places[index] for index in chosen] if len(self._places) else (),
             skipped=self.skipped + skipped,
         )
 
@@ -157,16 +155,18 @@ def _local(
     if place.is_dir():
         for saved in (place / split, place):
             if (saved / "state.json").is_file():
-                data = _quiet(progress).load_from_disk(str(saved))
-                return Rows(source, data, data.column_names)
+                data = quiet_datasets(progress).load_from_disk(str(saved))
+                places = FilePlaces([str(saved / name) for name in _saved_files(saved)])
+                return Rows(source, data, data.column_names, places=places)
         files = data_files(place, subset, split)
     else:
         files = [place]
     rows: list[Rows] = []
-    tables = [file for file in files if file.suffix in _BUILDERS]
+    tables = [file for file in files if file.suffix in BUILDERS]
     for suffix in sorted({file.suffix for file in tables}):
         group = [str(file) for file in tables if file.suffix == suffix]
-        rows.append(_from_tables(source, suffix, group, progress))
+        data = load_tables(group, progress=progress)
+        rows.append(Rows(source, data, data.column_names, places=FilePlaces(group)))
     texts = [file for file in files if file not in tables]
     if texts:
         broken: list[str] = []
@@ -181,19 +181,15 @@ def _local(
         return rows[0]
     columns = dict.fromkeys(column for part in rows for column in part.columns)
     skipped = sum(part.skipped for part in rows)
-    return Rows(source, [row for part in rows for row in part], columns, skipped=skipped)
+    places = [place for part in rows for place in part._places]
+    whole = [row for part in rows for row in part]
+    return Rows(source, whole, columns, places=places, skipped=skipped)
 
 
-def _from_tables(source: str, suffix: str, files: list[str], progress: bool) -> Rows:
-    """Rows of Parquet, CSV or Arrow files."""
-    datasets = _quiet(progress)
-    try:
-        data = datasets.load_dataset(_BUILDERS[suffix], data_files=files, split="train")
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"has a broken file among {', '.join(files)}: {cause}") from error
-    places = [files[0]] * len(data) if len(files) == 1 else ()
-    return Rows(source, data, data.column_names, places=places)
+def _saved_files(folder: Path) -> list[str]:
+    """The Arrow files that `save_to_disk` wrote, in the order of their rows."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return [entry["filename"] for entry in state["_data_files"]]
 
 
 def _read_json(
@@ -204,7 +200,7 @@ def _read_json(
     What is no row is raised, or with `on_error` skip noted in `broken`.
     """
     if path.suffix not in (".jsonl", ".json"):
-        known = ", ".join((".jsonl", ".json", *_BUILDERS))
+        known = ", ".join((".jsonl", ".json", *BUILDERS))
         raise ValueError(f"has a file of unknown kind: {path}: expected one of {known}")
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -241,7 +237,7 @@ def _object(entry: str, where: str) -> dict[str, Any]:
 
 def _from_hub(source: str, path: str, subset: str | None, split: str, progress: bool) -> Rows:
     """Rows of a data set on the hub that is not in the local cache yet."""
-    datasets = _quiet(progress)
+    datasets = quiet_datasets(progress)
     try:
         data = datasets.load_dataset(path, name=subset, split=split)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -252,12 +248,3 @@ def _from_hub(source: str, path: str, subset: str | None, split: str, progress: 
             f"gives us: {reason}"
         ) from error
     return Rows(source, data, data.column_names)
-
-
-def _quiet(progress: bool) -> Any:
-    """The `datasets` library, imported when first needed, without its bars and notes."""
-    import datasets
-
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs it also raises
-    (datasets.enable_progress_bars if progress else datasets.disable_progress_bars)()
-    return datasets
