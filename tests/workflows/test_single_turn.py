@@ -119,3 +119,17 @@ def test_a_subclass_changes_the_messages_and_the_reward() -> None:
     assert "6 * 7? Please.<|im_end|>" in prompt
     assert experience.reward == 1.0 + 0.5 * len("#### 42")
     assert experience.metrics == {"polite": 1.0, "long": 3.5}
+
+
+def test_an_evaluation_is_sampled_its_own_way_and_gives_an_accuracy_alone() -> None:
+    model = make(["\\boxed{42}", "\\boxed{41}"])
+    task = Task(raw_task={"prompt": "6 * 7?", "response": "42"})
+    spec = resolve("async_math_eval_workflow")
+
+    async def twice() -> list[Experience]:
+        return [(await spec.call(task, model, 1, 0))[0] for _ in range(2)]
+
+    found = [(e.reward, e.metrics) for e in asyncio.run(twice())]
+    assert found == [(None, {"accuracy": 1.0}), (None, {"accuracy": 0.0})]
+    assert isinstance(model.engine, FakeEngine)
+    assert {(s.temperature, s.top_p, s.n) for s in model.engine.samplings} == {(0.6, 0.8, 1)}

@@ -64,7 +64,7 @@ def pass_rates(outcomes: Sequence[Outcome]) -> dict[int, dict[int, float]]:
         index = outcome.task.index
         lasts = [
             max(steps, key=lambda e: e.eid.step)
-            for steps in group_by(outcome.experiences, "run").values()
+            for steps in group_by(outcome.rollouts, "run").values()
         ]
         rewards = [last.reward for last in lasts if last.reward is not None]
         if rewards and index:

@@ -41,7 +41,7 @@ def runs_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
     """
     rows = []
     for outcome in outcomes:
-        for steps in group_by(outcome.experiences, "run").values():
+        for steps in group_by(outcome.rollouts, "run").values():
             last = max(steps, key=lambda e: e.eid.step)
             row: dict[str, float] = {
                 "response_length": float(sum(int(e.mask.sum()) for e in steps))

@@ -57,6 +57,11 @@ class Outcome:
     retries: int = 0
     seconds: float = 0.0
 
+    @property
+    def rollouts(self) -> list[Experience]:
+        """The task's own: a repeatable workflow may have made groups of others beside them."""
+        return [e for e in self.experiences if not is_apart(e, self.task)]
+
     def join(self, other: Outcome) -> None:
         """Add another part of the same task."""
         self.experiences += other.experiences
@@ -224,24 +229,34 @@ def rollout_name(task: Task, run: int) -> str:
     return f"{task.batch_id}/{task.task_id}/{run}"
 
 
+def is_apart(experience: Experience, task: Task) -> bool:
+    """Whether it is of a group that a repeatable workflow made beside the task's own."""
+    return str(experience.eid.task).startswith(f"{task.task_id}-")
+
+
 def stamp(
     found: list[Experience], task: Task, runs: list[int], spec: WorkflowSpec
 ) -> list[Experience]:
     """Give each experience its id: batch and task here, the run ours (a repeatable workflow's own),
     the steps its own where they differ, else their places.
+
+    A repeatable workflow that names `eid.task` `<task_id>-<word>` makes a group of its own of that.
     """
-    by_run: dict[int, list[Experience]] = {}
+    by_run: dict[tuple[int | str, int], list[Experience]] = {}
     for e in found:
-        by_run.setdefault(e.eid.run if spec.can_repeat else runs[0], []).append(e)
-    assert set(by_run) <= set(runs), "the workflow's adapter checks run ids"
-    for run, mine in by_run.items():
+        apart = spec.can_repeat and is_apart(e, task)
+        run = e.eid.run if spec.can_repeat else runs[0]
+        by_run.setdefault((e.eid.task if apart else task.task_id, run), []).append(e)
+    assert {run for _, run in by_run} <= set(runs), "the workflow's adapter checks run ids"
+    for (group, run), mine in by_run.items():
         steps: Sequence[int] = [e.eid.step for e in mine]
         if len(set(steps)) < len(mine):
             steps = range(len(mine))
         for e, step in zip(mine, steps, strict=True):
-            e.eid = EID(task.batch_id, task.task_id, run, step)
+            e.eid = EID(task.batch_id, group, run, step)
             e.info.setdefault("model_version", e.version)
-            e.info["task_index"] = dict(task.index)
+            if group == task.task_id:
+                e.info["task_index"] = dict(task.index)
     return found
 
 

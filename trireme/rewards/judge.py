@@ -89,19 +89,11 @@ class RelativeJudge(ORM):
         shared = _shared(dialogues)
         replies = [_dialogue(messages[shared:]) for messages in dialogues]
         shown = list(dict.fromkeys(replies))
-        truths = kwargs.get("solution") or [None]
-        candidates = "\n\n".join(
-            f'<reply number="{i}">\n{text}\n</reply>' for i, text in enumerate(shown, 1)
-        )
-        text = self._prompt.format(
-            prompt=_dialogue(dialogues[0][:shared]),
-            candidates=candidates,
-            count=len(shown),
-            reference=_reference(truths[0]),
-        )
+        truth = (kwargs.get("solution") or [None])[0]
+        text = comparison(dialogues[0][:shared], shown, truth, prompt=self._prompt)
         models = kwargs.get("auxiliary_models", ())
         answer = await self._asker.ask([{"role": "user", "content": text}], models)
-        scores = _scores(answer, len(shown))
+        scores = read_scores(answer, len(shown))
         success = {"judge_success": float(scores is not None)}
         by_reply = dict(zip(shown, scores or [0.0] * len(shown), strict=True))
         return [Value(by_reply[reply], success) for reply in replies]
@@ -159,7 +151,22 @@ def _before_last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
     return places[-1] if places else len(messages)
 
 
-def _scores(answer: str, count: int) -> list[float] | None:
+def comparison(
+    conversation: Sequence[Any], replies: Sequence[str], truth: Any = None, *, prompt: str = RULER
+) -> str:
+    """The question which of several replies to a conversation are better."""
+    candidates = "\n\n".join(
+        f'<reply number="{i}">\n{text}\n</reply>' for i, text in enumerate(replies, 1)
+    )
+    return prompt.format(
+        prompt=_dialogue(conversation),
+        candidates=candidates,
+        count=len(replies),
+        reference=_reference(truth),
+    )
+
+
+def read_scores(answer: str, count: int) -> list[float] | None:
     """The last list of `count` numbers in an answer, each cut to 0 to 1."""
     for text in reversed(_LIST.findall(answer)):
         try:

@@ -9,6 +9,7 @@ from trireme.registry import Registry
 
 _SIMPLE = "trireme.workflows.single_turn.SimpleWorkflow"
 _MATH = "trireme.workflows.single_turn.MathWorkflow"
+_MATH_EVAL = "trireme.workflows.single_turn.MathEvalWorkflow"
 _MATH_RM = "trireme.workflows.single_turn.MathRmWorkflow"
 _MATH_RULER = "trireme.workflows.single_turn.MathRulerWorkflow"
 _RUBRIC = "trireme.workflows.single_turn.RubricJudgeWorkflow"
@@ -21,10 +22,13 @@ WORKFLOW_PATHS = {
     "async_simple_workflow": _SIMPLE,
     "async_math_workflow": _MATH,
     "async_math_boxed_workflow": _MATH_BOXED,
+    "math_eval_workflow": _MATH_EVAL,
+    "async_math_eval_workflow": _MATH_EVAL,
     "math_rm_workflow": _MATH_RM,
     "async_math_rm_workflow": _MATH_RM,
     "math_ruler_workflow": _MATH_RULER,
     "async_math_ruler_workflow": _MATH_RULER,
+    "math_trainable_ruler_workflow": "trireme.workflows.self_judge.MathTrainableRulerWorkflow",
     "rubric_judge_workflow": _RUBRIC,
     "on_policy_distill_workflow": "trireme.workflows.distill.OnPolicyDistillWorkflow",
     "on_policy_distill_math_workflow": "trireme.workflows.distill.OnPolicyDistillMathWorkflow",

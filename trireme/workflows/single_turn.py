@@ -168,6 +168,24 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return await self.model.generate_async(prompt)
 
 
+class MathEvalWorkflow(MathBoxedWorkflow):
+    """A mathematical question for evaluation alone: sampled at temperature 0.6 and top_p 0.8, it
+    gives the metric `accuracy` and no reward.
+    """
+
+    async def ask(self) -> list[Experience]:
+        """The reply, sampled the same way in every run."""
+        return await self.model.chat_async(self.format_messages(), temperature=0.6, top_p=0.8)
+
+    async def run(self) -> list[Experience]:
+        """Ask, and measure."""
+        experiences = await super().run()
+        for experience in experiences:
+            experience.reward = None
+            experience.metrics.pop("format_score", None)
+        return experiences
+
+
 class MathRmWorkflow(MathWorkflow):
     """A mathematical question whose replies a model judges, one by one."""
 

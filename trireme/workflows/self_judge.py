@@ -1,0 +1,82 @@
+"""Self judge: the model compares its own replies, and learns to compare."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+
+from trireme.experience import Experience
+from trireme.rewards.grouped import is_grouped
+from trireme.rewards.judge import comparison, read_scores
+from trireme.task import Task
+from trireme.workflows.single_turn import MathWorkflow
+
+
+class MathTrainableRulerWorkflow(MathWorkflow):
+    """A mathematical question whose right answer is known now and then (`workflow_args`:
+    `truth_share`, 0.2 of the tasks of an explore step).
+
+    Where it is known, the task's reward is the replies' (else the metric `gold_reward`), and the
+    model compares them n times: a group of its own, whose reward is 1 - mean |score - reward|, the
+    replies' rewards cut to 0 to 1, and 0 where no scores can be read. Where it is not, the scores
+    of one comparison, which is not trained, are the replies' rewards.
+    """
+
+    can_repeat = True
+
+    async def ask(self) -> list[Experience]:
+        """n replies, one a run."""
+        return await self.model.chat_async(self.format_messages(), n=self.repeat_times)
+
+    async def run(self) -> list[Experience]:
+        """Ask, judge, and judge the judgements."""
+        replies = await super().run()
+        if self.is_eval or any(e.truncate_status == "prompt_truncated" for e in replies):
+            return replies
+        gold = [e.reward or 0.0 for e in replies]
+        known = self.truth_is_known()
+        question = comparison(
+            [{"role": "user", "content": self.task_desc}], [e.response_text or "" for e in replies]
+        )
+        judgements = await self.model.chat_async(
+            [{"role": "user", "content": question}], n=self.repeat_times if known else 1
+        )
+        found = [read_scores(e.response_text or "", len(replies)) for e in judgements]
+        success = statistics.fmean(scores is not None for scores in found)
+        for place, (reply, reward) in enumerate(zip(replies, gold, strict=True)):
+            reply.metrics |= {"gold_reward": reward, "judge_success": success}
+            if not known:
+                reply.reward = found[0][place] if found[0] else 0.0
+        if not known:
+            return replies
+        for judgement, scores in zip(judgements, found, strict=True):
+            judgement.eid.task = f"{self.task.task_id}-ruler"
+            judgement.reward = agreement(scores, gold)
+        return [*replies, *judgements]
+
+    def truth_is_known(self) -> bool:
+        """Drawn for each task of an explore step; a step that is done again draws the same."""
+        share = float(self.workflow_args.get("truth_share", 0.2))
+        return random.Random(f"{self.task.batch_id}/{self.task.task_id}").random() < share
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for options that cannot be."""
+        share = task.workflow_args.get("truth_share", 0.2)
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"workflow_args.truth_share is {share!r}: expected 0 to 1")
+        if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
+            raise ValueError(
+                f"{cls.__name__} compares with the reward of one reply, and default_reward_fn_type "
+                f"is {task.reward_fn!r}: expected one as math_reward"
+            )
+        super().examine(task)
+
+
+def agreement(scores: Sequence[float] | None, rewards: Sequence[float]) -> float:
+    """1 - mean |score - reward|, rewards cut to 0 to 1; 0 without scores."""
+    if scores is None:
+        return 0.0
+    pairs = zip(scores, rewards, strict=True)
+    return 1 - statistics.fmean(abs(score - min(max(reward, 0.0), 1.0)) for score, reward in pairs)
