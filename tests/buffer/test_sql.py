@@ -143,6 +143,14 @@ def test_another_process_feeds_this_one(url: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("url", ["sqlit:///b.db", "mysqll://me:secret@host/b", "no url"])
+def test_a_database_of_an_unknown_kind_is_named(url: str) -> None:
+    told = "is of a kind that is not known here: expected a file, sqlite:///"
+    with pytest.raises(ValueError, match=told) as error:
+        SqlBuffer("b", url)
+    assert "secret" not in str(error.value)
+
+
 def test_a_folder_that_cannot_hold_the_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.db").mkdir()
     with pytest.raises(ValueError, match=r"database 'sqlite:.*b\.db' cannot be used"):

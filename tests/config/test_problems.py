@@ -381,3 +381,28 @@ def test_an_operator_that_is_not_there_is_named(tmp_path, pipeline, message):
     key = f"data_processor.{pipeline}"
     found = only_problem(tmp_path, f"{key}={{operators: [{{name: reward_filtr}}]}}")
     assert found.startswith(f"{key}.operators[0].name is 'reward_filtr', an unknown {message}")
+
+
+@pytest.mark.parametrize("sets", ["tasksets", "eval_tasksets"])
+def test_two_tasksets_of_one_name(tmp_path, sets):
+    tree = values(tmp_path)
+    inputs = tree["buffer"]["explorer_input"]
+    one = {**inputs["taskset"], "name": "sums"}
+    if sets == "tasksets":
+        del inputs["taskset"]
+    inputs[sets] = [one, one]
+    _, problems = draft_plans(config_of(tmp_path, tree))
+    assert [str(problem) for problem in problems] == [
+        f"buffer.explorer_input.{sets}[1].name is 'sums', which is that of "
+        f"buffer.explorer_input.{sets}[0] too: expected its own"
+    ]
+
+
+@pytest.mark.parametrize("value", [-1, "x", float("nan")])
+def test_a_priority_of_no_use(tmp_path, value):
+    tree = values(tmp_path)
+    replay = {"enable": True, "priority_fn_args": {"decay": value}}
+    tree["buffer"]["trainer_input"] = {"experience_buffer": {"replay_buffer": replay}}
+    _, problems = draft_plans(config_of(tmp_path, tree))
+    (found,) = [str(problem) for problem in problems]
+    assert found.endswith(f"priority_fn_args.decay is {value!r}: expected a number at least 0")

@@ -98,9 +98,28 @@ def test_unknown_columns_are_listed_and_the_user_asked() -> None:
 
 
 def test_of_a_conversation_the_last_reply_is_trained() -> None:
-    e = made({"messages": [*CHAT, {"role": "user", "content": "left out"}]})
+    e = made({"messages": CHAT})
     assert text(e, trained=True) == "4<|im_end|>"
-    assert text(e).startswith("<|im_start|>user\n1+1?") and "left out" not in text(e)
+    assert text(e).startswith("<|im_start|>user\n1+1?")
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"messages": [*CHAT, {"role": "user", "content": "and?"}]},
+            "row 0: the conversation in column 'messages' ends in a turn of the user: expected the",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "1"}, {"role": "asistant", "content": "2"}]},
+            "no assistant turn: its roles are user, asistant",
+        ),
+        ({"prompt": "1+1?", "response": " "}, "row 0: column 'response' is empty: expected a repl"),
+    ],
+)
+def test_a_row_that_leaves_nothing_to_learn_is_malformed(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        made(row)
 
 
 @pytest.mark.parametrize("template", [CHATML, BLOCKS])

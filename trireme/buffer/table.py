@@ -28,7 +28,7 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError
 
 from trireme.experience import EID, Experience
 from trireme.log import get_logger, hide_passwords
@@ -112,19 +112,25 @@ def open_database(
     """An engine with its tables made. SQLite: WAL, so that readers and a writer don't block.
 
     A server that does not answer is tried `retries` times more. Raises ValueError, naming the
-    database, where it cannot be opened.
+    database, where it cannot be opened or is of another kind.
     """
-    parsed, known_as = _with_driver(make_url(url)), hide_passwords(url)
-    sqlite = parsed.get_backend_name() == "sqlite"
-    if sqlite and parsed.database:
-        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    known_as = hide_passwords(url)
     try:
+        parsed = _with_driver(make_url(url))
+        sqlite = parsed.get_backend_name() == "sqlite"
         engine = create_engine(parsed, pool_pre_ping=not sqlite)
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise ValueError(
+            f"database '{known_as}' is of a kind that is not known here: expected a file, "
+            "sqlite:///<file> or postgresql://<user>@<host>/<database>"
+        ) from error
     except ModuleNotFoundError as error:
         raise ValueError(
             f"database '{known_as}' needs the package '{error.name}': for PostgreSQL, "
             f"pip install 'trireme[postgres]'"
         ) from error
+    if sqlite and parsed.database:
+        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     if sqlite:
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_immediate)

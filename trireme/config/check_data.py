@@ -71,7 +71,12 @@ def check_tasksets(stage: Stage) -> None:
     elif mode in ("both", "explore") and not (given.taskset or given.tasksets):
         stage.problem(f"{key}.taskset", "is not given: expected the tasks to explore")
     rows: list[int | None] = []
+    named: dict[tuple[bool, str], str] = {}
     for item in used:
+        other = named.setdefault((item.is_eval, item.taskset.name or item.key), item.key)
+        if other != item.key:
+            text = f"is '{item.taskset.name}', which is that of {other} too: expected its own"
+            stage.problem(f"{item.key}.name", text)
         _check_names(stage, item)
         found = _rows(stage, item.key, item.taskset)
         made = prepares_tasks(stage) and not item.is_eval  # operators may make columns
@@ -211,11 +216,10 @@ def _check_columns(
 
 def _columns(form: FormatConfig) -> dict[str, str]:
     """Keys of `format` that name a column which the rows must have, with that column."""
-    names = ("prompt_key", "response_key", "system_prompt_key", "workflow_key", "reward_fn_key")
+    names = ("prompt_key", "system_prompt_key", "workflow_key", "reward_fn_key")
     wanted = {name: getattr(form, name) for name in names}
     # rows need no answers: only a column that the user chose must be there
-    if form.response_key == _PLAIN.response_key:
-        del wanted["response_key"]
+    wanted |= _given(form, "response_key")
     return {name: column for name, column in wanted.items() if column}
 
 

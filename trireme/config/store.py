@@ -58,8 +58,9 @@ def _check_replay(stage: Stage) -> None:
         if name not in known:
             text = f"has '{name}': {replay.priority_fn} knows {', '.join(known)}"
             stage.problem(f"{key}.priority_fn_args", text)
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            stage.problem(f"{key}.priority_fn_args.{name}", f"is {value!r}: expected a number")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            text = f"is {value!r}: expected a number at least 0"
+            stage.problem(f"{key}.priority_fn_args.{name}", text)
 
 
 def _placed(path: str, job_dir: Path) -> str:

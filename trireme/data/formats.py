@@ -188,6 +188,8 @@ class SftFormat:
                     raise ValueError(
                         f"column '{column}' holds {row.get(column)!r:.60}: expected text"
                     )
+            if not row[str(columns.response)].strip():
+                raise ValueError(f"column '{columns.response}' is empty: expected a reply")
 
     def _check_template(self, instead: str) -> None:
         if not self._has_template:
@@ -216,8 +218,17 @@ def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
                 f"a message's content is {content!r:.60}: expected text (column '{column}')"
             )
         message_weight(message)
-    if replies and not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"the conversation in column '{column}' has no assistant turn")
+    roles = [message["role"] for message in messages]
+    if replies and "assistant" not in roles:
+        raise ValueError(
+            f"the conversation in column '{column}' has no assistant turn: its roles are "
+            f"{', '.join(dict.fromkeys(roles))}"
+        )
+    if replies and roles[-1] != "assistant":
+        raise ValueError(
+            f"the conversation in column '{column}' ends in a turn of the {roles[-1]}: expected "
+            "the assistant's reply at its end"
+        )
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
