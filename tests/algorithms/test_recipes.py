@@ -117,6 +117,46 @@ def test_bad_settings_are_refused_in_one_sentence(given, message):
         get_recipe(_config(**{"algorithm_type": "grpo", **given}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "args", "message"),
+    [
+        ("policy_loss_fn", {"clip_range": "big"}, "'ppo': clip_range is 'big': expected a number"),
+        ("policy_loss_fn", {"clip_range": -0.2}, "clip_range is -0.2: expected at least 0"),
+        ("policy_loss_fn", {"clip_ratio_c": 0.5}, "clip_ratio_c is 0.5: expected at least 1"),
+        ("policy_loss_fn", {"enable_sequence_masking": "yes"}, "'yes': expected true or false"),
+        ("advantage_fn", {"std_cal_level": "batches"}, "one of group, batch; did you mean 'batch'"),
+        ("advantage_fn", {"epsilon": [1]}, r"epsilon is \[1\]: expected a number"),
+        ("advantage_fn", {"duplicate_experiences": "no"}, "is 'no': expected true or false"),
+        ("kl_loss_fn", {"kl_coef": -1}, "algorithm.kl_loss_fn 'k2': kl_coef is -1: expected at le"),
+        ("kl_loss_fn", {"horizon": 0}, "horizon is 0: expected more than 0"),
+        ("entropy_loss_fn", {"entropy_coef": "x"}, "entropy_coef is 'x': expected a number"),
+        ("sample_strategy", {"max_staleness": -1}, "max_staleness is -1: expected at least 0"),
+    ],
+)
+def test_a_value_that_a_part_cannot_have_is_told_before_the_run(kind, args, message):
+    strategy = {"sample_strategy": "staleness_control"} if kind == "sample_strategy" else {}
+    with pytest.raises(ValueError, match=message):
+        get_recipe(_config(algorithm_type="grpo", **strategy, **{f"{kind}_args": args}))
+
+
+def test_values_are_taken_as_the_part_has_them():
+    given = {"clip_range": "0.3", "clip_range_high": None, "clip_ratio_c": 2}
+    options = get_recipe(_config(algorithm_type="grpo", policy_loss_fn_args=given)).policy_loss
+    assert options.options == {"clip_range": 0.3, "clip_range_high": None, "clip_ratio_c": 2}
+    endless = {"max_staleness": float("inf")}
+    config = _config(sample_strategy="staleness_control", sample_strategy_args=endless)
+    assert get_recipe(config).parts["sample_strategy"].options == endless
+
+
+def test_a_users_function_has_its_own_ranges():
+    @policy_loss("test_negative")
+    def negative(logprobs: Tensor, *, clip_range: float = -1.0) -> Tensor:
+        return logprobs * clip_range
+
+    config = _config(policy_loss_fn="test_negative", policy_loss_fn_args={"clip_range": -2.0})
+    assert get_recipe(config).policy_loss.options == {"clip_range": -2.0}
+
+
 def test_advantages_are_per_task_and_lie_on_the_mask():
     experiences = _rollouts({(0, 0): 0.0, (1, 0): 9.0, (0, 1): 2.0, (1, 1): 9.0})
     kept, metrics = get_recipe(_config(algorithm_type="grpo")).advantages(experiences)

@@ -68,7 +68,6 @@ def test_shaping_goes_through_its_configurations_in_order() -> None:
     ("config", "message"),
     [
         ({"stats_key": "depth", "op_type": "ADD"}, "no number 'depth' in its info: it has brief"),
-        ({"stats_key": "brief", "op_type": "POW"}, "op_type is 'POW': expected ADD"),
         ({"stats_key": "brief", "op_type": "DIV", "weight": 0}, "divided by 0"),
     ],
 )
@@ -169,12 +168,26 @@ def test_own_operators_are_functions_and_classes_plain_and_async() -> None:
     asyncio.run(main())
 
 
+def shaping(**config: Any) -> dict[str, Any]:
+    one = {"stats_key": "brief", "op_type": "ADD", **config}
+    return {"reward_shaping_configs": [one]}
+
+
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
         ("reward_filtr", {}, r"unknown experience operator 'reward_filtr'; did you mean"),
         ("reward_filter", {"treshold": 1}, r"no option 'treshold' \(did you mean 'threshold'"),
         ("length_penalty", {"max_length": 3}, "needs the option 'cache_length'"),
+        (
+            "length_penalty",
+            {"max_length": 3, "cache_length": 4},
+            "cache_length is 4: expected",
+        ),
+        ("reward_filter", {"threshold": "x"}, "'reward_filter': threshold is 'x': expected a numb"),
+        ("reward_shaping_mapper", shaping(op_type="POW"), "op_type is 'POW': expected ADD"),
+        ("reward_shaping_mapper", shaping(stats_key=None), "stats_key is None: expected the name"),
+        ("reward_shaping_mapper", shaping(weight="x"), "weight is 'x': expected a number"),
         (f"{HERE}:HERE", {}, "is str: expected a function or class"),
         ("tests.pipeline.test_operators:one", {"depth": 1, "reward": 1}, "needs the option 'run'"),
         ("collections:Counter", {}, "has no method 'process'"),

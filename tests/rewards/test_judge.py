@@ -17,6 +17,8 @@ from trireme.model.model import Model
 from trireme.rewards.asker import Asker
 from trireme.rewards.orm import Judge, Row
 from trireme.task import Task
+from trireme.workflows.distill import OnPolicyDistillWorkflow
+from trireme.workflows.single_turn import SimpleWorkflow
 
 QUESTION = {"role": "user", "content": "1+1?"}
 TASK = Task(raw_task={"question": "1+1?", "solution": "2"})
@@ -188,5 +190,31 @@ def test_what_a_judge_needs_is_said() -> None:
         Asker(base_url="http://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"asks auxiliary model 0, and .*auxiliary_models has 0"):
         asyncio.run(Judge.of(["judge"]).rewards(TASK, rows(["a"])))
-    with pytest.raises(ValueError, match=r"does not take the options .*temprature"):
+    with pytest.raises(ValueError, match=r"no option 'temprature' .did you mean 'temperature'"):
         Judge.of([{"name": "ruler", "temprature": 1}])
+
+
+def test_an_endpoint_that_does_not_answer_is_told_before_the_run() -> None:
+    dead = {"name": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    task = Task(reward_fn=[dead])
+    with pytest.raises(ValueError, match=r"judge m at http://127\.0\.0\.1:9/v1 does not answer"):
+        SimpleWorkflow.examine(task)
+    with pytest.raises(ValueError, match="the judge m at nowhere does not answer"):
+        Judge.of([dead | {"base_url": "nowhere"}]).examine()
+
+
+def test_one_that_answers_whatever_it_be_is_good() -> None:
+    async def go() -> None:
+        tokenizer = make_tokenizer()
+        engine = ScriptedEngine(["1"], tokenizer=tokenizer)
+        async with on_port(rollouts_over(engine, tokenizer, max_model_len=64)) as url:
+            alive = {"name": "ruler", "base_url": f"{url}/no/such/path", "model": "m"}
+            await asyncio.to_thread(Judge.of([alive]).examine)
+
+    asyncio.run(go())
+
+
+def test_a_workflow_without_any_reward_is_told_before_the_run() -> None:
+    with pytest.raises(ValueError, match="SimpleWorkflow needs a reward"):
+        SimpleWorkflow.examine(Task())
+    OnPolicyDistillWorkflow.examine(Task())  # there it only measures

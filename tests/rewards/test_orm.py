@@ -106,13 +106,34 @@ def test_what_a_reward_function_may_not_give(given: Any) -> None:
         judge([Wrong], ["a", "b"])
 
 
-def test_unknown_names_options_and_numbers_of_weights() -> None:
-    with pytest.raises(ValueError, match="unknown reward function 'acuracy'; did you mean 'accura"):
-        Judge.of(["acuracy"])
-    with pytest.raises(ValueError, match="does not take the options"):
-        Judge.of([{"name": "cosine", "max_length": 3}])
-    with pytest.raises(ValueError, match="has 1 numbers: expected 2, one for each of funcs"):
-        Judge.of(["accuracy", "format"], [1.0])
+@pytest.mark.parametrize(
+    ("funcs", "weights", "told"),
+    [
+        (["acuracy"], None, "unknown reward function 'acuracy'; did you mean 'accuracy'"),
+        (
+            [{"name": "cosine", "max_length": 3}],
+            None,
+            "no option 'max_length' .did you mean",
+        ),
+        ([{"name": "cosine"}], None, "'cosine' needs the option 'max_len'"),
+        ([{"name": "repetition", "n_grams": "x"}], None, "n_grams is 'x': expected a whole number"),
+        (
+            [{"name": "format_reward", "coefficient": "x"}],
+            None,
+            "coefficient is 'x': expected",
+        ),
+        (["accuracy", "format"], [1.0], "has 1 numbers: expected 2, one for each of funcs"),
+        (["accuracy", "format"], [0, 0.0], "rewards accuracy, format are all 0: expected one"),
+        ([{"name": "accuracy", "weight": 0}], None, "the rewards accuracy are all 0"),
+        (["accuracy"], ["x"], "the weight of reward 'accuracy' is 'x': expected a number"),
+        (["accuracy"], [math.nan], "is nan: expected a number"),
+    ],
+)
+def test_what_cannot_be_is_told_when_a_judge_is_made(
+    funcs: list[Any], weights: list[Any] | None, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        Judge.of(funcs, weights)
 
 
 def test_accuracy() -> None:

@@ -50,6 +50,8 @@ def opmd(
         raise ValueError(
             f"algorithm.advantage_fn_args.opmd_baseline is '{opmd_baseline}': 'mean' or 'logavgexp'"
         )
+    if opmd_baseline == "logavgexp" and tau <= 0:
+        raise ValueError(f"algorithm.advantage_fn_args.tau is {tau:g}: expected more than 0")
 
     def score(member: Tensor, own: Tensor) -> Tensor:
         if len(own) == 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trireme.config.options import checked_options, checked_value
 from trireme.nearest import refuse_unknown_options
 from trireme.registry import Registry
 
@@ -85,12 +86,19 @@ def part_of(
     inherited = _own_options(first) if first else []
     allowed = [*_own_options(function), *inherited]
     settings = dict(SETTINGS.get(kind, {}))
-    refuse_unknown_options(f"algorithm.{kind} '{name}'", options, [*allowed, *settings])
+    whose = f"algorithm.{kind} '{name}'"
+    refuse_unknown_options(whose, options, [*allowed, *settings])
     for key, default in settings.items():
-        settings[key] = type(default)(options.pop(key, default))
+        given = options.pop(key, default)
+        settings[key] = checked_value(whose, key, type(default), given, limits=True)
+    options = checked_options(whose, function, options, limits=_is_ours(function))
     theirs = {key: options.pop(key) for key in inherited if key in options}
     before = part_of(kind, first.__name__, first, theirs) if first else None
     return Part(kind, name, function, options, settings, before)
+
+
+def _is_ours(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("trireme.")
 
 
 def _own_options(function: Callable[..., Any]) -> list[str]:

@@ -20,7 +20,7 @@ from trireme.nearest import did_you_mean
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
-_UNIONS = (Union, types.UnionType)
+UNIONS = (Union, types.UnionType)
 
 
 @cache
@@ -45,7 +45,7 @@ def clean(
             problems.append(Problem(full, f"is not a known key; {_meant(full, str(name), known)}"))
             continue
         kind = item.metadata.get("partial") or hints(section)[name]
-        for found in _fitting(kind, value, full, problems):
+        for found in fitting(kind, value, full, problems):
             limits = _limits(item)
             if found is None or all(_LIMITS[limit](found, bound) for limit, bound in limits):
                 out[name] = found
@@ -79,10 +79,10 @@ def section_in(kind: Any) -> type | None:
 def _plain(kind: Any) -> Any:
     """`X` for `X | None`."""
     rest = [part for part in get_args(kind) if part is not type(None)]
-    return rest[0] if get_origin(kind) in _UNIONS and len(rest) == 1 else kind
+    return rest[0] if get_origin(kind) in UNIONS and len(rest) == 1 else kind
 
 
-def _fitting(kind: Any, value: Any, key: str, problems: list[Problem]) -> list[Any]:
+def fitting(kind: Any, value: Any, key: str, problems: list[Problem]) -> list[Any]:
     """The value as the type has it, alone in a list; none where it does not fit, which is noted.
 
     An empty section or list has its default: there is none either, and nothing is noted.
@@ -111,17 +111,17 @@ def _converted(kind: Any, value: Any, key: str, problems: list[Problem]) -> Any:
         return clean(kind, value, key, problems)
     if origin is list and isinstance(value, list):
         items = [(f"{key}[{index}]", item) for index, item in enumerate(value)]
-        return [v for at, item in items for v in _fitting(parts[0], item, at, problems)]
+        return [v for at, item in items for v in fitting(parts[0], item, at, problems)]
     if origin is dict and isinstance(value, dict):
         named = [(str(name), item) for name, item in value.items()]
         return {
             name: v
             for name, item in named
-            for v in _fitting(parts[1], item, f"{key}.{name}", problems)
+            for v in fitting(parts[1], item, f"{key}.{name}", problems)
         }
     if origin is Literal and isinstance(value, str):
         return next((choice for choice in parts if choice.lower() == value.lower()), None)
-    if origin in _UNIONS:
+    if origin in UNIONS:
         for part in parts:
             tried: list[Problem] = []
             found = _converted(part, value, key, tried)
@@ -168,7 +168,7 @@ def kind_text(kind: Any) -> str:
         return "a list"
     if origin is dict or is_dataclass(kind):
         return "a section with keys of its own"
-    if origin in _UNIONS:
+    if origin in UNIONS:
         return " or ".join(kind_text(p) for p in get_args(kind) if p is not type(None))
     return _WORDS.get(kind, "any value")
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from trireme.nearest import refuse_unknown_options
+from trireme.config.options import fitting_options
 from trireme.registry import Registry
 
 Selector = Callable[..., Sequence[int]]
@@ -135,23 +135,15 @@ def selection(
     Raises ValueError for an unknown one, for an option that it has not, and for missing features.
     """
     found: Any = SELECTORS.get(name)
-    given = dict(options or {})
-    check_options(name, found, given, has_features=bool(features))
-    if "features" in inspect.signature(found).parameters:
+    given = fitting_options(f"data_selector '{name}'", found, options or {}, given=_GIVEN)
+    wanted = inspect.signature(found).parameters.get("features")
+    if wanted is not None:
+        if wanted.default is inspect.Parameter.empty and not features:
+            raise ValueError(
+                f"data_selector '{name}' orders rows by numbers of theirs: give the columns that "
+                "hold them as data_selector.feature_keys"
+            )
         given["features"] = features
     if inspect.isclass(found):
         return cast(Any, found)(rows, seed, **given)
     return Order(rows, selector=functools.partial(found, **given) if given else found, seed=seed)
-
-
-def check_options(name: str, found: Any, options: Mapping[str, Any], *, has_features: bool) -> None:
-    """Raise ValueError where the selector `found` takes no such options, or needs features."""
-    parameters = inspect.signature(found).parameters
-    known = [key for key in parameters if key not in _GIVEN]
-    refuse_unknown_options(f"data_selector '{name}'", options, known)
-    wanted = parameters.get("features")
-    if wanted is not None and wanted.default is inspect.Parameter.empty and not has_features:
-        raise ValueError(
-            f"data_selector '{name}' orders rows by numbers of theirs: give the columns that hold "
-            "them as data_selector.feature_keys"
-        )

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from trireme.config.options import fitting_options
 from trireme.experience import Experience
-from trireme.nearest import refuse_unknown_options
 from trireme.registry import Registry
 
+_BUILT_IN = "trireme.pipeline.operators"
 Operated = tuple[list[Experience], dict[str, float]]
 
 
@@ -101,26 +102,20 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
     found: Any = registry.get(name)
     if not callable(found):
         raise ValueError(f"{key} '{name}' is {type(found).__name__}: expected a function or class")
-    _check_options(key, name, found, args)
+    whose = f"{key} '{name}'"
+    options = fitting_options(whose, found, args, first=0 if inspect.isclass(found) else 1)
     if not inspect.isclass(found):
-        return Operator(name, partial(found, **args) if args else found)
-    made: Any = found(**args)
+        function = partial(found, **options) if options else found
+        if found.__module__ == _BUILT_IN:  # looks at its options first, and here at nothing else
+            try:
+                function([])
+            except ValueError as error:
+                raise ValueError(f"{whose}: {error}") from error
+        return Operator(name, function)
+    made: Any = found(**options)
     if not callable(getattr(made, "process", None)):
-        raise ValueError(f"{key} '{name}': class {found.__name__} has no method 'process'")
+        raise ValueError(f"{whose}: class {found.__name__} has no method 'process'")
     return Operator(name, made.process, made)
-
-
-def _check_options(key: str, name: str, found: Any, args: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(found).parameters.values())
-    if not inspect.isclass(found):
-        parameters = parameters[1:]  # what it works on
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-        refuse_unknown_options(f"{key} '{name}'", args, known)
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = [p.name for p in named if p.default is p.empty and p.name not in args]
-    if missing:
-        raise ValueError(f"{key} '{name}' needs the option '{missing[0]}'")
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trireme.config.options import checked_value
 from trireme.experience import Experience, group_by
 from trireme.pipeline.operator import Operated
 
@@ -44,10 +45,12 @@ def reward_shaping_mapper(
 ) -> Operated:
     """Reward (ADD, SUB, MUL, DIV) weight * info[stats_key], one configuration after the other."""
     for config in reward_shaping_configs:
-        key, op = config["stats_key"], str(config["op_type"]).upper()
+        key, op = config.get("stats_key"), str(config.get("op_type")).upper()
         if op not in ("ADD", "SUB", "MUL", "DIV"):
             raise ValueError(f"op_type is {op!r}: expected ADD, SUB, MUL or DIV")
-        weight = float(config.get("weight", 1.0))
+        if not isinstance(key, str):
+            raise ValueError(f"stats_key is {key!r}: expected the name of a number in `info`")
+        weight = checked_value("reward_shaping_configs", "weight", float, config.get("weight", 1.0))
         for experience in experiences:
             experience.reward = _shaped(_reward(experience), op, weight * _stat(experience, key))
     return experiences, {"reward_mean": _mean(experiences)}

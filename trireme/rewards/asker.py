@@ -17,6 +17,7 @@ from typing import Any
 from trireme.files import write_json
 
 Messages = list[dict[str, str]]
+_HELLO_S = 10.0
 _REMEMBERED = 20_000
 """Answers that a cache in memory holds."""
 
@@ -58,6 +59,20 @@ class Asker:
         self._known: OrderedDict[str, str] = OrderedDict()
         self._asked: dict[str, asyncio.Task[str]] = {}
         self._client: Any = None
+
+    def examine(self) -> None:
+        """Raise ValueError where nothing answers at the endpoint's address."""
+        if self._url is None:
+            return
+        import httpx
+
+        try:  # what it answers does not matter: not every endpoint lists its models
+            httpx.get(f"{self._url.rstrip('/')}/models", timeout=min(self._timeout, _HELLO_S))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(
+                f"the judge {self._model} at {self._url} does not answer ({error}): expected an "
+                "OpenAI-compatible endpoint there"
+            ) from error
 
     async def ask(self, messages: Messages, models: Sequence[Any] = ()) -> str:
         """The answer, without what the model thought first.

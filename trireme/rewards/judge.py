@@ -11,8 +11,9 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from trireme.config.options import fitting_options
 from trireme.rewards.asker import Asker
 from trireme.rewards.orm import ORM, Value
 
@@ -50,13 +51,25 @@ _LIST = re.compile(r"\[[^\[\]]*\]")
 _OBJECT = re.compile(r"\{[^{}]*\}")
 
 
-class ModelJudge(ORM):
-    """A number from 0 to 1 for each dialogue."""
+class Asking(ORM):
+    """A reward that asks a model; the options that it does not know are the Asker's."""
 
-    def __init__(self, prompt: str = PROMPT, **model: Any) -> None:
-        """`prompt` may use {dialogue} and {reference}."""
-        self._prompt = prompt
-        self._asker = Asker(**model)
+    prompt: ClassVar[str]
+
+    def __init__(self, prompt: str | None = None, **model: Any) -> None:
+        """`prompt` is the question, with what it is about in braces."""
+        self._prompt = self.prompt if prompt is None else prompt
+        self._asker = Asker(**fitting_options("a judge", Asker, model))
+
+    def examine(self) -> None:
+        """Raise ValueError where the model's endpoint does not answer."""
+        self._asker.examine()
+
+
+class ModelJudge(Asking):
+    """A number from 0 to 1 for each dialogue. `prompt` may use {dialogue} and {reference}."""
+
+    prompt = PROMPT
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
         """See ORM."""
@@ -71,17 +84,15 @@ class ModelJudge(ORM):
         return Value(min(float(found[0]), 1.0), {"judge_success": 1.0}) if found else None
 
 
-class RelativeJudge(ORM):
+class RelativeJudge(Asking):
     """Scores from 0 to 1 for all rollouts of a task, by one question that compares them.
 
     Equal replies are shown once and have one score. (RULER: relative scores are easier to give than
-    absolute ones, and the advantage is relative anyway.)
+    absolute ones, and the advantage is relative anyway.) `prompt` may use {prompt}, {candidates},
+    {count} and {reference}.
     """
 
-    def __init__(self, prompt: str = RULER, **model: Any) -> None:
-        """`prompt` may use {prompt}, {candidates}, {count} and {reference}."""
-        self._prompt = prompt
-        self._asker = Asker(**model)
+    prompt = RULER
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
         """See ORM."""
@@ -99,17 +110,20 @@ class RelativeJudge(ORM):
         return [Value(by_reply[reply], success) for reply in replies]
 
 
-class RubricJudge(ORM):
+class RubricJudge(Asking):
     """A rating by weighted criteria, from 0 to 1 (implicit aggregation of arXiv:2507.17746).
 
     Criteria are the row's column `rubric`: a list of {description, weight}, or of texts.
     """
 
-    def __init__(self, criteria: Sequence[Any] = (), prompt: str = RUBRIC, **model: Any) -> None:
+    prompt = RUBRIC
+
+    def __init__(
+        self, criteria: Sequence[Any] = (), prompt: str | None = None, **model: Any
+    ) -> None:
         """`criteria` are for rows without any; `prompt` may use {prompt}, {reply}, {criteria}."""
+        super().__init__(prompt, **model)
         self._criteria = list(criteria)
-        self._prompt = prompt
-        self._asker = Asker(**model)
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[Value | None]:
         """See ORM. Raises ValueError for a row without criteria."""

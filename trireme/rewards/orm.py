@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trireme.config.options import fitting_options
 from trireme.nearest import did_you_mean
 from trireme.rewards.names import ORMS, REWARDS
 from trireme.rewards.reward import resolve as resolve_single
@@ -99,8 +100,18 @@ class Judge:
         split = [_options(given) for given in funcs]
         names = [f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f, _ in split]
         own = [_weight(name, opts) for name, (_, opts) in zip(names, split, strict=True)]
-        used = own if weights is None else [float(weight) for weight in weights]
+        used = own if weights is None else [*map(_number_of, names, weights)]
+        if used and not any(used):
+            raise ValueError(
+                f"the weights of the rewards {', '.join(names)} are all 0: expected one that is not"
+            )
         return cls(names, [_function(f, options) for f, options in split], used)
+
+    def examine(self) -> None:
+        """Raise ValueError where a function says of itself (`examine`) that it cannot work."""
+        for function in self.functions:
+            if (look := getattr(function.call, "examine", None)) is not None:
+                look()
 
     async def rewards(
         self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
@@ -165,8 +176,12 @@ def _options(given: Any) -> tuple[Any, dict[str, Any]]:
 
 def _weight(name: str, options: dict[str, Any]) -> float:
     """The weight among a reward's options, which it is taken from; 1 where there is none."""
-    weight = options.pop("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+    return _number_of(name, options.pop("weight", 1.0))
+
+
+def _number_of(name: str, weight: Any) -> float:
+    real = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not real or not math.isfinite(weight):
         raise ValueError(f"the weight of reward '{name}' is {weight!r}: expected a number")
     return float(weight)
 
@@ -204,8 +219,9 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
         first = next(iter(inspect.signature(found.__call__).parameters), "self")
         if first == "completions":  # the documents' own example leaves `self` out
             return Function(found.__call__)
+        name = given if isinstance(given, str) else found.__name__
         try:
-            made: Any = found(**options)
+            made: Any = found(**fitting_options(f"reward function '{name}'", found, options))
             return Function(made)
         except TypeError as error:
             raise ValueError(

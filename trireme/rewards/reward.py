@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trireme.nearest import refuse_unknown_options
+from trireme.config.options import fitting_options
 from trireme.rewards.names import REWARDS, reward
 from trireme.task import Task
 
@@ -60,13 +60,10 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         )
     name = reward if isinstance(reward, str) else getattr(found, "__name__", type(found).__name__)
     if inspect.isclass(found):
-        _check_options(name, options, parameters_of(found))
-        made: Any = found(**options)
+        made: Any = found(**fitting_options(f"reward '{name}'", found, options))
         return made
     if _is_function(found):
-        parameters = parameters_of(found)
-        own = {k: p for k, p in list(parameters.items())[2:] if k not in _GIVEN}
-        _check_options(name, options, own)
+        options = fitting_options(f"reward '{name}'", found, options, first=2, given=_GIVEN)
         return functools.partial(found, **options) if options else found
     if options:
         raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
@@ -140,8 +137,3 @@ def _inner(reward: Any) -> Any:
 def _name(reward: Any) -> str:
     inner = _inner(reward)
     return getattr(inner, "__name__", type(inner).__name__)
-
-
-def _check_options(name: str, options: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        refuse_unknown_options(f"reward '{name}'", options, parameters)

@@ -55,7 +55,7 @@ class ScheduledWorkflow:
         scale = task.workflow_args.get("loss_scale", "default")
         if scale not in ("default", "all", "last_round"):
             loss_scale.resolve(scale)
-        judge_of(task.reward_fn, task.reward_fn_args)
+        judge_of(task.reward_fn, task.reward_fn_args).examine()
 
     async def judge(
         self, task: Task, experiences: Sequence[Experience], models: Sequence[Any] = ()

@@ -6,7 +6,7 @@ Subclasses change `format_messages`, `default_reward`, `default_system_prompt` o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
@@ -54,13 +54,7 @@ class SimpleWorkflow(Workflow):
     @property
     def reward_name(self) -> Any:
         """The task's reward, else the workflow's own."""
-        name = self.task.reward_fn or self.default_reward
-        if name is None:
-            raise ValueError(
-                f"{type(self).__name__} needs a reward: set default_reward_fn_type of its taskset "
-                f"(known: {', '.join(REWARDS.names())})"
-            )
-        return name
+        return self.task.reward_fn or self.default_reward or self._no_reward()
 
     def reward_options(self) -> dict[str, Any]:
         """Options of the reward: `reward_fn_args` of the YAML."""
@@ -103,12 +97,21 @@ class SimpleWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a reward that there is not."""
+        """Raise ValueError for a reward that there is not, or whose model does not answer."""
         reward = task.reward_fn or cls.default_reward
         if is_grouped(reward, task.reward_fn_args):
-            judge_of(reward, task.reward_fn_args)
+            judge_of(reward, task.reward_fn_args).examine()
         elif not hasattr(cls, "reward_fn"):
             resolve(reward, task.reward_fn_args)
+            if not reward and cls.reset is SimpleWorkflow.reset:
+                cls._no_reward()
+
+    @classmethod
+    def _no_reward(cls) -> NoReturn:
+        raise ValueError(
+            f"{cls.__name__} needs a reward: set default_reward_fn_type of its taskset "
+            f"(known: {', '.join(REWARDS.names())})"
+        )
 
     @classmethod
     async def judge(
