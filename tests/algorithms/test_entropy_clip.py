@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trireme.algorithms.entropy_clip import clipb
+from trireme.algorithms.entropy_clip import clipb, clipv
 
 # p = 1/2, H = log 2: S = 0. p = 1/8, H = log 2: S = (log 2 - 3 log 2) / 8 = -log(2) / 4.
 LOGPROBS = torch.tensor([0.5, 0.5, 0.5, 0.125]).log()
@@ -46,3 +46,36 @@ def test_the_sign_is_that_of_the_entropys_change():
         down[token] -= 1e-6
         discriminator = float(p[token] * (now + p[token].log()))
         assert (entropy(down) - now) / 1e-6 == pytest.approx(discriminator, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mu", "max_frac", "expected"),
+    [
+        (1.1, 1.0, [-1, 2, 0, 0]),  # -S / log 2 + E is 0 0 1/4 1/2 (A > 0 stays), std 0.2073
+        (1.1, 0.5, [-1, 2, 0, 0]),  # of four tokens two
+        (1.1, 0.01, [-1, 2, -1, 0]),  # one: the lowest
+        (2.0, 1.0, [-1, 2, -1, 0]),
+        (2.5, 1.0, [-1, 2, -1, -1]),
+    ],
+)
+def test_clipv_compares_with_the_vocabularys_mean(mu, max_frac, expected):
+    """S / log 2 of p = 1/2, 1/2, 1/8, 1/8 at H = log 2 is 0 0 -1/4 -1/4; the last has E 1/4."""
+    logprobs = torch.tensor([0.5, 0.5, 0.125, 0.125]).log()
+    means = math.log(2) * torch.tensor([0.0, 0.0, 0.0, 0.25])
+    advantages = torch.tensor([-1.0, 2.0, -1.0, -1.0])
+    got = clipv(advantages, logprobs, ENTROPIES, means, mu=mu, max_frac=max_frac)
+    assert got.tolist() == expected and advantages.tolist() == [-1, 2, -1, -1]
+
+
+def test_a_step_along_a_tokens_gradient_changes_the_entropy_by_what_clipv_looks_at():
+    """Logits moved by e (1_k - p) change the entropy by -e (S - E[S]), to first order."""
+    logits = torch.tensor([2.0, 0.0, -1.0, 0.5], dtype=torch.float64)
+    p = logits.softmax(0)
+    now = -(p * p.log()).sum()
+    s = p * (now + p.log())
+    for token in range(4):
+        step = -p.clone()
+        step[token] += 1
+        moved = (logits + 1e-6 * step).softmax(0)
+        change = (-(moved * moved.log()).sum() - now) / 1e-6
+        assert float(change) == pytest.approx(-float(s[token] - (p * s).sum()), abs=1e-5)

@@ -78,10 +78,11 @@ def test_the_kl_penalty_is_taken_off_the_token_rewards(tiny_dir):
     assert metrics["critic/kl_penalty"] == pytest.approx(float(distance.mean()), abs=1e-6)
 
 
-def test_clipb_gets_the_entropies_of_the_trained_weights(tiny_dir):
-    args = {"mu": 0.5}
+@pytest.mark.parametrize("name", ["clipb", "clipv"])
+def test_entropy_clips_get_the_entropies_of_the_trained_weights(tiny_dir, name):
+    args = {"mu": 0.5, "max_frac": 1.0} if name == "clipv" else {"mu": 0.5}
     recipe = _recipe(
-        "grpo", advantage_fn="clipb", advantage_fn_args=args, kl_loss_fn="none",
+        "grpo", advantage_fn=name, advantage_fn_args=args, kl_loss_fn="none",
         entropy_loss_fn="none",
     )  # fmt: skip
     backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100)
@@ -89,14 +90,21 @@ def test_clipb_gets_the_entropies_of_the_trained_weights(tiny_dir):
     batch = flatten(samples)
     before = batch.fields["advantages"]
     prepared, metrics = prepare(backend, recipe, samples, batch, Learning(recipe))
-    logprobs, entropies = backend.scores(batch)
+    logprobs, entropies, means = backend.scores(batch)
     torch.testing.assert_close(logprobs, backend.logprobs(batch))
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
     logits = model(torch.from_numpy(batch.tokens[0])[None]).logits[0].log_softmax(-1)
-    own = -(logits.exp() * logits).sum(-1)[batch.positions[batch.sample_ids == 0] - 1]
-    torch.testing.assert_close(entropies[batch.sample_ids == 0], own.detach())
+    first, logits = (
+        batch.sample_ids == 0,
+        logits.detach()[batch.positions[batch.sample_ids == 0] - 1],
+    )
+    own = -(logits.exp() * logits).sum(-1)
+    torch.testing.assert_close(entropies[first], own)
+    over_words = logits.exp() * (own[:, None] + logits)  # S of each word of the vocabulary
+    torch.testing.assert_close(means[first], (logits.exp() * over_words).sum(-1))
     s = logprobs.exp() * (entropies + logprobs)
-    out = (before < 0) & (s < s.mean() - 0.5 * s.std(correction=0))
+    s = s - s.mean() if name == "clipb" else s - means
+    out = (before < 0) & (s < -0.5 * s.std(correction=0))
     assert 0 < int(out.sum()) < len(s)
     torch.testing.assert_close(prepared.fields["advantages"], before * ~out)
     assert metrics["critic/advantage_abs_mean"] < float(before.abs().mean())

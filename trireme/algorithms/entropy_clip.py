@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from trireme.algorithms.advantage import grpo
@@ -39,3 +41,32 @@ def clipb(advantages: Tensor, logprobs: Tensor, entropies: Tensor, *, mu: float 
         return advantages
     clipped = (advantages < 0) & (discriminator - discriminator.mean() < -mu * spread)
     return advantages * ~clipped
+
+
+@in_trainer
+@starting_from(grpo)
+def clipv(
+    advantages: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor,
+    mean_discriminators: Tensor,
+    *,
+    mu: float = 8.5,
+    max_frac: float = 1e-4,
+) -> Tensor:
+    """GRPO's A, but 0 where A < 0 and S - E[S] < -mu std, S = p (H + log p) (arXiv:2602.03392).
+
+    As `clipb`, with S compared to its mean E[S] over the vocabulary under the policy: what a step
+    of the policy gradient changes the entropy by, to first order. Std (of the population) is of
+    S - E[S] over all trained tokens of the batch. Of more than ceil(`max_frac` tokens) those with
+    the lowest are left out.
+    """
+    difference = logprobs.exp() * (entropies + logprobs) - mean_discriminators
+    spread = difference.std(correction=0)
+    if spread < _NO_SPREAD:
+        return advantages
+    clipped = (advantages < 0) & (difference < -mu * spread)
+    lowest = torch.where(clipped, difference, torch.inf).argsort()
+    out = advantages.clone()
+    out[lowest[: min(int(clipped.sum()), math.ceil(max_frac * len(advantages)))]] = 0
+    return out

@@ -64,6 +64,7 @@ ADVANTAGE_PATHS = {
     "on_policy_distill": "trireme.algorithms.token_advantage.on_policy_distill",
     "jsd": "trireme.algorithms.token_advantage.jsd",
     "clipb": "trireme.algorithms.entropy_clip.clipb",
+    "clipv": "trireme.algorithms.entropy_clip.clipv",
 }
 POLICY_LOSS_PATHS = {
     "ppo": "trireme.algorithms.policy_loss.ppo",

@@ -70,7 +70,9 @@ class TrainerBackend(Protocol):
         ...
 
     def scores(self, batch: Batch) -> Tensor:
-        """log p and the entropy of each entry [2, M], of the trained model; on the CPU."""
+        """Of each entry log p, the entropy H, and the mean of p (H + log p) over the vocabulary
+        [3, M], of the trained model; on the CPU.
+        """
         ...
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
@@ -193,13 +195,13 @@ class TorchBackend:
 
     @torch.no_grad()
     def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
-        """log p [1, M]; with `entropy` that too, [2, M]."""
+        """log p [1, M]; with `entropy` all of `scores`, [3, M]."""
         assert self._has_reference or not reference, (
             "this backend was made without a reference model"
         )
         model = self._reference if reference and self._reference is not None else self.module
         off = reference and model is self.module and self.adapter is not None
-        out = torch.empty(1 + entropy, batch.num_tokens)
+        out = torch.empty(3 if entropy else 1, batch.num_tokens)
         index = torch.arange(batch.num_tokens)
         numbered = batch.with_fields(entry=index)
         with self.adapter.disabled() if off and self.adapter else nullcontext():
@@ -208,9 +210,8 @@ class TorchBackend:
                     got = token_logprobs(
                         model, part, entropy=entropy, share_prefix=self._share_prefix
                     )
-                for row, values in zip(out, got, strict=False):
-                    if values is not None:
-                        row[part.fields["entry"]] = values.cpu()
+                rows = torch.vstack([values for values in got if values is not None])
+                out[:, part.fields["entry"]] = rows.cpu()
         return out
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:

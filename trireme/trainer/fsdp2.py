@@ -138,21 +138,20 @@ class Fsdp2Backend:
 
     @torch.no_grad()
     def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
-        """log p [1, M]; with `entropy` that too, [2, M]."""
+        """log p [1, M]; with `entropy` all of `scores`, [3, M]."""
         assert self._has_reference or not reference, (
             "this backend was made without a reference model"
         )
         root = self._reference if reference and self._reference is not None else self._root
         off = reference and root is self._root and self.adapter is not None
-        out = torch.zeros(1 + entropy, batch.num_tokens)
+        out = torch.zeros(3 if entropy else 1, batch.num_tokens)
         numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
         with self.adapter.disabled() if off and self.adapter else nullcontext():
             for part in self._share(numbered):
                 got = self._logprobs(root, part or _dummy(), entropy=entropy)
                 if part is not None and self.ranks.sequence_rank == 0:
-                    for row, values in zip(out, got, strict=False):
-                        if values is not None:
-                            row[part.fields["entry"]] = values.cpu()
+                    rows = torch.vstack([values for values in got if values is not None])
+                    out[:, part.fields["entry"]] = rows.cpu()
         dist.all_reduce(out)  # each entry is 0 on all ranks but one
         return out
 

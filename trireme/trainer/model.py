@@ -104,9 +104,10 @@ def token_logprobs(
     entropy: bool = False,
     share_prefix: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of each entry log p(target | earlier) at its temperature, and the entropy there: [M], [M].
+    """Of each entry log p(target | earlier) at its temperature [M], and the entropy there [1, M].
 
-    Both are float32 at least, and on the model's device.
+    Without gradients there is a second row beside the entropy: the mean of p (H + log p) over the
+    vocabulary. All are float32 at least, and on the model's device.
     """
     device = next(model.parameters()).device
     layout = pack(batch, share_prefix=share_prefix).to(device)
@@ -134,7 +135,7 @@ def score_entries(
             parts.append(checkpoint(_score, *inputs, use_reentrant=False))
         else:
             parts.append(_score(*inputs))
-    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    logprobs, entropies = (torch.cat(column, -1) for column in zip(*parts, strict=True))
     return logprobs, entropies if entropy else None
 
 
@@ -157,7 +158,7 @@ def _score(
     temperatures: Tensor,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability [M] and entropy [M] (empty where not asked for) of a chunk of entries.
+    """What `token_logprobs` gives of a chunk of entries; no entropy where it is not asked for.
 
     Entries that follow the same token at the same temperature (equal rollouts) share their logits.
     """
@@ -173,8 +174,12 @@ def _score(
     logprobs = logits.view(-1)[flat_index] - log_sums[node_of]
     if not entropy:
         return logprobs, logprobs.new_empty(0)
-    expected = (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, (log_sums - expected)[node_of]
+    p = logits.softmax(-1)
+    entropies = log_sums - (p * logits).sum(-1)
+    rows = [entropies]
+    if not torch.is_grad_enabled():
+        rows.append((p.square() * ((entropies - log_sums)[:, None] + logits)).sum(-1))
+    return logprobs, torch.stack(rows)[:, node_of]
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

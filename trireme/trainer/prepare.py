@@ -75,7 +75,8 @@ def _with_advantages(
             metrics |= {"critic/kl_penalty": mean, "critic/kl_coef": coefficient}
             learning.adapt("kl_penalty_fn", mean, batch.num_samples)
     if "entropies" in wanted:
-        own["logprobs"], own["entropies"] = backend.scores(batch)
+        names = ("logprobs", "entropies", "mean_discriminators")
+        own |= dict(zip(names, backend.scores(batch), strict=True))
     found = advantage(lookup, has)
     advantages, returns = found if isinstance(found, tuple) else (found, found)
     if advantages.shape != batch.targets.shape:

@@ -105,7 +105,7 @@ def batch_loss(
     if "old_logprobs" in batch.fields:
         own["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
-        own["entropies"] = entropies
+        own["entropies"] = entropies[0]
     if not recipe.bypass_old_logprobs:
         own["old_logprobs"] = logprobs.detach()
 

@@ -82,7 +82,9 @@ def sliced_logprobs(
         gathered = _Gather.apply(values[: len(mine)], counts, sequence)
         return torch.empty_like(gathered).index_copy(0, place, gathered)
 
-    return everywhere(logprobs), None if entropies is None else everywhere(entropies)
+    if entropies is None:
+        return everywhere(logprobs), None
+    return everywhere(logprobs), torch.stack([everywhere(row) for row in entropies])
 
 
 def ulysses_attention(
