@@ -36,9 +36,10 @@ VARIANTS = {
 }
 
 
-def metrics(job: Path, part: str) -> list[dict[str, Any]]:
-    """What a part reported, step by step."""
-    rows = [json.loads(line) for line in (job / "monitor/metrics.jsonl").open()]
+def metrics(job: Path, part: str, explorer: str = "") -> list[dict[str, Any]]:
+    """What a part reported, step by step; `explorer`: of the one of that name."""
+    path = job / "monitor" / explorer / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.open()]
     return [row["metrics"] for row in rows if row["part"] == part]
 
 

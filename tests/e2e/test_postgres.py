@@ -82,7 +82,7 @@ def test_two_explorers_feed_a_trainer_and_nobody_says_the_password(
     assert {source for _, source, _, _ in rows} == wanted
     assert {(consumed, claimed) for _, _, consumed, claimed in rows} == {(1, None)}
     job = tmp_path / "checkpoints/tests/job"
-    explored = metrics(job, "explorer")
+    explored = metrics(job, "explorer") + metrics(job, "explorer", "second")
     kept = sum(row["experience_pipeline/experience_count"] for row in explored)
     assert kept == len(rows) == len({uid for uid, *_ in rows})
     written = "".join(said.values())

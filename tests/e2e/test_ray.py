@@ -5,29 +5,36 @@ Nodes are processes of this machine; each has a CPU as its one place.
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
+import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.job import command, environment, run, small_config
+from tests.e2e.job import run, small_config
+from tests.e2e.on_ray import (
+    JOB,
+    dies,
+    ended,
+    kill,
+    left_behind,
+    nobody_left,
+    start,
+    wait_for,
+    where,
+)
 from tests.e2e.test_modes import metrics
 
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
-JOB = "checkpoints/tests/job"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without places, and two nodes with one each."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -37,40 +44,6 @@ def cluster() -> Iterator[Any]:
         yield made
     finally:
         made.shutdown()
-
-
-def start(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[str]:
-    """`trireme run` of the small job on the cluster."""
-    words = command(
-        folder, small_config(folder), f"cluster.ray_address={cluster.address}", *overrides
-    )
-    return subprocess.Popen(
-        words, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-
-
-def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str]) -> Any:
-    """What `what` finds, once it finds something."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError("\n".join(map(str, process.communicate())))
-        time.sleep(0.2)
-    return found
-
-
-def left_behind(folder: Path) -> list[int]:
-    """Processes of a run in this folder, told by their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if str(folder).encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
@@ -85,8 +58,7 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     wait_for(log.exists, 60, process)
     time.sleep(5)
     cluster.add_node(num_cpus=1)  # the run waits for its third place
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stdout + stderr
+    stdout, _ = ended(process)
     assert "waiting" in stdout and "accuracy" in stdout
     job = tmp_path / JOB
     trained = metrics(job, "trainer")
@@ -111,27 +83,60 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     job = tmp_path / JOB
     figures = job / "monitor/metrics.jsonl"
     wait_for(lambda: figures.exists() and '"part": "trainer"' in figures.read_text(), 300, process)
-    log = (job / "log/launcher.log").read_text()
     part = "engine_0" if victim == "node" else victim
-    found = re.search(rf"{part}: process (\d+) on node (\w+)", log)
-    assert found is not None
-    died = time.monotonic()
+    pid, node = where(job / "log/launcher.log", part)
     if victim == "node":
-        [node] = [n for n in cluster.list_all_nodes() if n.node_id == found[2]]
-        cluster.remove_node(node, allow_graceful=False)
+        [lost] = [n for n in cluster.list_all_nodes() if n.node_id == node]
+        dies(process, part, lambda: cluster.remove_node(lost, allow_graceful=False))
+        cluster.add_node(num_cpus=1)
     else:
-        os.kill(int(found[1]), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=100)
-    assert time.monotonic() - died < 60
-    assert process.returncode == 1
-    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    reason = r"its machine [\d.]+ is lost|process \d+ is gone"
-    sentence = rf"error: {part} has died: ({reason}); its log is \S+\.log.*"
-    assert len(errors) == 1 and re.fullmatch(sentence, errors[0]), stderr
-    deadline = time.monotonic() + 20
-    while left_behind(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left_behind(tmp_path)
+        dies(process, part, lambda: kill(pid))
+    assert nobody_left(tmp_path)
+
+
+def test_two_explorers_feed_one_trainer_though_one_of_them_dies_and_comes_back(
+    tmp_path: Path, cluster: Any
+) -> None:
+    config = small_config(tmp_path)
+    config["buffer"] |= {"total_steps": 2, "train_batch_size": 16}
+    store = {"storage_type": "sql", "name": "shared"}
+    config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    del config["buffer"]["explorer_input"]["eval_tasksets"]
+
+    def begin(name: str, *words: str) -> Any:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return start(tmp_path / name, cluster, *words, config=config)
+
+    job, names = tmp_path / JOB, ("first", "second")
+    first, second = (begin(name, "mode=explore", f"explorer.name={name}") for name in names)
+    # one step each; for the next one they need weights of a trainer that is not here yet
+    metas = [job / f"{name}_meta.json" for name in names]
+    wait_for(lambda: all(meta.exists() for meta in metas), 120, first, second)
+    pid, _ = where(job / "log/second/launcher.log", "explorer")
+    assert "log/second/explorer.log" in dies(second, "explorer", lambda: kill(pid))
+    trainer = begin("trainer", "mode=train", "trainer.total_steps=99")
+    second = begin("second", "mode=explore", "explorer.name=second")
+    for name, process in (("first", first), ("second", second)):
+        assert f"{name} has explored 2 steps" in ended(process)[0]
+    ended(trainer)
+    with sqlite3.connect(job / "buffer/shared.db") as database:
+        rows = database.execute(
+            "select source, msg_id, response_text, model_version, consumed from shared"
+        ).fetchall()
+    sources = [row[0] for row in rows]
+    assert {source: sources.count(source) for source in sources} == {
+        f"{step}/{name}": 16 for step in (1, 2) for name in names
+    }
+    assert len({row[1] for row in rows}) == 64 and {row[4] for row in rows} == {1}
+    # equal tasks and equal weights, but replies of their own
+    at_first = [row[2] for row in rows if row[0].startswith("1/")]
+    assert len(set(at_first)) > 24
+    assert {row[3] == 0 for row in rows if row[0].startswith("2/")} == {False}
+    assert sum(row["perf/experiences"] for row in metrics(job, "trainer")) == 64
+    for name in names:
+        assert len(metrics(job, "explorer", name)) == 2
+        assert (job / "log" / name / "engine_0.log").exists()
+    assert nobody_left(tmp_path)
 
 
 def test_a_cluster_that_does_not_answer_is_said_in_one_sentence(tmp_path: Path) -> None:

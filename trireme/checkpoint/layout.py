@@ -1,6 +1,6 @@
 """Layout: where each file of a job's folder lies.
 
-buffer/   log/   monitor/
+buffer/   log/   monitor/   log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
 global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
 explorer_meta.json   trainer_meta.json   stage_meta.json
@@ -41,6 +41,8 @@ class JobFolder:
     """Every path of a job, by name; only `make` writes."""
 
     root: Path
+    own: str = ""
+    """Name of the one of several explorers whose logs and figures are meant."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
@@ -59,12 +61,12 @@ class JobFolder:
     @property
     def log(self) -> Path:
         """One log a part."""
-        return self.root / "log"
+        return self.root / "log" / self.own
 
     @property
     def monitor(self) -> Path:
         """Metrics."""
-        return self.root / "monitor"
+        return self.root / "monitor" / self.own
 
     @property
     def explorer_meta(self) -> Path:

@@ -106,5 +106,6 @@ def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
     else:
         assert log_dir is not None
         jobs = [log_dir]
-    found = [folder for job in jobs for folder in (job, job / "log", *sorted(job.glob("*/log")))]
+    places = ("log", "log/*", "*/log", "*/log/*")  # stages, and explorers with names
+    found = [*jobs, *(own for job in jobs for place in places for own in sorted(job.glob(place)))]
     return [folder for folder in found if any(folder.glob("*.log"))] or jobs

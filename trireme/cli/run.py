@@ -107,4 +107,4 @@ def log_folder(plans: Sequence[Plan]) -> Path:
     """Where the job as a whole logs: beside the stages' folders, or in the only one."""
     first = plans[0]
     job = first.job_dir if first.stage_name is None else first.job_dir.parent
-    return job / "log"
+    return job / "log" / first.explorer_name

@@ -91,3 +91,9 @@ class Plan:
     """GPUs of each role."""
     notes: tuple[str, ...]
     """What was mapped onto this machine, and what has no effect on it."""
+
+    @property
+    def explorer_name(self) -> str:
+        """Of one of several explorers: in its ids, and where its logs and figures lie; else ''."""
+        name = self.config.explorer.name
+        return name if self.mode == "explore" and name != "explorer" else ""

@@ -106,14 +106,19 @@ class Runner:
         concurrent_mode: str = "sequential",
         gate: Gate | None = None,
         index: int = 0,
+        explorer: str = "",
     ) -> None:
-        """`concurrent_mode` is how blocking workflows run their repeats; others always overlap."""
+        """`concurrent_mode` is how blocking workflows run their repeats; others always overlap.
+
+        `explorer`: which of several; each samples its own replies to the same tasks.
+        """
         self.make_model = make_model
         self.engine = engine
         self.limit = limit
         self.max_retries = max_retries
         self.overlap = concurrent_mode != "sequential"
         self.gate = gate
+        self.explorer = (explorer,) if explorer else ()
         self.log = get_logger(f"explorer_runner_{index}")
 
     async def run(self, task: Task, spec: WorkflowSpec, runs: Sequence[int]) -> Outcome:
@@ -136,7 +141,7 @@ class Runner:
     async def _rollout(self, task: Task, spec: WorkflowSpec, runs: list[int]) -> Outcome:
         """One call of the workflow (for one run, or for all of a repeatable one), with retries."""
         outcome = Outcome(task)
-        key = (batch_order(task), task.task_id, runs[0])
+        key = ((*batch_order(task), *self.explorer), task.task_id, runs[0])
         with self.gate.rollout(key) if self.gate else nullcontext():
             for attempt in range(self.max_retries + 1):
                 outcome.retries = attempt

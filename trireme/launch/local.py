@@ -40,7 +40,8 @@ async def run_plan(
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
     modes |= {"serve": run_serve}
     device = Device()
-    hosts = engine_hosts(plan, model_path, JobFolder(plan.job_dir).log)
+    log = JobFolder(plan.job_dir, plan.explorer_name).log
+    hosts = engine_hosts(plan, model_path, log)
     try:
         with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
             await start_all(hosts)

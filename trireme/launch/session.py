@@ -90,7 +90,7 @@ class Session(AbstractContextManager["Session"]):
         self._place = place
         self._ranks: TrainerRanks | None = None
         self._hosts = hosts
-        self.folder = JobFolder(plan.job_dir)
+        self.folder = JobFolder(plan.job_dir, plan.explorer_name)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
         self._explorer: Explorer | None = None
@@ -346,7 +346,7 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.console.rollout,
             folder=self.folder if plan.mode == "explore" else None,
-            name=config.name if plan.mode == "explore" else "explorer",
+            name=plan.explorer_name or "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
         if self.resumed is not None and plan.mode == "both":

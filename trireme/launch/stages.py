@@ -48,9 +48,19 @@ def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = F
         summary.accuracy_more_sft = accuracy(compared.last)
         summary.phases[f"{compared.name} train"] = compared.phases["train"]
     summary.wall_s = time.monotonic() - started
-    summary.write(job)
+    explores = plans[-1].mode == "explore"  # the job's own summary is the trainer's
+    summary.write(JobFolder(job, plans[-1].explorer_name).monitor if explores else job)
     console.finish(summary)
+    if explores:
+        console.note(explored(plans[-1], results[-1].steps))
     return summary
+
+
+def explored(plan: Plan, steps: int) -> str:
+    """How an explorer without a trainer beside it ended."""
+    early = plan.explore_steps is not None and steps < plan.explore_steps
+    why = ", and the trainer wants no more" if early else ": all that there were"
+    return f"{plan.explorer_name or 'explorer'} has explored {steps} steps{why}"
 
 
 def job_folder(plans: Sequence[Plan]) -> Path:

@@ -98,6 +98,7 @@ def make_scheduler(
             concurrent_mode=explorer.concurrent_mode,
             gate=gate,
             index=index,
+            explorer=plan.explorer_name,
         )
         for index in range(plan.runners)
     ]

@@ -130,9 +130,9 @@ class Places:
         if ranks:
             bundles = max(ranks // per_node, 1)
             strategy = "STRICT_SPREAD" if bundles > 1 else "STRICT_PACK"
-            self._reserve("trainer", [self._bundle(self._ranks_per_bundle)] * bundles, strategy)
+            self._reserve([self._bundle(self._ranks_per_bundle)] * bundles, strategy)
         if plan.num_engines and not plan.engine_urls:
-            self._reserve("engines", [self._bundle(plan.engine_size)] * plan.num_engines, "PACK")
+            self._reserve([self._bundle(plan.engine_size)] * plan.num_engines, "PACK")
 
     async def ready(self, *, may_grow: bool, note: Any) -> None:
         """Until all places are ours. Raises RuntimeError with what is asked for and what is there.
@@ -163,8 +163,9 @@ class Places:
         for group in self._groups:
             remove_placement_group(group)
 
-    def _reserve(self, name: str, bundles: list[dict[str, float]], strategy: str) -> None:
-        self._groups.append(placement_group(bundles, strategy=strategy, name=name))
+    def _reserve(self, bundles: list[dict[str, float]], strategy: str) -> None:
+        # without a name: commands of one job share a namespace
+        self._groups.append(placement_group(bundles, strategy=strategy))
 
     def _bundle(self, places: int) -> dict[str, float]:
         return {"GPU": places, "CPU": places} if self._gpu else {"CPU": places}

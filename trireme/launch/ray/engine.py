@@ -6,6 +6,7 @@ import sys
 
 import ray
 
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.engine_plan import engine_spec
@@ -22,7 +23,7 @@ class EnginePart:
         host = EngineHost(
             engine_spec(plan, model_path),
             name=f"engine_{index}",
-            log_file=plan.job_dir / "log" / f"engine_{index}.log",
+            log_file=JobFolder(plan.job_dir, plan.explorer_name).log / f"engine_{index}.log",
             python=plan.engine_python if plan.engine_kind == "vllm" else sys.executable,
             host=ray.util.get_node_ip_address(),
             key=plan.engine_key,

@@ -93,7 +93,8 @@ class Crew:
         for rank in range(1, plan.trainer_ranks):
             name = f"trainer_rank_{rank}"
             self._followers.append(self._host(name, places.rank(rank), FollowerPart))
-        if plan.mode in ("both", "explore") or session.eval_tasksets:
+        measures = session.recipe.from_data and session.eval_tasksets
+        if plan.mode in ("both", "explore") or measures:
             self._explorer = self._host("explorer", control, ExplorerPart)
         await self._guarded(self._open())
 
