@@ -41,7 +41,7 @@ def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Pop
             if process.poll() is not None or late:
                 process.kill()
                 raise AssertionError("\n".join(map(str, process.communicate())))
-        time.sleep(0.2)
+        time.sleep(0.05)
     return found
 
 

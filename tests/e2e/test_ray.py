@@ -27,6 +27,8 @@ from tests.e2e.on_ray import (
     where,
 )
 from tests.e2e.test_modes import metrics
+from trireme.checkpoint.layout import JobFolder
+from trireme.monitor.monitor import read_metrics
 
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
@@ -39,11 +41,24 @@ def cluster() -> Iterator[Any]:
     """A head without places, and two nodes with one each."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
-        for _ in range(2):
-            made.add_node(num_cpus=1)
+        add_nodes(made, 2)
         yield made
     finally:
         made.shutdown()
+
+
+def add_nodes(cluster: Any, wanted: int) -> None:
+    """Until there are so many nodes with a place."""
+    while len(cluster.worker_nodes) < wanted:
+        cluster.add_node(num_cpus=1)
+
+
+def difference(job: Path, other: Path, step: int) -> float:
+    """The largest of any weight between two jobs."""
+    file = f"global_step_{step}/actor/huggingface/model.safetensors"
+    ours, theirs = load_file(job / file), load_file(other / file)
+    assert set(ours) == set(theirs)
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
@@ -65,11 +80,7 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     assert len(trained) == 4 and len(metrics(job, "explorer")) == 4
     assert max(row["rollout/logprob_diff_max"] for row in trained) < 1e-4
     assert max(row["sync/probe_diff"] for row in trained) < 1e-4
-    ours, theirs = (
-        load_file(root / JOB / "global_step_4/actor/huggingface/model.safetensors")
-        for root in (tmp_path, tmp_path / "alone")
-    )
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
+    assert difference(job, tmp_path / "alone" / JOB, 4) < 1e-5
     names = {path.name for path in (tmp_path / "alone" / JOB / "log").iterdir()}
     assert names <= {path.name for path in (job / "log").iterdir()}
     assert not left_behind(tmp_path)
@@ -88,10 +99,50 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     if victim == "node":
         [lost] = [n for n in cluster.list_all_nodes() if n.node_id == node]
         dies(process, part, lambda: cluster.remove_node(lost, allow_graceful=False))
-        cluster.add_node(num_cpus=1)
+        add_nodes(cluster, 2)
     else:
         dies(process, part, lambda: kill(pid))
     assert nobody_left(tmp_path)
+
+
+def test_what_was_killed_twice_ends_with_the_weights_of_a_run_in_one_process(
+    tmp_path: Path, cluster: Any
+) -> None:
+    """First a trainer rank dies, then everything at once: the command and all its processes."""
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "ranks").mkdir()
+    alone, job = tmp_path / "alone" / JOB, tmp_path / "ranks" / JOB
+    asked = ("buffer.total_steps=8", "explorer.eval_interval=8")
+    ranks = ("cluster.node_num=3", "cluster.gpu_per_node=1")
+
+    def begin() -> Any:
+        return start(tmp_path / "ranks", cluster, *asked, *ranks)
+
+    add_nodes(cluster, 3)
+    process = begin()
+    done = run(tmp_path / "alone", small_config(tmp_path / "alone"), *asked)
+    assert done.returncode == 0, done.stderr
+    wait_for((job / "global_step_2/manifest.json").exists, 120, process)
+    pid, _ = where(job / "log/launcher.log", "trainer_rank_1")
+    dies(process, "trainer_rank_1", lambda: kill(pid))
+    assert nobody_left(tmp_path / "ranks")
+    saved = JobFolder(job).steps()[-1]
+    process = begin()
+    wait_for(lambda: JobFolder(job).is_full(saved + 2), 120, process)
+    for pid in (process.pid, *left_behind(tmp_path / "ranks")):
+        kill(pid)
+    process.communicate()
+    assert not (job / "global_step_8").exists()
+    stdout, _ = ended(begin())
+    assert "going on from" in stdout
+    assert nobody_left(tmp_path / "ranks")
+    assert difference(job, alone, 8) < 1e-5
+    for part, key in (("trainer", "perf/experiences"), ("explorer", "rollout/reward/mean")):
+        ours, theirs = (
+            {row["step"]: row["metrics"][key] for row in read_metrics(path) if row["part"] == part}
+            for path in (job / "monitor/metrics.jsonl", alone / "monitor/metrics.jsonl")
+        )
+        assert ours == theirs and sorted(ours) == list(range(1, 9))
 
 
 def test_two_explorers_feed_one_trainer_though_one_of_them_dies_and_comes_back(
