@@ -17,7 +17,6 @@ from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.launch.engine_host import start_all, stop_all, watched
 from trireme.launch.engine_plan import engine_hosts
-from trireme.launch.serving import run_serve
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
@@ -38,10 +37,13 @@ async def run_plan(
         return await run_on_ray(plan, model_path, console, measure_end=measure_end)
     started = time.monotonic()
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
-    modes |= {"serve": run_serve}
+    if plan.mode == "serve":
+        from trireme.launch.serving import run_serve  # a web server, which no other mode needs
+
+        modes["serve"] = run_serve
     device = Device()
-    log = JobFolder(plan.job_dir, plan.explorer_name).log
-    hosts = engine_hosts(plan, model_path, log)
+    folder = JobFolder(plan.job_dir, plan.explorer_name)
+    hosts = engine_hosts(plan, model_path, folder.log)
     try:
         with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
             await start_all(hosts)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,6 +41,8 @@ class Adapter:
 
     def __init__(self, model: PreTrainedModel, lora: Lora) -> None:
         """Freezes the model's own weights. The additions begin at 0."""
+        from peft import LoraConfig, PeftModel, get_peft_model  # slow to load, and seldom needed
+
         targets, excluded = lora.target_modules, lora.exclude_modules
         config = LoraConfig(
             r=lora.rank,
@@ -64,6 +64,8 @@ class Adapter:
 
     def weights(self) -> dict[str, Tensor]:
         """The additions alone, by name."""
+        from peft import get_peft_model_state_dict
+
         return get_peft_model_state_dict(self._peft)
 
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -84,6 +86,8 @@ class Adapter:
 
     def each_merged(self) -> Iterator[tuple[str, Tensor]]:
         """`merged` one after the other, each computed when it is asked for."""
+        from peft.tuners.lora import LoraLayer
+
         layers = {
             name: module
             for name, module in self._model.named_modules()

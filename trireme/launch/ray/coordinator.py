@@ -8,14 +8,13 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.launch.elsewhere import Elsewhere
+from trireme.launch.ray.events import Events
 from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.proxies import State
@@ -26,15 +25,14 @@ from trireme.workflows.plugins import load_plugins
 LOGS = ("synchronizer", "queue_experience_buffer")
 
 
-class Coordinator:
+class Coordinator(Events):
     """Its calls are those of PutSide, TakeSide, ExplorerSide, TrainerSide and Relay."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._device = Device()
         self._opened: Session | None = None
         self._explorer_state: State | None = None
-        self._events: list[tuple[Any, ...]] = []
-        self._event = asyncio.Event()
 
     async def open(self, made: Made) -> None:
         """Make buffer and synchronizer; the trainer is asked for every push."""
@@ -49,10 +47,9 @@ class Coordinator:
             made.plan, made.model_path, Silent(), self._device, True, elsewhere=elsewhere
         )
         self._opened = session.__enter__()
-        if made.plan.mode == "both":
-            assert session.supply
-            if session.resumed is not None:
-                self._explorer_state = session.resumed.run_state["explorer"]
+        assert session.supply
+        if session.resumed is not None:
+            self._explorer_state = session.resumed.run_state["explorer"]
 
     async def begin(self, state: State) -> None:
         """The explorer begins where `state` says."""
@@ -101,20 +98,6 @@ class Coordinator:
     async def snapshot(self) -> State:
         """See Checkpointer."""
         return await self._session.snapshot() | {"explorer": self._explorer_state}
-
-    async def report(self, event: tuple[Any, ...]) -> None:
-        """Something for the console and the monitors."""
-        self._events.append(event)
-        self._event.set()
-
-    async def events(self, wait: float) -> list[tuple[Any, ...]]:
-        """What was reported since the last call; waits for something, `wait` seconds at most."""
-        self._event.clear()
-        if not self._events:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._event.wait(), wait)
-        found, self._events = self._events, []
-        return found
 
     async def stop(self) -> None:
         """Close the files."""

@@ -25,6 +25,7 @@ from trireme.engines.device import Device
 from trireme.launch.ray.cluster import Places, cluster
 from trireme.launch.ray.coordinator import Coordinator
 from trireme.launch.ray.engine import EnginePart
+from trireme.launch.ray.events import Events
 from trireme.launch.ray.explorer import ExplorerPart
 from trireme.launch.ray.follower import FollowerPart
 from trireme.launch.ray.host import HostActor, Peer
@@ -87,7 +88,8 @@ class Crew:
         for index in range(engines):
             self._engines.append(self._host(f"engine_{index}", places.engine(index), EnginePart))
         control = {"num_cpus": 0}
-        self._coordinator = self._host("coordinator", control, Coordinator)
+        middle = Coordinator if plan.mode == "both" else Events
+        self._coordinator = self._host("coordinator", control, middle)
         if plan.mode in ("both", "train"):
             self._trainer = self._host("trainer", places.rank(0), TrainerPart)
         for rank in range(1, plan.trainer_ranks):
