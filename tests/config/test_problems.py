@@ -45,6 +45,12 @@ def test_a_missing_dataset_names_the_nearest_file(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["a/b", "trainer", ".."])
+def test_an_explorers_name_has_to_name_files(tmp_path, name):
+    found = only_problem(tmp_path, "mode=explore", f"explorer.name={name}")
+    assert found.startswith(f"explorer.name is '{name}': expected letters, digits")
+
+
 def test_a_dataset_on_the_hub_is_a_note(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     tree = values(tmp_path)

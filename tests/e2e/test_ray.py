@@ -39,7 +39,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without places, and two nodes with one each."""
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    equal = {"worker_niceness": 0}  # by default others who work on this machine come first
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": equal}
+    made = Cluster(initialize_head=True, head_node_args=head)
     try:
         add_nodes(made, 2)
         yield made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from trireme.config.plan import BufferType
@@ -17,6 +18,7 @@ _KEY = "buffer.trainer_input.experience_buffer"
 def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
     """Kind and place of the trainer's store."""
     config = stage.config
+    _check_explorer(stage)
     buffer = config.buffer.trainer_input.experience_buffer
     path = buffer.path or ""
     is_url = "://" in path
@@ -45,6 +47,18 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
     elif kind == "sql" and not is_url:
         path = f"sqlite:///{path}"
     return kind, _placed(path, job_dir)
+
+
+def _check_explorer(stage: Stage) -> None:
+    """The name of one of several explorers is in ids and names of files."""
+    name = stage.config.explorer.name
+    fits = re.fullmatch(r"[\w-][\w.-]*", name) and name not in ("trainer", "stage")
+    if stage.config.mode == "explore" and not fits:
+        stage.problem(
+            "explorer.name",
+            f"is {name!r}: expected letters, digits, '_', '-' or '.', and neither trainer nor "
+            "stage, since files are named after it",
+        )
 
 
 def _check_replay(stage: Stage) -> None:
