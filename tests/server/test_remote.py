@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.server.made import on_port, torch_rollouts, until
-from trireme.engines import remote
+from trireme.engines import remote, servers
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.server.rollouts import Rollouts
@@ -107,7 +109,7 @@ def test_a_server_that_was_started_again_ends_the_engine(tiny_dir: Path) -> None
                     lambda: engine.generate(PROMPT, SHORT),
                     lambda: engine.update_weights(weights_of(rollouts), 1),
                 ):
-                    engine._failure = None
+                    engine.servers.failure = None
                     with pytest.raises(RuntimeError, match="was started again: the weights of"):
                         await call()
                     with pytest.raises(RuntimeError, match="the remote engine has failed"):
@@ -134,8 +136,85 @@ def test_a_server_that_is_gone_ends_the_engine(tiny_dir: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_server_that_is_started_again_gets_the_weights_and_what_was_under_way(
+    tiny_dir: Path,
+) -> None:
+    """Version 3 was served; the server ends in the middle of replies, and a new one comes."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            old = await stack.enter_async_context(torch_rollouts(tiny_dir, max_model_len=2000))
+            new = await stack.enter_async_context(torch_rollouts(tiny_dir, max_model_len=2000))
+            weights = weights_of(old, 0.05)
+            async with on_port(old) as url:
+                engine = RemoteEngine([url])
+                engine.servers.restarted = True
+                await engine.update_weights(weights, 3)
+
+                async def renew(lacking: Callable[[], bool]) -> None:
+                    assert lacking()
+                    await engine.servers.persist(lambda: engine.update_weights(weights, 4))
+
+                engine.servers.renew = renew
+                long = Sampling(max_tokens=300, ignore_eos=True)
+                keys = [(1, task, 0, 0) for task in range(3)]
+                calls = [asyncio.ensure_future(engine.generate(PROMPT, long, key=k)) for k in keys]
+                await until(lambda: old.engine.health().running == 3)
+            await asyncio.wait_for(engine.servers.loss(url), 10)
+            assert not any(call.done() for call in calls) and engine.health().running == 3
+            keeping = asyncio.ensure_future(engine.servers.keep_complete())
+            async with on_port(new, port=int(url.rsplit(":", 1)[1])):
+                await engine.servers.again(url)
+                replies = await asyncio.wait_for(asyncio.gather(*calls), 40)
+                assert {v for [reply] in replies for v in reply.versions} == {4}
+                assert await engine.fingerprint() == await new.engine.fingerprint()
+                keeping.cancel()
+                await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_push_that_a_server_does_not_live_to_see_is_done_again_and_no_other(
+    tiny_dir: Path,
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            rollouts = await stack.enter_async_context(torch_rollouts(tiny_dir))
+            async with on_port(rollouts) as url:
+                engine = RemoteEngine([url])
+                engine.servers.restarted = True
+                await engine.connect()
+                with pytest.raises(ValueError, match="not of this model"):  # the server is well
+                    push = partial(engine.update_weights, {"x": torch.zeros(1)}, 1)
+                    await engine.servers.persist(push)
+            weights = weights_of(rollouts)
+            push = asyncio.ensure_future(
+                engine.servers.persist(lambda: engine.update_weights(weights, 1))
+            )
+            await asyncio.wait_for(engine.servers.loss(url), 10)
+            async with on_port(rollouts, port=int(url.rsplit(":", 1)[1])):
+                await engine.servers.again(url)
+                await asyncio.wait_for(push, 20)
+                assert rollouts.engine.health().version == 1 and not engine.servers.bare
+                await engine.close()
+
+    asyncio.run(main())
+
+
+def test_while_a_server_is_gone_another_has_its_tasks(tiny_dir: Path) -> None:
+    async def main(engine: RemoteEngine, made: list[Rollouts], urls: list[str]) -> None:
+        engine.servers.restarted = True
+        await engine.connect()
+        engine.servers.lost(urls[0], engine.servers.instances[urls[0]], "is gone")
+        for task in range(8):
+            await engine.generate(PROMPT, SHORT, key=(1, task, 0, 0))
+        assert [one.engine.health().generated_tokens for one in made] == [0, 32]
+
+    with_servers(tiny_dir, 2, main)
+
+
 def test_a_server_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAIT_S", 0.0)
+    monkeypatch.setattr(servers, "WAIT_S", 0.0)
 
     async def main() -> None:
         for url, kind in (("http://127.0.0.1:9", "did not answer"), ("127.0.0.1:9", "protocol")):

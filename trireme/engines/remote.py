@@ -1,8 +1,8 @@
 """Remote: an engine in other processes, behind one or several rollout servers.
 
-- A task's rollouts go to one server, so that they share its prefix cache; which one, the key says.
+- Which server is asked, and what becomes of one that is gone, `Servers` says. A generation that was
+  under way there is asked for again, where somebody starts it again.
 - New weights go to all servers in buckets, and count from when all have them.
-- A server that was restarted has lost its weights: it is told by its instance, and the run ends.
 - Every request has a time-out; a failure says which server, and what for.
 - A request that is aborted is let go of at once; its server sees that and stops. So nothing here
   waits for a server that is gone.
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,9 @@ from torch import Tensor
 
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.outbox import Outbox
-from trireme.log import get_logger
-
-logger = get_logger("engine")
+from trireme.engines.servers import Servers
 
 BUCKET_BYTES = 256 * 2**20
-WAIT_S = 240.0
-"""How long servers may take to be there."""
-INSTANCE = "x-trireme-instance"
-"""Header of every answer: new with every start of a server."""
 
 
 class RemoteEngine:
@@ -49,7 +41,6 @@ class RemoteEngine:
         """`timeout`: seconds of one generation. `seed` is the run's: with a server of the same one
         the samples are those of a run in one process.
         """
-        self._urls = [url.rstrip("/") for url in urls]
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         # idle connections go long before the server closes them
         limits = httpx.Limits(
@@ -58,54 +49,21 @@ class RemoteEngine:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
         )
-        self._seed = seed
-        self._instances: dict[str, str] = {}
+        self.servers = Servers(urls, self._client, seed)
         self._version = 0
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
         self._generated = self._prefilled = 0
         self._paused = self._closed = False
-        self._connecting = asyncio.Lock()
         self._outboxes: dict[str, Outbox] = {}
-        self._failure: Exception | None = None
-        self.multi_turn = False
-        """Whether the servers have a scheduler."""
 
     async def connect(self) -> None:
         """Wait until all servers are there. Raises TimeoutError naming the one that is not."""
-        async with self._connecting:
-            for url in self._urls:
-                if url not in self._instances:
-                    await self._connect(url)
+        await self.servers.connect()
 
-    async def _connect(self, url: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                response = await self._client.get(f"{url}/engine/health", timeout=10)
-                found = response.json()
-                break
-            except (httpx.TransportError, ValueError) as error:
-                odd = isinstance(error, httpx.UnsupportedProtocol)
-                if odd or time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"the rollout server {url} (explorer.rollout_model.base_urls) did not "
-                        f"answer{'' if odd else f' in {WAIT_S:g} s'}: "
-                        f"{error or type(error).__name__}"
-                    ) from error
-                await asyncio.sleep(0.5)
-        if response.status_code != 200 or INSTANCE not in response.headers:
-            raise RuntimeError(
-                f"{url} is no rollout server of ours, or refuses us: {_message(response)}"
-            )
-        self._instances[url] = response.headers[INSTANCE]
-        self.multi_turn = found["multi_turn"]
-        if self._seed is not None and found["seed"] != self._seed:
-            logger.warning(
-                "%s samples with seed %s and the run has %s: other samples than in one process",
-                url,
-                found["seed"],
-                self._seed,
-            )
+    @property
+    def multi_turn(self) -> bool:
+        """Whether the servers have a scheduler."""
+        return self.servers.multi_turn
 
     async def generate(
         self,
@@ -153,7 +111,7 @@ class RemoteEngine:
         self._check()
         await self.connect()
         rows = {"ids": [list(row) for row in ids], "temperature": temperature}
-        return await self._post(self._urls[0], "/engine/logprobs", rows)
+        return await self._post(self.urls[0], "/engine/logprobs", rows)
 
     async def update_weights(self, source: Any, version: int) -> None:
         """See Engine. A folder must be readable by the servers."""
@@ -167,52 +125,53 @@ class RemoteEngine:
             body = {"version": version}
             for part in _buckets(source):
                 data = save(part)
-                await self._all(self._post(url, "/engine/weights", data) for url in self._urls)
-        await self._all(self._post(url, "/engine/weights/commit", body) for url in self._urls)
-        self._version = version
+                await self._all(self._post(url, "/engine/weights", data) for url in self.urls)
+        await self._all(self._post(url, "/engine/weights/commit", body) for url in self.urls)
+        self.now_at(version)
 
     async def fingerprint(self) -> dict[str, float] | None:
         """See Engine. Raises RuntimeError where the servers have different weights."""
         found = await self.get_all("/engine/fingerprint")
-        for url, other in zip(self._urls[1:], found[1:], strict=True):
+        for url, other in zip(self.urls[1:], found[1:], strict=True):
             if other != found[0]:
-                raise RuntimeError(f"{url} has other weights than {self._urls[0]}")
+                raise RuntimeError(f"{url} has other weights than {self.urls[0]}")
         return found[0]
 
     @property
     def urls(self) -> tuple[str, ...]:
         """The servers, in their order."""
-        return tuple(self._urls)
+        return self.servers.urls
 
     async def get_all(self, path: str) -> list[Any]:
         """What every server answers, in their order."""
         self._check()
         await self.connect()
-        calls = (self._ask(url, path, self._client.get(url + path)) for url in self._urls)
+        calls = (self._ask(url, path, self._client.get(url + path)) for url in self.urls)
         return await self._all(calls)
 
     async def call_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
         """POST to every server, to each its own body, or to all the one or none that is given."""
         self._check()
         await self.connect()
-        own = bodies if len(bodies) == len(self._urls) else (bodies or ({},)) * len(self._urls)
-        pairs = zip(self._urls, own, strict=True)
+        own = bodies if len(bodies) == len(self.urls) else (bodies or ({},)) * len(self.urls)
+        pairs = zip(self.urls, own, strict=True)
         return await self._all(self._post(url, path, body) for url, body in pairs)
 
     def now_at(self, version: int) -> None:
-        """All servers have taken new weights on a way of their own."""
+        """All servers have taken new weights."""
         self._version = version
+        self.servers.complete()
 
     async def pause(self) -> None:
         """See Engine."""
         await self.connect()
-        await self._all(self._post(url, "/engine/pause", {}) for url in self._urls)
+        await self._all(self._post(url, "/engine/pause", {}) for url in self.urls)
         self._paused = True
 
     async def resume(self) -> None:
         """See Engine."""
         await self.connect()
-        await self._all(self._post(url, "/engine/resume", {}) for url in self._urls)
+        await self._all(self._post(url, "/engine/resume", {}) for url in self.urls)
         self._paused = False
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
@@ -242,8 +201,8 @@ class RemoteEngine:
         await self._client.aclose()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the remote engine has failed: {self._failure}") from self._failure
+        if (failure := self.servers.failure) is not None:
+            raise RuntimeError(f"the remote engine has failed: {failure}") from failure
         if self._closed:
             raise RuntimeError("the engine is closed")
 
@@ -253,8 +212,13 @@ class RemoteEngine:
         """What the server of `key` answers; None where the request was aborted meanwhile."""
 
         async def ask() -> Any:
-            await self.connect()
-            return await ask_server(self._of(key))
+            while True:
+                url = await self.servers.of(key)
+                try:
+                    return await ask_server(url)
+                except RuntimeError as error:
+                    if not await self.servers.has_lost(url, error):
+                        raise
 
         call = asyncio.ensure_future(ask())
         self._calls[call] = key
@@ -267,59 +231,34 @@ class RemoteEngine:
 
     async def _generate(self, url: str, body: dict[str, Any]) -> Any:
         """Completions as the server sends them, asked for together with others."""
-        outbox = self._outboxes.setdefault(url, Outbox(self._client, url, self._judge(url)))
-        try:
-            return await outbox.ask(body)
-        except httpx.TransportError as error:
-            raise self._lost(url, "/engine/stream", error) from error
-
-    def _of(self, key: tuple[Any, ...]) -> str:
-        """The server of a key's task."""
-        return self._urls[zlib.crc32(repr(key[:2]).encode()) % len(self._urls)]
+        if url not in self._outboxes:
+            self._outboxes[url] = Outbox(self._client, url, lambda found: self._judge(url, found))
+        outbox = self._outboxes[url]
+        return await self._heard(url, "/engine/stream", outbox.ask(body))
 
     async def _post(self, url: str, path: str, body: Any) -> Any:
         sent: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
         return await self._ask(url, path, self._client.post(f"{url}{path}", **sent))
 
     async def _ask(self, url: str, path: str, call: Awaitable[httpx.Response]) -> Any:
-        """The answer to one request. What the server refuses is a ValueError or a RuntimeError; a
-        server that is gone ends the engine.
-        """
-        try:
-            response = await call
-        except httpx.TransportError as error:
-            raise self._lost(url, path, error) from error
-        self._judge(url)(response)
+        """The answer to one request. What the server refuses is a ValueError or a RuntimeError."""
+        response = await self._heard(url, path, call)
+        self._judge(url, response)
         return response.json()
 
-    def _lost(self, url: str, path: str, error: httpx.TransportError) -> Exception:
-        """A server that is gone ends the engine; the error that says so."""
-        late = isinstance(error, httpx.TimeoutException)
-        what = "did not answer in time" if late else "is gone"
-        self._failure = RuntimeError(
-            f"the rollout server {url} {what} ({path}): {error or type(error).__name__}"
-        )
-        return self._failure
+    async def _heard(self, url: str, path: str, call: Awaitable[Any]) -> Any:
+        """What comes of a call. A server that is gone is lost."""
+        instance = self.servers.instances[url]
+        try:
+            return await call
+        except httpx.TransportError as error:
+            late = isinstance(error, httpx.TimeoutException)
+            what = "did not answer in time" if late else "is gone"
+            why = f"{what} ({path}): {error or type(error).__name__}"
+            raise self.servers.lost(url, instance, why) from error
 
-    def _judge(self, url: str) -> Callable[[httpx.Response], None]:
-        """Raises where an answer is not this server's, or not good."""
-
-        def check(response: httpx.Response) -> None:
-            self._same_instance(url, response)
-            if response.status_code != 200:
-                kind = ValueError if response.status_code in (400, 422) else RuntimeError
-                path = response.url.path
-                raise kind(f"{url}{path} ({response.status_code}): {_message(response)}")
-
-        return check
-
-    def _same_instance(self, url: str, response: httpx.Response) -> None:
-        if response.headers.get(INSTANCE, self._instances[url]) != self._instances[url]:
-            self._failure = RuntimeError(
-                f"the rollout server {url} was started again: the weights of version "
-                f"{self._version} are lost there"
-            )
-            raise self._failure
+    def _judge(self, url: str, response: httpx.Response) -> None:
+        self.servers.judge(url, response, self._version)
 
     async def _all(self, calls: Iterator[Coroutine[Any, Any, Any]]) -> list[Any]:
         """All of them end before the first failure is raised."""
@@ -342,14 +281,6 @@ def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             part, size = {}, 0
     if part:
         yield part
-
-
-def _message(response: httpx.Response) -> str:
-    """What an answer says is wrong."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:300]
 
 
 def _completion(wire: Mapping[str, Any]) -> Completion:

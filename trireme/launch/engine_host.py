@@ -12,14 +12,13 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -33,11 +32,8 @@ LOOK_S = 2.0
 """Seconds between looks at an engine that serves."""
 SILENT_S = 25.0
 """How long it may leave such a look unanswered."""
-DYING_S = 0.5
-"""Who asks a dying process hears of it before its end can be seen."""
 LOG_LINES = 6
 ROOT = Path(__file__).parents[2]
-T = TypeVar("T")
 
 
 class EngineHost:
@@ -55,14 +51,15 @@ class EngineHost:
         key: str | None = None,
         threads: int | None = None,
         environment: Mapping[str, str] | None = None,
+        **serving: Any,
     ) -> None:
         """`python`: an interpreter that has what the engine needs; Trireme is put on its path.
 
-        `port` 0: any that is free; `key`: what clients must show, made here where not given;
-        `environment`: laid over this process's own.
+        `port` 0: any that is free; `key`: what clients must show; `environment`: laid over this
+        process's own; `serving`: further settings of server/process.py.
         """
         self.name = name
-        self.key = key or secrets.token_hex(16)
+        self.key = key
         self._log_file = log_file
         self._settings = {
             "spec": json.loads(spec.to_json()),
@@ -70,6 +67,7 @@ class EngineHost:
             "port": port,
             "key": self.key,
             "threads": threads,
+            **serving,
         }
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         self._environment = {**os.environ, "PYTHONPATH": path, **(environment or {})}
@@ -124,6 +122,7 @@ class EngineHost:
         if "error" in found:
             raise RuntimeError(f"{self.name} cannot start: {found['error']}{self._log_tail()}")
         self._url = found["url"]
+        self._settings["port"] = httpx.URL(self.url).port  # where it is found when started again
         return self.url
 
     def examine(self) -> None:
@@ -152,14 +151,14 @@ class EngineHost:
                         ) from error
                 await asyncio.sleep(LOOK_S)
 
-    async def stop(self) -> None:
-        """End it, by force where it does not end."""
+    async def stop(self, grace: float = STOP_S) -> None:
+        """End it, by force where it has not ended after `grace` seconds."""
         process = self._process
         if process is None:
             return
         if process.stdin is not None:
             process.stdin.close()  # it reads the end of our pipe
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + grace
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
@@ -195,23 +194,3 @@ async def start_all(hosts: Sequence[EngineHost], timeout: float = START_S) -> No
 async def stop_all(hosts: Sequence[EngineHost]) -> None:
     """End them side by side."""
     await asyncio.gather(*(host.stop() for host in hosts))
-
-
-async def watched(hosts: Sequence[EngineHost], work: Awaitable[T]) -> T:
-    """The result of `work`; an engine that is gone cancels it, and its error is raised."""
-    task = asyncio.ensure_future(work)
-    watches = [asyncio.ensure_future(host.watch()) for host in hosts]
-    try:
-        await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() or task.exception() is not None:
-            await asyncio.sleep(DYING_S)
-            for host in hosts:  # the cause, where the work failed for want of an engine
-                host.examine()
-            for watch in watches:
-                if watch.done():
-                    watch.result()
-        return await task
-    finally:
-        for one in (task, *watches):
-            one.cancel()
-        await asyncio.gather(task, *watches, return_exceptions=True)

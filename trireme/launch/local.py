@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.engines.device import Device
-from trireme.launch.engine_host import start_all, stop_all, watched
+from trireme.engines.engine import Engine
+from trireme.engines.remote import RemoteEngine
+from trireme.launch.engine_host import EngineHost, start_all, stop_all
+from trireme.launch.engine_keeper import EngineKeeper
 from trireme.launch.engine_plan import engine_hosts
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
+from trireme.sync.checkpoint import PolledSync
+from trireme.sync.synchronizer import Synchronizer
 from trireme.trainer.trainer import Trainer
+
+T = TypeVar("T")
 
 
 async def run_plan(
@@ -47,7 +54,7 @@ async def run_plan(
     try:
         with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
             await start_all(hosts)
-            result = await watched(hosts, modes[plan.mode](session))
+            result = await kept(session, hosts, modes[plan.mode](session))
     finally:
         await stop_all(hosts)
         device.close()
@@ -55,13 +62,32 @@ async def run_plan(
     return result
 
 
+async def kept(session: Session, hosts: Sequence[EngineHost], work: Awaitable[T]) -> T:
+    """The result of `work`, while engines that die are started again where weights come by sync."""
+    if not hosts:
+        return await work
+    engine, restarts = session.engine, session.plan.config.cluster.engine_restarts
+    assert isinstance(engine, RemoteEngine)
+    if session.plan.mode == "bench":
+        restarts = 0
+    return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
+
+
+def restarts_by(sync: Synchronizer | PolledSync, engine: Engine) -> None:
+    """Engines that are started again get their weights by `sync`."""
+    if isinstance(engine, RemoteEngine):
+        sync.persist = engine.servers.persist
+        engine.servers.renew = sync.renew
+
+
 async def run_both(session: Session) -> StageResult:
     """Explorer and trainer, each in its coroutine."""
     sync = session.synchronizer
     explorer, trainer = session.explorer(sync), session.trainer(sync)
+    restarts_by(sync, session.engine)
     try:
         if session.resumed or session.engine_urls:
-            await session.refresh_engine(sync.version)
+            await sync.persist(lambda: session.refresh_engine(sync.version))
         await first_failure_ends_all(explorer.explore(), trainer.train())
         await sync.final_push()
         await explorer.evaluate_last(trainer.step)
@@ -117,6 +143,7 @@ async def run_supervised(session: Session) -> StageResult:
 async def run_explore(session: Session) -> StageResult:
     """The explorer alone: experiences go into the SQL store, weights come from the job folder."""
     sync = session.polled_sync()
+    restarts_by(sync, session.engine)
     explorer = session.explorer(sync)
     try:
         await sync.load_latest()

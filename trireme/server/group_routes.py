@@ -81,7 +81,9 @@ class EmbeddedGroup:
         group = self._group
         if group is None:
             raise ValueError("this engine is in no weight group: join one first")
-        self._resume = not self._engine.health().paused
+        self._resume = (
+            self._resume or not self._engine.health().paused
+        )  # also after one that failed
         await self._engine.pause()
         self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
 
@@ -90,6 +92,7 @@ class EmbeddedGroup:
         tensors, self._tensors = self._tensors, {}
         await self._engine.update_weights(tensors, version)
         if self._resume:
+            self._resume = False
             await self._engine.resume()
 
 

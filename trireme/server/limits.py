@@ -9,7 +9,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trireme.engines.remote import INSTANCE
+from trireme.engines.servers import INSTANCE
 
 MAX_BODY = 64 * 2**20
 """Bytes of a request, weights aside."""

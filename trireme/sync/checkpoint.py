@@ -21,7 +21,7 @@ from trireme.engines.fingerprint import fingerprint
 from trireme.files import write_json
 from trireme.log import get_logger
 from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
-from trireme.sync.synchronizer import is_due
+from trireme.sync.synchronizer import Persist, is_due, once
 
 logger = get_logger("synchronizer")
 
@@ -54,8 +54,7 @@ class CheckpointPush:
 
     async def push(self, version: int) -> dict[str, float]:
         """Write the weights; load and probe them where the engine lives here."""
-        step = self._step()
-        probe = await self._device.run(self._write, step, version)
+        step, probe = await self._device.run(self._write, version)
         if self._engine is None:
             return {}
         await self._engine.update_weights(self._folder.weights_dir(step), version)
@@ -65,8 +64,9 @@ class CheckpointPush:
         """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
         write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
 
-    def _write(self, step: int, version: int) -> dict[str, Any]:
-        """The weights' folder; returns what its probe.json holds."""
+    def _write(self, version: int) -> tuple[int, dict[str, Any]]:
+        """The weights' folder; returns whose step it is and what its probe.json holds."""
+        step = self._step()
         weights = self._backend.weights()
         probe = {
             "version": version,
@@ -80,7 +80,7 @@ class CheckpointPush:
             weights=weights,
             extra_files={"probe.json": json.dumps(probe).encode()},
         )
-        return probe
+        return step, probe
 
 
 async def check(engine: Engine, probe: dict[str, Any], *, dtype: str) -> dict[str, float]:
@@ -116,6 +116,8 @@ class PolledSync:
         self._loaded_step = 0
         self._waited = 0.0
         self._old_news: int | None = None
+        self._loading = asyncio.Lock()
+        self.persist: Persist = once
         self.version = 0
 
     @property
@@ -156,13 +158,21 @@ class PolledSync:
 
     async def load_latest(self) -> None:
         """Take the newest weights if they are newer than ours, and compare the probe."""
-        while (step := self._latest()) > self._loaded_step:
-            try:
-                await self._load(step)
-            except (OSError, ValueError):
-                if self._latest() == step:
-                    raise
-                logger.info("the weights of train step %d made way for newer ones", step)
+        async with self._loading:
+            while (step := self._latest()) > self._loaded_step:
+                try:
+                    await self.persist(lambda step=step: self._load(step))
+                except (OSError, ValueError):
+                    if self._latest() == step:
+                        raise
+                    logger.info("the weights of train step %d made way for newer ones", step)
+
+    async def renew(self, lacking: Callable[[], bool]) -> None:
+        """Load the newest weights, newer or not, where an engine is still `lacking` them."""
+        async with self._loading:
+            if lacking():
+                self._loaded_step = 0
+        await self.load_latest()
 
     async def _load(self, step: int) -> None:
         weights = self._folder.weights_dir(step)

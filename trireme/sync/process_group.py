@@ -1,7 +1,7 @@
 """Process group: weights from a trainer to engines of other processes, by broadcast.
 
-- The group is made at the first push. Both sides wait for each other with a time-out that names who
-  did not come.
+- The group is made at the first push, and anew when an engine was started again. Both sides wait
+  for each other with a time-out that names who did not come.
 - A push: all engines pause and receive; when all have everything they commit the version and go on.
   Where one fails none goes on, and the run ends.
 - Then the proof: fingerprints of every engine, and log-probabilities of the probe.
@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,13 +51,22 @@ class GroupSync:
         self._bucket_bytes = bucket_bytes
         self._probe = probe_ids(vocabulary)
         self._group: WeightGroup | None = None
+        self._met: dict[str, str] = {}
+        """The engines' instances that are in it."""
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
-        group = self._group = self._group or await self._meet()
-        (marks, expected), _ = await together(
-            self._device.run(self._send, group), self._engine.call_all("/engine/group/receive")
-        )
+        if self._group is None or self._met != self._engine.servers.instances:
+            self._group = await self._meet()
+        group = self._group
+        sending = asyncio.Event()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, sending.set)
+
+        async def receive() -> None:
+            await sending.wait()  # a train step may come first, for longer than engines wait
+            await self._engine.call_all("/engine/group/receive")
+
+        (marks, expected), _ = await together(self._device.run(self._send, group, tell), receive())
         await self._engine.call_all("/engine/group/commit", {"version": version})
         self._engine.now_at(version)
         compare_weights(await self._engine.fingerprint(), marks, version=version)
@@ -65,6 +75,7 @@ class GroupSync:
 
     async def _meet(self) -> WeightGroup:
         """The group, when all have come."""
+        self._group = None
         found = await self._engine.get_all("/engine/group/size")
         firsts, names = [], {}
         rank = 1
@@ -80,10 +91,14 @@ class GroupSync:
             asyncio.to_thread(group.connect, names),
             self._engine.call_all("/engine/group/join", *bodies),
         )
+        self._met = dict(self._engine.servers.instances)
         return group
 
-    def _send(self, group: WeightGroup) -> tuple[dict[str, float], list[float]]:
+    def _send(
+        self, group: WeightGroup, tell: Callable[[], object]
+    ) -> tuple[dict[str, float], list[float]]:
         """Broadcast the weights; their fingerprints, and the probe's scores by them."""
+        tell()
         expected = self._backend.score([self._probe])[0]
         marks: dict[str, float] = {}
 

@@ -14,6 +14,8 @@ Invariants:
 - In lock-step (shared tensors) the explorer goes on only when the trainer has nothing left to
   train.
 - Every push is followed by a probe; a probe that fails stops the run.
+- A push that failed for want of an engine is done again once that is there again, and an engine
+  that was started again gets the newest weights by a push of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from trireme.log import get_logger
 
 logger = get_logger("synchronizer")
 
 Push = Callable[[int], Awaitable[dict[str, float]]]
+Persist = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+"""What a push comes to, which it does again where an engine was gone: see engines/servers.py."""
 
 
 class ExplorerSync(Protocol):
@@ -111,6 +115,7 @@ class Synchronizer:
         self._short = short
         self._bell = asyncio.Event()
         self._pushing = asyncio.Lock()
+        self.persist: Persist = once
 
     def due(self, step: int) -> bool:
         """See ExplorerSync."""
@@ -190,15 +195,24 @@ class Synchronizer:
                     f"{self.trained_step}"
                 ) from error
 
-    async def _publish(self) -> dict[str, float]:
-        """One push at a time: version + 1, probed."""
+    async def renew(self, lacking: Callable[[], bool]) -> None:
+        """Push, unless another push has meanwhile brought what an engine is `lacking`."""
+        await self._publish(lacking)
+
+    async def _publish(self, again: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """One push at a time: version + 1, probed. `again`: also of what was pushed before."""
         async with self._pushing:
-            if self.trained_step == self.pushed_step:
+            if self.trained_step == self.pushed_step and not again():
                 return {}
             step = self.trained_step
-            metrics = await self._push(self.version + 1)
+            metrics = await self.persist(lambda: self._push(self.version + 1))
             self.version += 1
             self.pushed_step = step
             self._bell.set()
             logger.info("version %d: the weights of train step %d", self.version, step)
             return metrics
+
+
+async def once(push: Callable[[], Awaitable[Any]]) -> Any:
+    """Persist, of nothing that could come back."""
+    return await push()

@@ -95,7 +95,6 @@ class Trainer:
     async def _train_on(self, experiences: list[Experience], sampled: dict[str, float]) -> None:
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
-        self.step += 1
         elapsed = time.monotonic() - started
         self.seconds += elapsed
         tokens = sum(len(e.tokens) for e in experiences)
@@ -108,7 +107,7 @@ class Trainer:
         self.report("trainer", self.step, metrics)
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
-        return train_step(
+        metrics = train_step(
             self.backend,
             self.recipe,
             experiences,
@@ -116,6 +115,8 @@ class Trainer:
             moved=self.moved(),
             learning=self.learning,
         )
+        self.step += 1  # on the device: who pushes next there finds weights and step together
+        return metrics
 
     async def _save(self, *, last: bool) -> None:
         state = await self.checkpointer.snapshot()

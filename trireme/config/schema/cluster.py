@@ -24,5 +24,7 @@ class ClusterConfig:
     """GPUs of each machine, or CPU processes where it has none; 0: what is there or needed."""
     heartbeat_timeout: float = number(30.0, above=0)
     """Seconds without an answer after which a part of a Ray run counts as dead."""
+    engine_restarts: int = number(3, at_least=0)
+    """How often each engine process that dies is started again (not on Ray); then the run ends."""
     start_timeout: float = number(600.0, above=0)
     """Seconds that places, actors and engines of a Ray run get to be there."""
