@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -15,7 +16,9 @@ import pytest
 
 from tests.e2e.job import command as run_command
 from tests.e2e.job import environment, small_config
+from tests.engines.vllm.made import needs_vllm
 from tests.server.made import command, fails
+from tests.tiny import make_model
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,13 @@ from tests.server.made import command, fails
         (["--host", "0.0.0.0"], 2, "is open to other machines: give a key by --api-key"),
         (["--multi_turn_scheduler", "nothing"], 2, "nothing"),
         (["--dtype", "int3"], 2, "--dtype int3: expected auto, float32"),
-        (["--engine", "vllm"], 2, "--engine vllm is not supported yet"),
+        (["--engine", "sglang"], 2, "--engine sglang is not known: expected torch or vllm"),
+        (["--tensor_parallel_size", "2"], 2, "the torch engine runs on one device, expected 1"),
+        (
+            ["--engine", "vllm", "--engine-python", sys.executable],
+            2,
+            f"--engine-python {sys.executable}: expected a Python that has vLLM",
+        ),
         (["--external_plugins", "missing.py"], 2, "there is no such file"),
     ],
 )
@@ -94,20 +103,31 @@ def test_a_signal_ends_the_server_also_while_it_generates(
 
 
 @pytest.mark.slow
-def test_a_run_over_a_server_trains_and_ends(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=needs_vllm)])
+def test_a_run_over_a_server_trains_and_ends(tmp_path: Path, engine: str) -> None:
     config = small_config(tmp_path)
-    with command(tmp_path / "model", "--max-model-len", "128") as (_, url):
+    make_model(tmp_path / "model", max_len=256, head_dim=32)
+    flags = ["--engine", engine, "--max-model-len", "128"]
+    with command(tmp_path / "model", *flags) as (server, url):
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "model": "m"}
+        asked = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=60)
+        assert 1 <= asked.json()["usage"]["completion_tokens"] <= 4, asked.text
         config["explorer"]["rollout_model"] = {"engine_type": "remote", "base_urls": [url]}
         ended = subprocess.run(
             run_command(tmp_path, config),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
             env=environment(),
             cwd=tmp_path,
         )
         assert ended.returncode == 0, ended.stderr
         assert httpx.get(f"{url}/engine/health").json()["version"] >= 3
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
 
 
 @pytest.mark.slow

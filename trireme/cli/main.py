@@ -143,7 +143,11 @@ def rollout(
         Optional[str],  # noqa: UP045
         typer.Option("--api-key", "--api_key", envvar="TRIREME_API_KEY", help="What clients show."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="torch.")] = "torch",
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
+    engine_python: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--engine-python", help="An interpreter that has vLLM."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[
         Optional[int],  # noqa: UP045
@@ -195,6 +199,7 @@ def rollout(
         port=port,
         api_key=api_key,
         engine=engine,
+        engine_python=engine_python,
         dtype=dtype,
         max_model_len=max_model_len,
         use_async_engine=asynchronous == "true",

@@ -10,15 +10,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trireme.config.problem import ConfigError
 
 if TYPE_CHECKING:
-    from trireme.engines.device import Device
-    from trireme.server.rollouts import Rollouts
+    from trireme.server.engine_spec import EngineSpec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PARALLEL = ("tensor_parallel_size", "data_parallel_size")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -31,6 +31,7 @@ class RolloutOptions:
     port: int = 8000
     api_key: str | None = None
     engine: str = "torch"
+    engine_python: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     use_async_engine: bool = True
@@ -46,14 +47,21 @@ class RolloutOptions:
 def rollout(options: RolloutOptions) -> int:
     """Serve until Ctrl-C (exit code 130) or SIGTERM (0); returns the exit code."""
     from trireme.cli.run import ENVIRONMENT, complain, load_all_plugins
+    from trireme.config.names import plugin_files
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         _examine(options)
-        load_all_plugins([str(path) for path in options.external_plugins])
+        plugins = [str(path) for path in options.external_plugins]
+        load_all_plugins(plugins)
         with _listen(options.host, options.port) as listener:
-            return asyncio.run(_serve(options, listener))
+            if options.engine == "torch":
+                return asyncio.run(_serve(options, listener))
+        from trireme.cli.rollout_vllm import serve_vllm
+
+        spec, _ = _spec(options)
+        return asyncio.run(serve_vllm(options, spec, plugin_files(plugins)))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         complain(str(error))
         return 2 if isinstance(error, ConfigError | ValueError) else 1
@@ -69,13 +77,13 @@ def _examine(options: RolloutOptions) -> None:
             f"--host {options.host} is open to other machines: give a key by --api-key, or serve "
             "on 127.0.0.1"
         )
-    if options.engine != "torch":
-        raise ValueError(f"--engine {options.engine} is not supported yet: expected torch")
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        if (size := getattr(options, name)) != 1:
+    if options.engine not in ("torch", "vllm"):
+        raise ValueError(f"--engine {options.engine} is not known: expected torch or vllm")
+    for name in PARALLEL:
+        if (size := getattr(options, name)) != 1 and options.engine == "torch":
             raise ValueError(
                 f"--{name} {size}: the torch engine runs on one device, expected 1 (several "
-                "servers: start several commands, and name them all in base_urls)"
+                "servers: start several commands, and name them all in base_urls; or --engine vllm)"
             )
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
@@ -99,30 +107,41 @@ async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
     """Serve on the address until a signal comes; the exit code."""
     from trireme.engines.device import Device
     from trireme.server.app import create_app
+    from trireme.server.engine_spec import make_rollouts
     from trireme.server.serving import AppServer
 
     device = Device()
-    rollouts = await _make_rollouts(options, device)
+    spec, tokenizer = _spec(options)
+    rollouts = await make_rollouts(spec, device, tokenizer)
     app = create_app(rollouts, key=options.api_key, most=options.max_requests)
     server = AppServer(app, listener)
-    led = f", led by {options.multi_turn_scheduler}" if options.multi_turn_scheduler else ""
-    port = listener.getsockname()[1]
-    print(f"serving {options.model} on http://{options.host}:{port}{led}", flush=True)
+    say(options, f"http://{options.host}:{listener.getsockname()[1]}")
     try:
         await server.serve()
     finally:
         await rollouts.engine.close()
         device.close()
+    return stopped(server.stopped_by)
+
+
+def say(options: RolloutOptions, url: str) -> None:
+    """It serves."""
+    led = f", led by {options.multi_turn_scheduler}" if options.multi_turn_scheduler else ""
+    print(f"serving {options.model} on {url}{led}", flush=True)
+
+
+def stopped(by: Sequence[int]) -> int:
+    """The exit code after these signals."""
     print("stopped", file=sys.stderr)
-    return 130 if signal.SIGINT in server.stopped_by else 0
+    return 130 if signal.SIGINT in by else 0
 
 
-async def _make_rollouts(options: RolloutOptions, device: Device) -> Rollouts:
-    """The model, loaded. Raises ValueError for a scheduler or a model that there is not."""
+def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
+    """The engine, its tokenizer. Raises ValueError for a scheduler or model that there is not."""
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.derive import num_gpus
-    from trireme.server.engine_spec import EngineSpec, make_rollouts
+    from trireme.server.engine_spec import EngineSpec
     from trireme.workflows.scheduled import make_scheduler
 
     scheduler = {"scheduler": options.multi_turn_scheduler, "max_turns": options.max_turns}
@@ -146,5 +165,7 @@ async def _make_rollouts(options: RolloutOptions, device: Device) -> Rollouts:
         seed=options.seed,
         scheduler=scheduler,
         use_async_engine=options.use_async_engine,
+        kind="vllm" if options.engine == "vllm" else "torch",
+        options={name: getattr(options, name) for name in PARALLEL},
     )
-    return await make_rollouts(spec, device, tokenizer)
+    return spec, tokenizer

@@ -18,6 +18,8 @@ from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
 
 T = TypeVar("T")
+MOST = 4096
+"""Requests in flight; more are refused."""
 STATUS = ((ValueError, 400), (TimeoutError, 504), (TypeError, 400), (FileNotFoundError, 400))
 
 
@@ -25,7 +27,7 @@ def create_app(
     rollouts: Rollouts,
     *,
     key: str | None = None,
-    most: int = 4096,
+    most: int = MOST,
     sessions: Sessions | None = None,
 ) -> FastAPI:
     """All endpoints over one engine. `key`: what clients must show; `most`: requests in flight.

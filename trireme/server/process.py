@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any, TextIO
 
 END_S = 15.0
@@ -38,7 +40,7 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
     from transformers import AutoTokenizer
 
     from trireme.engines.device import Device
-    from trireme.server.app import create_app
+    from trireme.server.app import MOST, create_app
     from trireme.server.engine_spec import EngineSpec, make_rollouts
     from trireme.server.serving import AppServer, listen
 
@@ -46,9 +48,13 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
     spec = EngineSpec(**settings["spec"])
     tokenizer = AutoTokenizer.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
     with listen(settings["host"], settings["port"]) as listener:
+        for file in map(Path, settings.get("plugins", ())):
+            sys.path.insert(0, str(file.parent))
+            import_module(file.stem)
         device = Device(settings["threads"])
         rollouts = await make_rollouts(spec, device, tokenizer)
-        server = AppServer(create_app(rollouts, key=settings["key"]), listener)
+        app = create_app(rollouts, key=settings["key"], most=settings.get("most", MOST))
+        server = AppServer(app, listener)
         loop = asyncio.get_running_loop()
         parent.then(lambda: loop.call_soon_threadsafe(server.stop))
         host, port = listener.getsockname()[:2]
