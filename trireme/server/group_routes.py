@@ -14,20 +14,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from trireme.engines.engine import Engine
-from trireme.engines.weight_group import TIMEOUT_S, Meeting, WeightGroup
+from trireme.engines.weight_group import Meeting, WeightGroup
 from trireme.server.rollouts import Rollouts
 from trireme.threads import in_thread
-
-
-class JoinBody(BaseModel):
-    """See Meeting; `rank` is that of the engine's first worker."""
-
-    host: str
-    port: int
-    world_size: int
-    rank: int
-    backend: str = "gloo"
-    timeout: float = TIMEOUT_S
 
 
 class VersionBody(BaseModel):
@@ -81,9 +70,8 @@ class EmbeddedGroup:
         group = self._group
         if group is None:
             raise ValueError("this engine is in no weight group: join one first")
-        self._resume = (
-            self._resume or not self._engine.health().paused
-        )  # also after one that failed
+        # paused by an update that failed, the engine still has to go on after this one
+        self._resume = self._resume or not self._engine.health().paused
         await self._engine.pause()
         self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
 
@@ -107,8 +95,7 @@ def make_router(rollouts: Rollouts) -> APIRouter:
         return {"workers": engine.group_size}
 
     @router.post("/join")
-    async def join(body: JoinBody) -> dict[str, Any]:
-        meeting = Meeting(**body.model_dump())
+    async def join(meeting: Meeting) -> dict[str, Any]:
         await engine.join_group(meeting)
         return asdict(meeting)
 
