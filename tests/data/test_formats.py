@@ -114,6 +114,8 @@ def test_of_a_conversation_the_last_reply_is_trained() -> None:
             {"messages": [{"role": "user", "content": "1"}, {"role": "asistant", "content": "2"}]},
             "no assistant turn: its roles are user, asistant",
         ),
+        ({"messages": CHAT, "tools": "add"}, "row 0: column 'tools' holds text that is no JSON"),
+        ({"messages": CHAT, "tools": ["add"]}, "column 'tools' holds .'add'.: expected a list of"),
         ({"prompt": "1+1?", "response": " "}, "row 0: column 'response' is empty: expected a repl"),
     ],
 )

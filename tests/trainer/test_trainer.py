@@ -169,9 +169,16 @@ def test_it_ends_at_total_steps_and_closes_the_buffer() -> None:
     assert made.buffer._closed
 
 
-def test_a_buffer_that_was_closed_empty_still_gives_a_last_checkpoint() -> None:
-    made = trained(0)
-    assert made.events == ["starving", "fed", "save 0, 0 left, the last", "commit", "stopped 0"]
+def test_a_run_that_made_no_step_has_failed_after_its_checkpoint() -> None:
+    async def main() -> list[str]:
+        made = await make(0)
+        with pytest.raises(RuntimeError, match="no train step was made: there was nothing to tra"):
+            await made.trainer.train()
+        made.trainer.device.close()
+        return made.events
+
+    events = ["starving", "fed", "save 0, 0 left, the last", "commit", "stopped 0"]
+    assert asyncio.run(main()) == events
 
 
 @pytest.mark.parametrize(

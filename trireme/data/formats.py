@@ -181,6 +181,8 @@ class SftFormat:
                 raise ValueError("column 'tokens' must hold a list of ids")
         elif columns.messages:
             check_messages(columns.messages, row.get(columns.messages))
+            tools = str(self._format.get("tools_key", "tools"))
+            check_tools(tools, row.get(tools))
             self._check_template("prompt and response columns")
         else:
             for column in (str(columns.prompt), str(columns.response)):
@@ -200,11 +202,8 @@ class SftFormat:
 
 
 def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
-    """Raise ValueError unless `value` is a list of messages, with a reply in it where asked."""
-    try:
-        messages = parsed(value)
-    except ValueError as error:
-        raise ValueError(f"column '{column}' holds text that is no JSON: {error}") from error
+    """Raise ValueError unless `value` is a list of messages, that ends in a reply where asked."""
+    messages = _parsed_of(column, value)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"column '{column}' must hold a list of messages, not {value!r:.60}")
     for message in messages:
@@ -229,6 +228,20 @@ def check_messages(column: str, value: Any, *, replies: bool = True) -> None:
             f"the conversation in column '{column}' ends in a turn of the {roles[-1]}: expected "
             "the assistant's reply at its end"
         )
+
+
+def check_tools(column: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a list of tools, or nothing."""
+    tools = _parsed_of(column, value)
+    if tools and not (isinstance(tools, list) and all(isinstance(t, Mapping) for t in tools)):
+        raise ValueError(f"column '{column}' holds {value!r:.60}: expected a list of tools")
+
+
+def _parsed_of(column: str, value: Any) -> Any:
+    try:
+        return parsed(value)
+    except ValueError as error:
+        raise ValueError(f"column '{column}' holds text that is no JSON: {error}") from error
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:

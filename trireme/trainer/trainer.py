@@ -3,6 +3,7 @@
 Invariants:
 - What is taken is committed with the checkpoint that learned from it, and not before.
 - The trainer catches nothing: the first error ends the run.
+- A run that never made a train step has failed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from trireme.trainer.supply import Supply
 
 logger = get_logger("trainer")
 
+NOTHING = (
+    "no train step was made: there was nothing to train on (operators or the algorithm left out "
+    "everything, or a store at a path of its own holds an earlier run's of the same ids)"
+)
 Report = Callable[[str, int, dict[str, float]], None]
 
 
@@ -88,6 +93,8 @@ class Trainer:
         if self.sync is not None:
             await self.sync.stopped(self.step)
         await self.supply.close()
+        if self.step == 0:
+            raise RuntimeError(NOTHING)
 
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
