@@ -97,6 +97,12 @@ def test_unknown_columns_are_listed_and_the_user_asked() -> None:
         made({"q": "1", "a": "2"}, format_args={"prompt_key": "q", "response_key": "answer"})
 
 
+def test_a_template_that_refuses_a_row_is_told_with_the_row() -> None:
+    picky = "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"row 0: the chat template refuses .* too long"):
+        made({"messages": CHAT}, picky)
+
+
 def test_of_a_conversation_the_last_reply_is_trained() -> None:
     e = made({"messages": CHAT})
     assert text(e, trained=True) == "4<|im_end|>"

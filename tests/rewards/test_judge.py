@@ -196,7 +196,7 @@ def test_what_a_judge_needs_is_said() -> None:
 
 def test_an_endpoint_that_does_not_answer_is_told_before_the_run() -> None:
     dead = {"name": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
-    task = Task(reward_fn=[dead])
+    task = Task(raw_task={"prompt": "1+1?"}, reward_fn=[dead])
     with pytest.raises(ValueError, match=r"judge m at http://127\.0\.0\.1:9/v1 does not answer"):
         SimpleWorkflow.examine(task)
     with pytest.raises(ValueError, match="the judge m at nowhere does not answer"):
@@ -216,5 +216,5 @@ def test_one_that_answers_whatever_it_be_is_good() -> None:
 
 def test_a_workflow_without_any_reward_is_told_before_the_run() -> None:
     with pytest.raises(ValueError, match="SimpleWorkflow needs a reward"):
-        SimpleWorkflow.examine(Task())
-    OnPolicyDistillWorkflow.examine(Task())  # there it only measures
+        SimpleWorkflow.examine(Task(raw_task={"prompt": "1+1?"}))
+    OnPolicyDistillWorkflow.examine(Task(raw_task={"prompt": "1+1?"}))  # there it only measures

@@ -91,4 +91,4 @@ def test_agreement_against_hand_worked_numbers() -> None:
 def test_options_that_cannot_be_are_told_before_the_run(fields: dict[str, Any], told: str) -> None:
     assert SPEC.examine is not None
     with pytest.raises(ValueError, match=told):
-        SPEC.examine(Task(**fields))
+        SPEC.examine(Task(raw_task={"prompt": "6 * 7?"}, **fields))

@@ -133,3 +133,9 @@ def test_an_evaluation_is_sampled_its_own_way_and_gives_an_accuracy_alone() -> N
     assert found == [(None, {"accuracy": 1.0}), (None, {"accuracy": 0.0})]
     assert isinstance(model.engine, FakeEngine)
     assert {(s.temperature, s.top_p, s.n) for s in model.engine.samplings} == {(0.6, 0.8, 1)}
+
+
+def test_a_prompt_that_is_no_text_is_told_before_the_run() -> None:
+    task = Task(raw_task={"prompt": 3}, reward_fn="accuracy_reward")
+    with pytest.raises(ValueError, match=r"column 'prompt' \(format.prompt_key\) holds 3"):
+        SimpleWorkflow.examine(task)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,8 @@ class SftFormat:
         if self._columns.recorded:
             given = {name: row[name] for name in _RECORDED if row.get(name) is not None}
             return Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **given)
-        rendered = self._render(row)
+        with self._naming(index):
+            rendered = self._render(row)
         self.counts["rows"] += 1
         self.counts["rewritten_turns"] += rendered.rewritten
         cut = len(rendered.ids) > self._max_len
@@ -135,6 +137,14 @@ class SftFormat:
 
     def _columns_of(self, rows: Rows) -> Columns:
         return sft_columns(rows, self._format)
+
+    @contextmanager
+    def _naming(self, index: int) -> Iterator[None]:
+        """Names the row in a ValueError: of a template that refuses it, say."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self.rows.where(index)}: {error}") from error
 
     def _render(self, row: Mapping[str, Any], columns: Columns | None = None) -> Rendered:
         columns = columns or self._columns

@@ -24,7 +24,8 @@ class DpoFormat(SftFormat):
         """Row `index`; None where it is too long to leave anything of both replies."""
         row = self.rows[index]
         self.counts["rows"] += 1
-        better, worse = (self._with_reply(row, column) for column in self._replies)
+        with self._naming(index):
+            better, worse = (self._with_reply(row, column) for column in self._replies)
         start = _same(better.ids[: better.mask.index(True)], worse.ids[: worse.mask.index(True)])
         self.counts["cut"] += max(len(better.ids), len(worse.ids)) > self._max_len
         prompt = better.ids[:start]

@@ -62,12 +62,7 @@ class SimpleWorkflow(Workflow):
 
     def format_messages(self) -> list[dict[str, Any]]:
         """The conversation to reply to: system prompt, task, and the reply's beginning if given."""
-        if not isinstance(self.task_desc, str):
-            key = dict(self.format_args).get("prompt_key", "prompt")
-            raise ValueError(
-                f"the task's column '{key}' (format.prompt_key) holds {self.task_desc!r:.60}: "
-                "expected text"
-            )
+        _need_text(self.task)
         messages = []
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
@@ -97,8 +92,10 @@ class SimpleWorkflow(Workflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a reward that there is not, or whose model does not answer."""
+        """Raise ValueError for a prompt or reward that there is not, or a judge that is silent."""
         reward = task.reward_fn or cls.default_reward
+        if cls.format_messages is SimpleWorkflow.format_messages:
+            _need_text(task)
         if is_grouped(reward, task.reward_fn_args):
             judge_of(reward, task.reward_fn_args).examine()
         elif not hasattr(cls, "reward_fn"):
@@ -121,6 +118,16 @@ class SimpleWorkflow(Workflow):
         if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
             found = cls.judges.of(task, cls.default_reward)
             await reward_group(found, task, experiences, models)
+
+
+def _need_text(task: Task) -> None:
+    """Raise ValueError for a task without a prompt that is text."""
+    if not isinstance(task.prompt, str):
+        key = dict(task.format_args).get("prompt_key", "prompt")
+        raise ValueError(
+            f"the task's column '{key}' (format.prompt_key) holds {task.prompt!r:.60}: "
+            "expected text"
+        )
 
 
 class MathWorkflow(SimpleWorkflow):
