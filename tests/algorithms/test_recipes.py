@@ -176,6 +176,7 @@ def test_groups_below_the_threshold_are_dropped_and_counted():
     kept, metrics = get_recipe(config).advantages(experiences)
     assert [e.eid.task for e in kept] == [0, 0]
     assert (metrics["filtered_count"], metrics["experience_count"]) == (2, 2)
+    assert metrics["skipped_group_ratio"] == 0.5
 
 
 def test_groups_left_out_are_refilled_with_copies_that_have_ids_of_their_own():

@@ -45,8 +45,10 @@ def assign_advantages(
     metrics = _reward_metrics(data["rewards"], data["groups"])
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
+    num_groups = len(group_by(experiences, "task"))
+    metrics["skipped_group_ratio"] = 1 - len(group_by(kept, "task")) / num_groups
     if duplicate:
-        copies = _copies(kept, len(group_by(experiences, "task")))
+        copies = _copies(kept, num_groups)
         kept += copies
         metrics["duplicated_count"] = float(len(copies))
     return kept, metrics
