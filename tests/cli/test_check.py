@@ -46,3 +46,16 @@ def test_a_missing_file_is_a_problem(tmp_path):
     code, text = printed(tmp_path / "none.yaml")
     assert code == 1
     assert "there is no configuration file" in text
+
+
+def test_what_is_wrong_with_parts_and_rows_is_told_too(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    code, text = printed(
+        tmp_path / "config.yaml",
+        "algorithm.policy_loss_fn_args={clip_rnge: 0.2}",
+        "data_processor.experience_pipeline.operators=[{name: reward_filter, args: {min: 1}}]",
+    )
+    assert code == 1
+    assert "policy_loss_fn 'ppo' has no option 'clip_rnge' (did you mean 'clip_range'?)" in text
+    assert "operators[0] 'reward_filter' has no option 'min'" in text
+    assert not (tmp_path / "out").exists()

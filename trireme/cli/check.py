@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from trireme.config import ConfigError, Plan, Problem, examine
+from trireme.cli.run import load_all_plugins
+from trireme.config import ConfigError, Plan, examine
 from trireme.log import hide_passwords
 
 _WIDTH = 14
@@ -23,8 +24,14 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
         plans, problems = [], list(error.problems)
     for plan in plans:
         show_plan(plan, console)
-    show_problems(problems, console)
-    return 1 if problems else 0
+    told = [str(problem) for problem in problems]
+    if not told:
+        from trireme.launch.examine import part_problems
+
+        load_all_plugins(plans[0].config.plugins)
+        told = list(dict.fromkeys(text for plan in plans for text in part_problems(plan)))
+    show_problems(told, console)
+    return 1 if told else 0
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -38,7 +45,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print()
 
 
-def show_problems(problems: Sequence[Problem], console: Console) -> None:
+def show_problems(problems: Sequence[str], console: Console) -> None:
     """One line a problem, or one that says there is none."""
     for problem in problems:
         console.print(Text(hide_passwords(f"problem: {problem}"), "red"))

@@ -1,0 +1,49 @@
+"""Examine: all that is wrong with the parts that a plan names, found by making what is light.
+
+For `trireme check`: no model is loaded and nothing is written. A run looks at the same things, and
+ends at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from trireme.config import Plan
+from trireme.data.mixture import Mixture
+from trireme.data.tasksets import Taskset
+from trireme.launch.parts.stores import make_file_buffer, make_operators
+from trireme.launch.parts.tasks import examine_taskset, make_eval_tasksets, make_training_taskset
+from trireme.launch.parts.text import make_text
+from trireme.launch.parts.training import make_recipe
+
+T = TypeVar("T")
+
+
+def part_problems(plan: Plan) -> list[str]:
+    """One sentence for each part that cannot be made, or whose options or rows are wrong."""
+    problems: list[str] = []
+
+    def tried(make: Callable[[], T]) -> T | None:
+        try:
+            return make()
+        except (ValueError, ImportError, OSError) as error:
+            problems.append(str(error))
+            return None
+
+    recipe = tried(lambda: make_recipe(plan))
+    tried(lambda: make_operators(plan))
+    tasksets: list[Taskset | Mixture | None] = [*(tried(lambda: make_eval_tasksets(plan)) or ())]
+    if plan.config.data_processor.task_pipeline is None:  # it would write
+        tasksets.append(tried(lambda: make_training_taskset(plan)))
+    greedy = recipe is not None and recipe.greedy_run
+    for taskset in filter(None, tasksets):
+        tried(lambda found=taskset: examine_taskset(found, greedy_run=greedy))
+    if plan.buffer_type == "file" and recipe is not None:
+        rows = plan.config.buffer.trainer_input.experience_buffer
+        tried(
+            lambda: make_file_buffer(
+                plan, rows, make_text(plan, plan.model_path), (), schema=recipe.schema
+            )
+        )
+    return problems
