@@ -45,7 +45,7 @@ def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Pop
     return found
 
 
-def ended(process: subprocess.Popen[str], code: int = 0, seconds: float = 200) -> tuple[str, str]:
+def ended(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> tuple[str, str]:
     """Its stdout and stderr, once it has ended as it should."""
     try:
         said = process.communicate(timeout=seconds)

@@ -33,7 +33,7 @@ from trireme.monitor.monitor import read_metrics
 pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     asked = ("cluster.node_num=3", "cluster.gpu_per_node=1", "explorer.rollout_model.engine_num=2")
     process = start(tmp_path, cluster, *asked, "explorer.runner_per_model=2")
     log = tmp_path / JOB / "log/launcher.log"
-    wait_for(log.exists, 60, process)
+    wait_for(log.exists, 240, process)
     time.sleep(5)
     cluster.add_node(num_cpus=1)  # the run waits for its third place
     stdout, _ = ended(process)
@@ -124,13 +124,13 @@ def test_what_was_killed_twice_ends_with_the_weights_of_a_run_in_one_process(
     process = begin()
     done = run(tmp_path / "alone", small_config(tmp_path / "alone"), *asked)
     assert done.returncode == 0, done.stderr
-    wait_for((job / "global_step_2/manifest.json").exists, 120, process)
+    wait_for((job / "global_step_2/manifest.json").exists, 240, process)
     pid, _ = where(job / "log/launcher.log", "trainer_rank_1")
     dies(process, "trainer_rank_1", lambda: kill(pid))
     assert nobody_left(tmp_path / "ranks")
     saved = JobFolder(job).steps()[-1]
     process = begin()
-    wait_for(lambda: JobFolder(job).is_full(saved + 2), 120, process)
+    wait_for(lambda: JobFolder(job).is_full(saved + 2), 240, process)
     for pid in (process.pid, *left_behind(tmp_path / "ranks")):
         kill(pid)
     process.communicate()
@@ -164,7 +164,7 @@ def test_two_explorers_feed_one_trainer_though_one_of_them_dies_and_comes_back(
     first, second = (begin(name, "mode=explore", f"explorer.name={name}") for name in names)
     # one step each; for the next one they need weights of a trainer that is not here yet
     metas = [job / f"{name}_meta.json" for name in names]
-    wait_for(lambda: all(meta.exists() for meta in metas), 120, first, second)
+    wait_for(lambda: all(meta.exists() for meta in metas), 240, first, second)
     pid, _ = where(job / "log/second/launcher.log", "explorer")
     assert "log/second/explorer.log" in dies(second, "explorer", lambda: kill(pid))
     trainer = begin("trainer", "mode=train", "trainer.total_steps=99")
