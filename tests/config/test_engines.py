@@ -11,6 +11,7 @@ import pytest
 
 from tests.config.made import config_of, values
 from trireme.config import Plan, draft_plans, engines, make_plans
+from trireme.launch.engine_plan import engine_spec
 
 FOUND = engines.Vllm("/envs/vllm/bin/python", "0.32.0", ("max_num_seqs", "block_size", "seed"))
 
@@ -98,8 +99,25 @@ def test_several_torch_engines_are_processes(tmp_path: Path) -> None:
 
 
 def test_colocate_is_one_device_whose_engine_reads_the_trainers_weights(tmp_path: Path) -> None:
-    found = plan(tmp_path, "mode=colocate", VLLM, "synchronizer.sync_method=checkpoint")
+    found = plan(tmp_path, "mode=colocate", "synchronizer.sync_method=checkpoint")
     assert (found.mode, found.engine_hosts, found.sync_method) == ("both", 0, "memory")
-    assert found.share_tensors
+    assert found.share_tensors and not found.takes_turns
     said = problems(tmp_path, "mode=colocate", f"{key('engine_num')}=2")
     assert said == [f"{key('engine_num')} is 2: expected 1 in mode colocate"]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
+    found = plan(tmp_path, "mode=colocate", VLLM, head_dim=64)
+    assert (found.engine_hosts, found.sync_method, found.takes_turns) == (1, "memory", True)
+    assert any("only pauses while the trainer works" in note for note in found.notes)
+    options = engine_spec(found, "model").options
+    assert (options["enable_sleep_mode"], options["gpu_memory_utilization"]) == (True, 0.25)
+    apart = plan(
+        tmp_path, "mode=colocate", VLLM, "synchronizer.sync_style=fully_async", head_dim=64
+    )
+    assert (apart.engine_hosts, apart.takes_turns) == (0, False)
+    assert any("which needs sync_style fixed, sync_interval 1" in note for note in apart.notes)
+    assert (
+        "enable_sleep_mode" not in engine_spec(plan(tmp_path, VLLM, head_dim=64), "model").options
+    )

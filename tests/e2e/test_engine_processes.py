@@ -63,6 +63,18 @@ def test_weights_reach_engines_of_other_processes(
     assert recorded and (style != "fixed" or max(recorded) < 1e-4)
 
 
+@needs_vllm
+def test_vllm_and_the_trainer_take_turns_on_one_device(tmp_path: Path) -> None:
+    config = job(tmp_path, VLLM) | {"mode": "colocate"}
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stderr
+    assert max(scalars(tmp_path, "sync/version")) == 4
+    assert max(scalars(tmp_path, "sync/probe_diff")) < 1e-4
+    assert max(scalars(tmp_path, "rollout/logprob_diff_max")) < 1e-4
+    log = (tmp_path / "checkpoints/tests/job/log/engine_0.log").read_text()
+    assert log.count("to fall asleep") >= 4 and log.count("to wake up") >= 4
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("engine", "method"),

@@ -87,6 +87,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         engine_kind=engine.kind,
         engine_python=engine.python,
         engine_hosts=hosts,
+        takes_turns=stage.colocated and hosts > 0,
         trainer_ranks=places.trainer_ranks if on_ray else 1,
         gpus=gpus_of(places, gpus),
         notes=(*stage.notes, *stage.file_notes),

@@ -49,6 +49,8 @@ _OURS = {
 }
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
+COLOCATED_SHARE = 0.25
+"""Of a GPU's memory that vLLM takes beside a trainer."""
 PASSED = (
     "tensor_parallel_size",
     "data_parallel_size",
@@ -123,7 +125,12 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
     elif mode == "serve":
         why = "mode serve generates in its own process"
     elif stage.colocated:
-        why = "in mode colocate it reads the trainer's own weights"
+        sync = stage.config.synchronizer
+        if (sync.sync_style, sync.sync_interval, sync.sync_offset) != ("fixed", 1, 0):
+            why = (
+                "in mode colocate it takes turns with the trainer, which needs sync_style fixed, "
+                "sync_interval 1 and sync_offset 0"
+            )
     elif gpus and not on_ray and mode == "both" and wanted >= gpus:
         why = f"it takes {wanted} GPUs beside the trainer's, of {gpus}"
     if why is not None or found is None:
@@ -132,6 +139,11 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
     stage.notes.append(f"{prefix}: vLLM {found.version} of {found.python}")
     _check_arguments(stage, found)
     _check_heads(stage, gpus)
+    if stage.colocated:
+        rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
+        if gpus:
+            rests = f"it sleeps while the trainer works, and takes {COLOCATED_SHARE} of the GPU"
+        stage.notes.append(f"{prefix}: {rests}")
     if not gpus:
         stage.notes.append(
             f"{prefix}: on a CPU it runs eagerly, prefills in one go and keeps 1 GiB of keys and "

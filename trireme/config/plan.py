@@ -86,6 +86,8 @@ class Plan:
     """The interpreter of engine processes."""
     engine_hosts: int
     """Engine processes that the local launcher starts; 0: the engine is embedded, or remote."""
+    takes_turns: bool
+    """The engine's process and the trainer have one device, and one rests while the other works."""
     trainer_ranks: int
     gpus: dict[str, int]
     """GPUs of each role."""

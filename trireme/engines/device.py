@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from trireme.engines.turns import Turns
+
 T = TypeVar("T")
 
 
@@ -23,10 +25,19 @@ class Device:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         if threads is not None:
             torch.set_num_threads(threads)
+        self.turns: Turns | None = None
+        """With an engine of another process, which has the accelerator meanwhile."""
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)` in the device's thread, after what was asked for before."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        loop = asyncio.get_running_loop()
+        if self.turns is None:
+            return await loop.run_in_executor(self._pool, function, *args)
+        async with self.turns.trainers():
+            try:
+                return await loop.run_in_executor(self._pool, function, *args)
+            finally:
+                torch.cuda.empty_cache()  # what torch keeps for later the engine needs now
 
     def close(self) -> None:
         """End the thread after what runs now."""

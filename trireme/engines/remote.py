@@ -23,6 +23,7 @@ from torch import Tensor
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.outbox import Outbox
 from trireme.engines.servers import Servers
+from trireme.engines.turns import Turns
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -50,6 +51,8 @@ class RemoteEngine:
             timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
         )
         self.servers = Servers(urls, self._client, seed)
+        self.turns: Turns | None = None
+        """With a trainer that has the same accelerator."""
         self._version = 0
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
         self._generated = self._prefilled = 0
@@ -57,8 +60,10 @@ class RemoteEngine:
         self._outboxes: dict[str, Outbox] = {}
 
     async def connect(self) -> None:
-        """Wait until all servers are there. Raises TimeoutError naming the one that is not."""
+        """Wait until all servers are there, and awake. Raises TimeoutError naming who is not."""
         await self.servers.connect()
+        if self.turns is not None:
+            await self.turns.engines()
 
     @property
     def multi_turn(self) -> bool:
@@ -164,13 +169,13 @@ class RemoteEngine:
 
     async def pause(self) -> None:
         """See Engine."""
-        await self.connect()
+        await self.servers.connect()
         await self._all(self._post(url, "/engine/pause", {}) for url in self.urls)
         self._paused = True
 
     async def resume(self) -> None:
         """See Engine."""
-        await self.connect()
+        await self.servers.connect()
         await self._all(self._post(url, "/engine/resume", {}) for url in self.urls)
         self._paused = False
 
@@ -213,6 +218,7 @@ class RemoteEngine:
 
         async def ask() -> Any:
             while True:
+                await self.connect()
                 url = await self.servers.of(key)
                 try:
                     return await ask_server(url)

@@ -66,7 +66,6 @@ class Servers:
 
     async def of(self, key: tuple[Any, ...]) -> str:
         """The server of a key's task; another one, or a wait, while that has no weights."""
-        await self.connect()
         while not (here := [u for u in self.urls if u not in self.gone and u not in self.bare]):
             await self._bell.wait()
         place = zlib.crc32(repr(key[:2]).encode())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config import Plan
-from trireme.config.engines import PASSED
+from trireme.config.engines import COLOCATED_SHARE, PASSED
 from trireme.launch.engine_host import EngineHost
 from trireme.server.engine_spec import EngineSpec
 
@@ -42,6 +42,9 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
     if plan.engine_kind == "vllm":
         options = {name: getattr(rollout, name) for name in PASSED}
         options["extra_engine_args"] = dict(options["extra_engine_args"])
+    if plan.takes_turns:
+        options["enable_sleep_mode"] = True
+        options["gpu_memory_utilization"] = COLOCATED_SHARE
     return EngineSpec(
         model_path,
         plan.max_model_len,
@@ -62,7 +65,7 @@ def _devices(plan: Plan, index: int) -> dict[str, str]:
         return {}
     rollout = plan.config.explorer.rollout_model
     size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
-    begin = (plan.mode == "both") + index * size
+    begin = (plan.mode == "both" and not plan.takes_turns) + index * size
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(begin + size)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[begin : begin + size])}

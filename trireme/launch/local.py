@@ -17,6 +17,7 @@ from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
+from trireme.engines.turns import Turns
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
 from trireme.launch.engine_keeper import EngineKeeper
 from trireme.launch.engine_plan import engine_hosts
@@ -54,6 +55,8 @@ async def run_plan(
     try:
         with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
             await start_all(hosts)
+            if plan.takes_turns and isinstance(engine := session.engine, RemoteEngine):
+                device.turns = engine.turns = Turns(engine)
             result = await kept(session, hosts, modes[plan.mode](session))
     finally:
         await stop_all(hosts)

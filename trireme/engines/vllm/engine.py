@@ -52,9 +52,11 @@ class VllmEngine:
         seed: int,
         group_size: int = 1,
         keep_kv: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
-        them. `keep_kv` goes on with old keys and values after an update in flight.
+        them. `keep_kv` goes on with old keys and values after an update in flight. `sleeps`: while
+        it is paused its keys and values are gone and its weights in the machine's memory.
         """
         self.group_size = group_size
         self._llm: Any = llm
@@ -62,6 +64,7 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._seed = seed
         self._keep_kv = keep_kv
+        self._sleeps = sleeps
         self._names = tensor_names(model)
         self._ends = end_tokens_of(model, tokenizer)
         self._rows: dict[asyncio.Future[Completion], Request] = {}
@@ -93,6 +96,7 @@ class VllmEngine:
         platforms: Any = import_module("vllm.platforms")
 
         options = dict(options or {})
+        sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
         given = arguments(
             model,
@@ -112,6 +116,7 @@ class VllmEngine:
             seed=seed,
             group_size=math.prod(given.get(name, 1) for name in parallel),
             keep_kv=keep_kv,
+            sleeps=sleeps,
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
         return engine
@@ -206,14 +211,17 @@ class VllmEngine:
         self._check()
         async with self._updating:
             self._paused = True
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            if self._sleeps:  # where vLLM cannot, on a CPU, this is a pause
+                await self._llm.sleep(level=1, mode="keep")
+            else:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         """See Engine."""
         self._check()
         async with self._updating:
             self._paused = False
-            await self._llm.resume_generation()
+            await (self._llm.wake_up() if self._sleeps else self._llm.resume_generation())
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine."""

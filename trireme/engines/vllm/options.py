@@ -24,12 +24,14 @@ def arguments(
     """Keyword arguments of AsyncEngineArgs. `options`: keys of the YAML's `rollout_model`.
 
     On a CPU vLLM runs eagerly, since compiling takes longer than most runs there, and without
-    chunked prefill, which would rewind random streams that cannot be rewound there.
+    chunked prefill, which would rewind random streams that cannot be rewound there. It has no sleep
+    mode there.
     """
     given = dict(options)
     extra = given.pop("extra_engine_args", None) or {}
     if on_cpu:
         given.pop("gpu_memory_utilization", None)
+        given.pop("enable_sleep_mode", None)
         given |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
