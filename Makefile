@@ -1,5 +1,5 @@
-# make setup | demo | demo-cluster | test | test-vllm | test-megatron | test-postgres | test-extras |
-# lint | clean: needs Python 3.11 to 3.13; all else goes into environments in this folder.
+# make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
+# test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into environments in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
-.PHONY: setup demo demo-cluster test test-extras test-megatron test-vllm test-postgres lint format clean
+.PHONY: setup demo demo-cluster test test-gpu test-extras test-megatron test-vllm test-postgres lint format clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,11 @@ format: setup
 test: lint
 	scripts/postgres_setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+
+# the same code with CUDA, NCCL and bfloat16; TRIREME_VLLM_PYTHON names vLLM's environment
+test-gpu: setup
+	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs an NVIDIA GPU and a torch built for CUDA: torch sees none here')"
+	$(BIN)/python -m pytest -q -rs -n 0 -m gpu tests
 
 # several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
 test-postgres: setup

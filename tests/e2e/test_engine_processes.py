@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.job import command, environment, run, small_config
 from tests.engines.vllm.made import needs_vllm
 from tests.tiny import make_model
+from trireme.sync.probe import TOLERANCE
 
 VLLM = {"engine_type": "vllm", "enable_prefix_caching": True}
 TORCH = {"engine_type": "torch", "engine_num": 2}
@@ -61,6 +63,27 @@ def test_weights_reach_engines_of_other_processes(
     assert max(scalars(tmp_path, "sync/version")) == 4
     recorded = scalars(tmp_path, "rollout/logprob_diff_max")
     assert recorded and (style != "fixed" or max(recorded) < 1e-4)
+
+
+@pytest.mark.gpu
+@needs_vllm
+def test_weights_reach_vllm_over_nccl_in_bfloat16(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: the trainer's and the engine's")
+    done = run(tmp_path, job(tmp_path, VLLM), "cluster.launcher=local")
+    assert done.returncode == 0, done.stderr
+    assert max(scalars(tmp_path, "sync/version")) == 4
+    assert max(scalars(tmp_path, "sync/probe_diff")) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@needs_vllm
+def test_vllm_sleeps_while_the_trainer_has_the_gpu(tmp_path: Path) -> None:
+    done = run(tmp_path, job(tmp_path, VLLM) | {"mode": "colocate"})
+    assert done.returncode == 0, done.stderr
+    assert max(scalars(tmp_path, "sync/probe_diff")) < TOLERANCE["bfloat16"]
+    log = (tmp_path / "checkpoints/tests/job/log/engine_0.log").read_text()
+    assert "not supported" not in log and log.count("to fall asleep") >= 4
 
 
 @needs_vllm

@@ -38,7 +38,10 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineHost,
     asyncio.run(stop_all([host]))
 
 
-@pytest.fixture(params=["scripted", "torch", "remote", VLLM])
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["scripted", "torch", CUDA, "remote", VLLM])
 def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     """Runs `main(engine)`, closes the engine, and fails after a while."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
@@ -52,7 +55,14 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
     def make(device: Device) -> Engine:
         if request.param == "scripted":
             return ScriptedEngine(lambda _: "x" * 30, tokenizer=tokenizer, max_model_len=MAX_LEN)
-        return TorchEngine(tiny_dir, tokenizer=tokenizer, device=device, max_model_len=MAX_LEN)
+        name = "cuda" if request.param == "cuda" else "cpu"
+        return TorchEngine(
+            tiny_dir,
+            tokenizer=tokenizer,
+            device=device,
+            max_model_len=MAX_LEN,
+            device_name=name,
+        )
 
     def run(main: Callable[[Engine], Awaitable[Any]]) -> Any:
         async def go() -> Any:

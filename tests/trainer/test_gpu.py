@@ -1,0 +1,86 @@
+"""The trainer on a GPU: what a CPU learns, what the engine samples with, and ranks over NCCL."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.trainer.ranks import run
+from tests.trainer.samples import Settings, experiences
+from trireme.algorithms.recipes import get_recipe
+from trireme.engines.device import Device
+from trireme.engines.engine import Sampling
+from trireme.engines.torch.engine import TorchEngine
+from trireme.sync.probe import TOLERANCE
+from trireme.trainer.backend import TorchBackend
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.step import train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+ROWS = [[5, 6, 7, 8, 9], [40, 41, 42]]
+
+
+def learned(backend: Any) -> list[float]:
+    """What a model scores after three steps."""
+    recipe = get_recipe(SimpleNamespace(algorithm_type="grpo"))
+    for seed in range(3):
+        train_step(backend, recipe, experiences(seed), version=0)
+    return [value for row in backend.score(ROWS) for value in row]
+
+
+def on(device: str, folder: Path, **given: Any) -> TorchBackend:
+    options = {"optimizer": Settings(), "reference": True, "max_token_len": 60}
+    return TorchBackend(folder, device=device, **options | given)
+
+
+def learned_by_rank(place: Place, folder: Path) -> torch.Tensor:
+    ranks = Ranks(replace(place, device=f"cuda:{place.rank}"))
+    options: dict[str, Any] = {"optimizer": Settings(), "reference": True, "max_token_len": 60}
+    scores = learned(Fsdp2Backend(folder, ranks=ranks, **options))
+    ranks.close()
+    return torch.tensor(scores)
+
+
+def test_a_gpu_learns_in_float32_what_a_cpu_learns(tiny_dir: Path) -> None:
+    assert learned(on("cuda", tiny_dir)) == pytest.approx(learned(on("cpu", tiny_dir)), abs=1e-3)
+
+
+def test_ranks_over_nccl_learn_what_a_cpu_learns(tiny_dir: Path, tmp_path: Path) -> None:
+    world = torch.cuda.device_count()  # one is allowed
+    expected = learned(on("cpu", tiny_dir))
+    for got in run(learned_by_rank, tmp_path / "ranks", tiny_dir, world=world):
+        assert got.tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def test_in_bfloat16_the_trainer_scores_what_the_engine_recorded(tiny_dir: Path) -> None:
+    trainer = on("cuda", tiny_dir, dtype="bfloat16")
+
+    async def sampled() -> list[Any]:
+        device = Device()
+        engine = TorchEngine(
+            tiny_dir,
+            tokenizer=AutoTokenizer.from_pretrained(tiny_dir),
+            device=device,
+            max_model_len=128,
+            dtype="bfloat16",
+            device_name="cuda",
+        )
+        try:
+            sampling = Sampling(max_tokens=64, n=8, ignore_eos=True)
+            return await engine.generate(ROWS[0], sampling)
+        finally:
+            await engine.close()
+            device.close()
+
+    for reply in asyncio.run(sampled()):
+        (scored,) = trainer.score([ROWS[0] + reply.ids])
+        limit = TOLERANCE["bfloat16"]
+        assert scored[len(ROWS[0]) :] == pytest.approx(reply.logprobs, abs=limit)
