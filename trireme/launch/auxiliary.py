@@ -110,6 +110,7 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
             seed=plan.seed if config.seed is None else config.seed,
             max_model_len=longest,
             dtype=plan.dtype,
+            device_name=plan.device,
             trust_remote_code=trust,
         )
     chat = ChatTokens(

@@ -35,6 +35,7 @@ def make_engine(
         max_rows=MAX_ROWS,
         gate=gate,
         dtype=plan.dtype,
+        device_name=plan.device,
         share_with=share,
         trust_remote_code=plan.config.model.trust_remote_code,
     )
