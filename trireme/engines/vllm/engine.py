@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from trireme.engines.ends import end_tokens_of
@@ -380,9 +379,8 @@ def tensor_names(path: str | Path) -> set[str]:
         raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
     names: set[str] = set()
     for file in files:
-        with file.open("rb") as head:
-            (size,) = struct.unpack("<Q", head.read(8))
-            names |= set(json.loads(head.read(size))) - {"__metadata__"}
+        with safe_open(file, framework="pt") as found:
+            names |= set(found.keys())
     return names
 
 
