@@ -49,16 +49,19 @@ class VllmEngine:
         tokenizer: PreTrainedTokenizerBase,
         max_model_len: int,
         seed: int,
+        sockets: tempfile.TemporaryDirectory[str],
         group_size: int = 1,
         keep_kv: bool = False,
         sleeps: bool = False,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
-        them. `keep_kv` goes on with old keys and values after an update in flight. `sleeps`: while
-        it is paused its keys and values are gone and its weights in the machine's memory.
+        them, and `sockets` go with it. `keep_kv` goes on with old keys and values after an update
+        in flight. `sleeps`: while it is paused its keys and values are gone and its weights in the
+        machine's memory.
         """
         self.group_size = group_size
         self._llm: Any = llm
+        self._sockets = sockets
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._seed = seed
@@ -88,7 +91,9 @@ class VllmEngine:
         options: Mapping[str, Any] | None = None,
     ) -> VllmEngine:
         """vLLM on a model's folder. Raises TypeError for arguments that it does not know."""
-        for name, value in ENVIRONMENT.items():
+        # its sockets, of which vLLM leaves some behind
+        sockets = tempfile.TemporaryDirectory(prefix="trireme-vllm-")
+        for name, value in (ENVIRONMENT | {"VLLM_RPC_BASE_PATH": sockets.name}).items():
             os.environ.setdefault(name, value)
         vllm: Any = import_module("vllm")
         core: Any = import_module("vllm.v1.engine.async_llm")
@@ -116,6 +121,7 @@ class VllmEngine:
             group_size=math.prod(given.get(name, 1) for name in parallel),
             keep_kv=keep_kv,
             sleeps=sleeps,
+            sockets=sockets,
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
         return engine
@@ -254,9 +260,9 @@ class VllmEngine:
         self._closed = True
         await asyncio.gather(*self._rows, return_exceptions=True)
         self._llm.shutdown()
-        self._llm = (
-            None  # or the interpreter's end would shut it down again, with half of vLLM gone
-        )
+        # or the interpreter's end would shut it down again, with half of vLLM gone
+        self._llm = None
+        self._sockets.cleanup()
 
     async def _sample(self, request: Request, on_token: OnToken | None) -> Completion:
         """One sample, from vLLM's stream of new tokens."""
