@@ -2,10 +2,7 @@
 
 Every rank calls the same methods in the same order; `Orders` has rank 0 tell the others.
 
-Invariants, beside those of the backend of one process:
-- all ranks run equally many micro-batches: one without its own computes a dummy that weighs 0;
-- gradients and reported sums are those of one process: added up over ranks, never averaged;
-- what one rank finds wrong in a loss is raised on all of them, between collectives.
+The invariants are those of the backend of one process and of a team.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,24 +23,20 @@ from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import FSDP_CONFIG, WEIGHTS, rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import read
-from trireme.checkpoint.stream import write_stream
-from trireme.files import CannotWrite, write_json
+from trireme.files import write_json
 from trireme.trainer import ulysses
 from trireme.trainer.backend import LossFunction, NotFinite, Order
-from trireme.trainer.deal import deal
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.model import checkpoint_activations, load_model, token_logprobs
 from trireme.trainer.optim import Descent, OptimizerSettings
 from trireme.trainer.orders import Orders
-from trireme.trainer.pack import cut, packed_tokens
 from trireme.trainer.randomness import random_state, set_random_state
 from trireme.trainer.ranks import Ranks
 from trireme.trainer.shard import Root, shard, whole
+from trireme.trainer.team import Team, dummy
 from trireme.trainer.ulysses import sliced_logprobs
 
 T = TypeVar("T")
-
-_RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
 
 class Fsdp2Backend:
@@ -96,7 +90,7 @@ class Fsdp2Backend:
         self.descent = Descent(
             self.module.parameters(), optimizer, total_steps, grad_clip=grad_clip
         )
-        self._max_token_len = max_token_len
+        self._team = Team(ranks, max_token_len=max_token_len, share_prefix=share_prefix)
         self._share_prefix = share_prefix
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0
@@ -107,11 +101,11 @@ class Fsdp2Backend:
         self._since_step.append((batch, loss, entropy))
         self._root.train(self._train_mode)
         error: Exception | None = None
-        for part in self._share(batch):
+        for part in self._team.parts(batch):
             self._micro_batches += part is not None
             error = self._gradient(part if error is None else None, loss, entropy) or error
         self._root.eval()
-        self._agree(error)
+        self._team.agree(error)
 
     def step(self) -> dict[str, float]:
         """See TrainerBackend. Raises NotFinite naming a sample, and moves nothing."""
@@ -144,16 +138,9 @@ class Fsdp2Backend:
         )
         root = self._reference if reference and self._reference is not None else self._root
         off = reference and root is self._root and self.adapter is not None
-        out = torch.zeros(3 if entropy else 1, batch.num_tokens)
-        numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
+        compute = partial(self._logprobs, root, entropy=entropy)
         with self.adapter.disabled() if off and self.adapter else nullcontext():
-            for part in self._share(numbered):
-                got = self._logprobs(root, part or _dummy(), entropy=entropy)
-                if part is not None and self.ranks.sequence_rank == 0:
-                    rows = torch.vstack([values for values in got if values is not None])
-                    out[:, part.fields["entry"]] = rows.cpu()
-        dist.all_reduce(out)  # each entry is 0 on all ranks but one
-        return out
+            return self._team.scores(batch, compute, num=3 if entropy else 1)
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """See TrainerBackend."""
@@ -191,17 +178,17 @@ class Fsdp2Backend:
 
     def gather(self, value: Any) -> list[Any]:
         """See TrainerBackend."""
-        return self.ranks.gather(value)[:: self.ranks.place.sequence]
+        return self._team.gather(value)
 
     def save(self, actor: Path, *, hf: bool) -> None:
         """See TrainerBackend. Each rank writes its own files; the folder is one that all see."""
         order = Order("save", {"actor": str(actor), "hf": hf})
-        self.together(order, lambda: self._agree(self._save(actor, hf)))
+        self.together(order, partial(self._save, actor, hf))
 
     def load(self, actor: Path) -> None:
         """See TrainerBackend. Each rank reads the rows that it holds."""
         order = Order("load", {"actor": str(actor.absolute())})
-        self.together(order, lambda: self._agree(self._load(actor)))
+        self.together(order, lambda: self._team.attempt(partial(self._load, actor)))
 
     def state(self) -> dict[str, Any]:
         """This rank's part of the optimizer, schedule and random state; the LoRA adapter whole."""
@@ -218,52 +205,25 @@ class Fsdp2Backend:
         if self.adapter:
             self.adapter.load(state["adapter"])
 
-    def _save(self, actor: Path, hf: bool) -> Exception | None:
-        """This rank's files, and what went wrong: the others must hear of it."""
+    def _save(self, actor: Path, hf: bool) -> None:
         rank, world = self.ranks.rank, self.ranks.world
-        shards, extra, error = dict(self.each_shard()), self.state(), None
-        try:
+        shards, state = dict(self.each_shard()), self.state()
+
+        def own() -> None:
             write_pt(actor / rank_file("model", world, rank), shards)
-            write_pt(actor / rank_file("optim", world, rank), extra.pop("optimizer"))
-            write_pt(actor / rank_file("extra_state", world, rank), extra)
+            self._team.write_own(actor, state)
             if rank == 0:
                 write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": world})
-        except OSError as raised:
-            error = raised
+
+        self._team.attempt(own)
         if hf:
-            shapes = {name: shards[name].shape for name in sorted(shards)}
-            each = (whole(shards[name]) for name in shapes)
-            try:
-                if rank == 0 and error is None:
-                    write_stream(actor / "huggingface" / WEIGHTS, shapes, torch.float32, each)
-            except OSError as raised:
-                error = raised
-            for _ in each:  # the other ranks, or a full disk
-                pass
-        return error
+            self._team.write_whole(actor / "huggingface" / WEIGHTS, shards)
 
-    def _load(self, actor: Path) -> Exception | None:
-        """This rank's part, and what went wrong."""
-        try:
-            saved = read(actor, self.ranks.rank)
-            if self.adapter is None:
-                saved.fill(dict(self.each_shard()))
-            self.load_state(
-                saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)}
-            )
-        except (OSError, ValueError) as error:
-            return error
-        return None
-
-    def _share(self, batch: Batch) -> list[Batch | None]:
-        """This rank's micro-batches, the largest first; None fills up to the most that any has."""
-        shares = deal(batch, self.ranks.data_world, share_prefix=self._share_prefix)
-        own = batch.select(shares[self.ranks.data_rank])
-        limit = self._max_token_len * self.ranks.place.sequence
-        parts = list(cut(own, limit, share_prefix=self._share_prefix))
-        parts.sort(key=lambda part: -packed_tokens(part, share_prefix=self._share_prefix))
-        rounds = max(self.ranks.gather(len(parts)))
-        return [*parts, *[None] * (rounds - len(parts))]
+    def _load(self, actor: Path) -> None:
+        saved = read(actor, self.ranks.rank)
+        if self.adapter is None:
+            saved.fill(dict(self.each_shard()))
+        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})
 
     def _logprobs(
         self, root: Root, part: Batch, *, entropy: bool = False
@@ -283,7 +243,7 @@ class Fsdp2Backend:
         """Add the gradient of one micro-batch, or 0. What the loss raises comes back: others are
         in the backward pass, which needs this rank too.
         """
-        logprobs, entropies = self._logprobs(self._root, part or _dummy(), entropy=entropy)
+        logprobs, entropies = self._logprobs(self._root, part or dummy(), entropy=entropy)
         total, error = logprobs.sum() * 0, None
         if part is not None:
             try:
@@ -295,18 +255,6 @@ class Fsdp2Backend:
                 error = raised
         total.backward()
         return error
-
-    def _agree(self, error: Exception | None) -> None:
-        """Raise what any rank found: its own there, on the others what they were told of it."""
-        told = self.ranks.gather(error and [type(error).__name__, str(error)])
-        if error is not None:
-            raise error
-        for rank, found in enumerate(told):
-            if found is not None:
-                kind, text = found
-                if kind in _RAISED:
-                    raise _RAISED[kind](text)
-                raise RuntimeError(f"trainer rank {rank}: {kind}: {text}")
 
     def _guarded(self, work: Callable[[], T]) -> T:
         """`work()`, which the other ranks are at already; see `together`."""
@@ -326,11 +274,6 @@ class Fsdp2Backend:
                 if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
-
-
-def _dummy() -> Batch:
-    """What a rank computes while others have a micro-batch more."""
-    return of_tokens([[0, 0]])
 
 
 def _from_first(tensor: Tensor) -> Tensor:

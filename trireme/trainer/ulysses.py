@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +52,29 @@ def sliced_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """See `token_logprobs`: the same numbers on every rank of the group."""
     device = next(model.parameters()).device
-    layout = pack(batch, share_prefix=share_prefix).to(device)
+    targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
+
+    def score(hidden: Tensor, at: Tensor, chosen: Tensor) -> list[Tensor]:
+        given = targets[chosen], temperatures[chosen]
+        logprobs, entropies = score_entries(model, hidden, at, *given, entropy=entropy)
+        return [logprobs] if entropies is None else [logprobs, *entropies]
+
+    found = sliced(model, pack(batch, share_prefix=share_prefix), sequence, score)
+    return found[0], torch.stack(found[1:]) if entropy else None
+
+
+def sliced(
+    model: PreTrainedModel,
+    layout: Layout,
+    sequence: Sequence,
+    compute: Callable[[Tensor, Tensor, Tensor], list[Tensor]],
+) -> list[Tensor]:
+    """`compute`'s numbers of all entries [M], on every rank of the group.
+
+    `compute(hidden, at, chosen)` gives those of some entries: `chosen` are their indices, `at` is
+    where the tokens before them lie in the hidden states of this rank's slice.
+    """
+    layout = layout.to(next(model.parameters()).device)
     length = -(-len(layout.tokens) // sequence.size)
     padding = length * sequence.size - len(layout.tokens)
     begin = sequence.rank * length
@@ -67,14 +90,7 @@ def sliced_logprobs(
     mine = (owners == sequence.rank).nonzero().squeeze(1)
     # A rank without an entry computes one for nothing: the head needs a gradient on every rank.
     chosen = mine if len(mine) else mine.new_zeros(1)
-    logprobs, entropies = score_entries(
-        model,
-        hidden,
-        (layout.predecessors[chosen] - begin).clamp(0, length - 1),
-        batch.targets.to(device)[chosen],
-        batch.temperatures.to(device)[chosen],
-        entropy=entropy,
-    )
+    at = (layout.predecessors[chosen] - begin).clamp(0, length - 1)
     place = owners.argsort(stable=True)
     counts = owners.bincount(minlength=sequence.size).tolist()
 
@@ -82,9 +98,7 @@ def sliced_logprobs(
         gathered = _Gather.apply(values[: len(mine)], counts, sequence)
         return torch.empty_like(gathered).index_copy(0, place, gathered)
 
-    if entropies is None:
-        return everywhere(logprobs), None
-    return everywhere(logprobs), torch.stack([everywhere(row) for row in entropies])
+    return [everywhere(values) for values in compute(hidden, at, chosen)]
 
 
 def ulysses_attention(
