@@ -45,6 +45,11 @@ def test_ray_without_gpus_takes_cpu_processes(tmp_path):
     assert not plan.share_tensors and not plan.deterministic
 
 
+def test_an_algorithm_with_a_critic_takes_several_ranks_too(tmp_path):
+    asked = ("cluster.launcher=ray", "cluster.gpu_per_node=3", "algorithm.algorithm_type=ppo")
+    assert plan_of(tmp_path, *asked).trainer_ranks == 2
+
+
 def test_ray_without_numbers_takes_what_engines_and_one_rank_need(tmp_path):
     plan = plan_of(tmp_path, "cluster.launcher=ray", f"{ENGINES}=2")
     assert (plan.places_per_node, plan.trainer_ranks) == (3, 1)

@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.config.made import config_of, values
 from tests.trainer.ranks import run
@@ -18,45 +20,82 @@ from trireme.launch.parts import training
 from trireme.launch.trainer_ranks import TrainerRanks, follow_plan
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.learning import Learning
 from trireme.trainer.ranks import Place
 from trireme.trainer.step import train_step
 
 
-def _plan(folder: Path, model: Path) -> Plan:
+def _plan(folder: Path, model: Path, algorithm: str) -> Plan:
     given = values(folder) | {"model": {"model_path": str(model), "max_model_len": 256}}
     given["model"]["max_response_tokens"] = 64
-    return make_plans(config_of(folder, given, "algorithm.optimizer.lr=0.001"))[0]
+    given["algorithm"] = {
+        "algorithm_type": algorithm,
+        "repeat_times": 4,
+        "optimizer": {"lr": 0.001},
+        "critic": {"optimizer": {"lr": 0.001}, "warmup_steps": 1},
+    }
+    return make_plans(config_of(folder, given))[0]
 
 
-def _train(backend: TorchBackend | Fsdp2Backend, plan: Plan, job: Path) -> dict[str, Any]:
+def _train(
+    backend: TorchBackend | Fsdp2Backend, learning: Learning, plan: Plan, job: Path
+) -> dict[str, Any]:
     """Two steps, a checkpoint, a step that is forgotten by loading it, and one more."""
-    recipe = training.make_recipe(plan)
+    recipe, folder, metrics = training.make_recipe(plan), JobFolder(job), []
+
+    def step(number: int) -> None:
+        samples = experiences(number)
+        for n, e in enumerate(samples):
+            e.reward = float(n % 2)
+        metrics.append(train_step(backend, recipe, samples, version=0, learning=learning))
+
     for number in (0, 1):
-        train_step(backend, recipe, experiences(number), version=0)
-    save = partial(backend.save, hf=True)
-    save_checkpoint(JobFolder(job), 2, save=save, run_state={}, model_dir=plan.model_path)
-    train_step(backend, recipe, experiences(5), version=0)
-    backend.load(job / "global_step_2" / "actor")
-    train_step(backend, recipe, experiences(2), version=0)
-    return {name: tensor.clone() for name, tensor in backend.each_weight()}
+        step(number)
+    save_checkpoint(
+        folder,
+        2,
+        save=partial(backend.save, hf=True),
+        save_critic=partial(learning.save_critic, backend) if learning.critic else None,
+        run_state={},
+        model_dir=plan.model_path,
+    )
+    state = learning.state()
+    step(5)
+    backend.load(folder.actor_dir(2))
+    learning.load_state(state)
+    if learning.critic:
+        learning.load_critic(backend, folder.critic_dir(2))
+    step(2)
+    weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
+    return {"metrics": metrics, "weights": weights}
 
 
-def _rank(place: Place, folder: Path, model: Path) -> dict[str, Any]:
-    plan = _plan(folder / f"config_{place.rank}", model)
+def _rank(place: Place, folder: Path, model: Path, algorithm: str) -> dict[str, Any]:
+    plan = _plan(folder / f"config_{place.rank}", model, algorithm)
     if place.rank:
         follow_plan(plan, plan.model_path, place)
         return {}
     ranks = TrainerRanks(plan, plan.model_path, training.make_recipe(plan), place)
-    weights = _train(ranks.backend, plan, folder / "job")
+    trained = _train(ranks.backend, ranks.learning, plan, folder / "job")
     ranks.close()
-    return weights
+    return trained
 
 
-def test_a_plan_trains_on_two_ranks_as_on_one(tiny_dir, tmp_path):
-    plan = _plan(tmp_path / "alone", tiny_dir)
-    alone = training.make_backend(plan, plan.model_path, training.make_recipe(plan))
-    expected = _train(alone, plan, tmp_path / "alone" / "job")
-    got, _ = run(_rank, tmp_path / "ranks", tmp_path, tiny_dir)
-    assert set(got) == set(expected)
-    for name, weight in expected.items():
-        assert torch.allclose(got[name], weight, atol=1e-5), name
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_plan_trains_on_two_ranks_as_on_one(algorithm, tiny_dir, tmp_path):
+    plan, own = _plan(tmp_path / "alone", tiny_dir, algorithm), tmp_path / "alone" / "job"
+    made = plan, plan.model_path, training.make_recipe(plan)
+    expected = _train(training.make_backend(*made), training.make_learning(*made), plan, own)
+    got, _ = run(_rank, tmp_path / "ranks", tmp_path, tiny_dir, algorithm)
+    assert set(got["weights"]) == set(expected["weights"])
+    for name, weight in expected["weights"].items():
+        assert torch.allclose(got["weights"][name], weight, atol=1e-5), name
+    for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
+        assert ("critic/value_loss" in theirs) == (algorithm == "ppo")
+        assert ours.pop("perf/micro_batches", 0) >= theirs.pop("perf/micro_batches", 0)
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    if algorithm == "ppo":
+        critic = Path("job", "global_step_2", "critic", "model.safetensors")
+        saved = load_file(tmp_path / critic)
+        for name, weight in load_file(tmp_path / "alone" / critic).items():
+            assert torch.allclose(saved[name], weight, atol=1e-5), name

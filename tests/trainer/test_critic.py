@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,8 @@ import torch
 from tests.trainer.samples import Settings, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
+from trireme.checkpoint.layout import WEIGHTS
+from trireme.checkpoint.save import write_weights
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.critic import HEAD, Critic, value_loss
 from trireme.trainer.learning import Learning
@@ -67,7 +68,7 @@ def _alone(e):
     return pack(of_tokens([[*e.tokens.tolist(), 3]]))
 
 
-def test_a_saved_critic_goes_on_with_the_same_bytes(tiny_dir):
+def test_a_saved_critic_goes_on_with_the_same_bytes(tiny_dir, tmp_path):
     recipe = get_recipe(SimpleNamespace(algorithm_type="ppo", kl_loss_fn="none"))
     samples = experiences()
     for n, e in enumerate(samples):
@@ -78,14 +79,18 @@ def test_a_saved_critic_goes_on_with_the_same_bytes(tiny_dir):
     for _ in range(2):
         first.update(batch.with_fields(values=first.values(batch), **targets))
     second = _critic(tiny_dir)
-    second.load({k: v.clone() for k, v in first.weights().items()}, copy.deepcopy(first.state()))
+    first.save(tmp_path)
+    second.load(tmp_path)
     for critic in (first, second):
         critic.update(batch.with_fields(values=critic.values(batch), **targets))
     for name, tensor in first.weights().items():
         assert torch.equal(tensor, second.weights()[name]), name
     assert first.descent.steps == second.descent.steps == 3
+    write_weights(tmp_path / WEIGHTS, {k: v for k, v in first.weights().items() if HEAD not in k})
     with pytest.raises(ValueError, match=r"of another model: 1 tensors differ, value_head\.weight"):
-        second.load({k: v for k, v in first.weights().items() if k != HEAD}, first.state())
+        second.load(tmp_path)
+    with pytest.raises(ValueError, match="holds no critic, which this algorithm goes on with"):
+        second.load(tmp_path / "critic")
     assert recipe.needs_critic
 
 

@@ -3,6 +3,7 @@
 buffer/   log/   monitor/   log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
 global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
+global_step_N/critic/model.safetensors, critic/{optim,extra_state}_world_size_W_rank_R.pt
 explorer_meta.json   trainer_meta.json   stage_meta.json
 latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
 """

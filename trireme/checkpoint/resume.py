@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
-from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
+from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import FORMAT, MANIFEST
 from trireme.files import TEMPORARY, clean
 from trireme.log import get_logger
@@ -50,19 +46,6 @@ def load_checkpoint(folder: JobFolder) -> Loaded | None:
     return None
 
 
-def load_critic(folder: JobFolder, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The value model's weights, and its optimizer and schedule. ValueError where there is none."""
-    place = folder.critic_dir(step)
-    if not place.is_dir():
-        raise ValueError(
-            f"{folder.step_dir(step)} holds no critic, which this algorithm goes on with: it was "
-            "saved by another algorithm; take another name for this run"
-        )
-    state = _load_pt(place / rank_file("extra_state", 1, 0))
-    state["optimizer"] = _load_pt(place / rank_file("optim", 1, 0))
-    return load_file(place / WEIGHTS), state
-
-
 def what_is_missing(step_dir: Path) -> str | None:
     """Why a checkpoint is not whole; None where all that its manifest lists is there."""
     path = step_dir / MANIFEST
@@ -91,10 +74,6 @@ def _load(folder: JobFolder, step: int) -> Loaded:
         actor=folder.actor_dir(step),
         run_state=_with_bytes(manifest["state"], root),
     )
-
-
-def _load_pt(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _with_bytes(value: Any, root: Path) -> Any:

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -41,18 +41,6 @@ KEPT_WEIGHTS = 2
 """Folders with weights alone that stay: an explorer may still read the one before the newest."""
 
 
-class Critic(Protocol):
-    """What of a value model is saved."""
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """All of them, by name."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The optimizer under `optimizer`, and what else a resume needs."""
-        ...
-
-
 _MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab")
 
 
@@ -64,15 +52,14 @@ def save_checkpoint(
     run_state: Mapping[str, Any],
     model_dir: str | Path,
     keep: int | None = None,
-    critic: Critic | None = None,
+    save_critic: Callable[[Path], None] | None = None,
 ) -> Path:
     """A checkpoint to go on from; returns its folder.
 
     `save(actor)` writes the trainer's own files into that folder, in which `huggingface/` is there
     already. `run_state` is where explorer, taskset and buffer stand: JSON values, and bytes, which
-    get files of their own. `keep` is how many checkpoints stay; `critic` is saved beside the
-    policy. Raises OSError naming the path that
-    cannot be written.
+    get files of their own. `keep` is how many checkpoints stay; `save_critic(critic)` writes the
+    value model's files, where there is one. Raises OSError naming the path that cannot be written.
     """
     target = folder.step_dir(step).absolute()
     with whole_folder(target) as temporary:
@@ -83,17 +70,9 @@ def save_checkpoint(
         hf_dir.mkdir(parents=True)
         copy_model_files(model_dir, hf_dir)
         save(actor)
-        if critic is not None:
+        if save_critic is not None:
             (temporary / "critic").mkdir()
-            state = critic.state()
-            optimizer = state.pop("optimizer")
-            save_whole(
-                temporary / "critic",
-                weights=critic.weights(),
-                optimizer=optimizer,
-                extra=state,
-                hf=False,
-            )
+            save_critic(temporary / "critic")
         manifest = {
             "format": FORMAT,
             "step": step,

@@ -154,13 +154,6 @@ def _check_split(stage: Stage, places: Places) -> None:
             f"{asked} leaves {places.trainer_ranks} of the cluster's {have} for the trainer: "
             f"expected at most {places.per_node}, or whole machines",
         )
-    algorithm = stage.config.algorithm
-    if places.trainer_ranks > 1 and "ppo" in (algorithm.advantage_fn, algorithm.algorithm_type):
-        stage.problem(
-            "algorithm.algorithm_type",
-            f"({algorithm.algorithm_type}) has a critic, which is not sharded: expected one place "
-            f"for the trainer, and the cluster leaves {places.trainer_ranks}",
-        )
     window = stage.config.trainer.ulysses_sequence_parallel_size
     if places.trainer_ranks and places.trainer_ranks % window:
         stage.problem(

@@ -16,7 +16,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import Loaded, load_checkpoint, load_critic
+from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.data.mixture import Mixture
@@ -137,11 +137,6 @@ class Session(AbstractContextManager["Session"]):
 
     def _examine(self) -> None:
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
-        if self.recipe.needs_critic and self.plan.trainer_ranks > 1:
-            raise ValueError(
-                "algorithm.algorithm_type has a critic, which several trainer ranks cannot train "
-                "yet: expected one rank, or an algorithm without a critic, such as grpo"
-            )
         greedy = self.recipe.greedy_run
         _ = self.operators
         for taskset in (self.taskset, *self.eval_tasksets):
@@ -286,14 +281,17 @@ class Session(AbstractContextManager["Session"]):
     @cached_property
     def learning(self) -> Learning:
         """What train steps share beside the policy, where the checkpoint left it."""
-        critic = training.make_critic(self.plan, self.model_path, self.recipe)
-        warmup = self.plan.config.algorithm.critic.warmup_steps
-        learning = Learning(self.recipe, critic, critic_warmup=warmup)
+        backend = self.backend  # other ranks make both at once
+        learning = (
+            self._ranks.learning
+            if self._ranks is not None
+            else training.make_learning(self.plan, self.model_path, self.recipe)
+        )
         if self.resumed is not None:
             if known := self.resumed.run_state.get("learning"):
                 learning.load_state(known)
-            if critic is not None:
-                critic.load(*load_critic(self.folder, self.resumed.step))
+            if learning.critic is not None:
+                learning.load_critic(backend, self.folder.critic_dir(self.resumed.step))
         return learning
 
     @cached_property
@@ -422,6 +420,7 @@ class Session(AbstractContextManager["Session"]):
         trainer = self.plan.config.trainer
         when = trainer.save_hf_checkpoint
         hf = when == "always" or (when == "last" and last)
+        learning = self.learning
         save_checkpoint(
             self.folder,
             step,
@@ -429,7 +428,7 @@ class Session(AbstractContextManager["Session"]):
             run_state=run_state,
             model_dir=self.model_path,
             keep=trainer.max_checkpoints_to_keep,
-            critic=self.learning.critic,
+            save_critic=partial(learning.save_critic, self.backend) if learning.critic else None,
         )
 
     def result(self, explorer: Explorer | None, trainer: Trainer | None) -> StageResult:

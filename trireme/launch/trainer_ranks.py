@@ -10,8 +10,10 @@ import logging
 
 from trireme.algorithms.recipes import Recipe
 from trireme.config import Plan
-from trireme.launch.parts.training import make_recipe, make_sharded_backend
+from trireme.launch.parts.training import make_learning, make_recipe, make_sharded_backend
 from trireme.trainer.follow import follow
+from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.learning import Learning
 from trireme.trainer.orders import Orders
 from trireme.trainer.ranks import Place, Ranks
 
@@ -26,10 +28,13 @@ class TrainerRanks:
         logger.info("%d trainer ranks meet at %s", place.world, place.address)
         self._group = Ranks(place)
         self._orders = Orders(self._group)
-        self.backend = self._orders.guarded(
-            lambda: make_sharded_backend(plan, model_path, recipe, self._group, self._orders),
-            doing="loading",
-        )
+
+        def load() -> tuple[Fsdp2Backend, Learning]:
+            group, orders = self._group, self._orders
+            backend = make_sharded_backend(plan, model_path, recipe, group, orders)
+            return backend, make_learning(plan, model_path, recipe, group)
+
+        self.backend, self.learning = self._orders.guarded(load, doing="loading")
 
     def close(self) -> None:
         """Send the others home."""
@@ -59,4 +64,5 @@ def follow_plan(plan: Plan, model_path: str, place: Place) -> None:
         place,
         lambda ranks: make_sharded_backend(plan, model_path, recipe, ranks),
         recipe,
+        lambda ranks: make_learning(plan, model_path, recipe, ranks),
     )

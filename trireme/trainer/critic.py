@@ -2,26 +2,33 @@
 
 A value head on a language model's hidden states: the value of entry m is read at the token before
 it, where the policy stands when it samples. The head begins at 0. Saved as `critic/` beside
-`actor/`.
+`actor/`. Several ranks hold and train it as they do the policy.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trireme.batch import Batch
+from trireme.checkpoint.layout import WEIGHTS
+from trireme.checkpoint.saved import read
+from trireme.trainer import ulysses
 from trireme.trainer.attention import select
-from trireme.trainer.model import hidden_states, load_model, once
+from trireme.trainer.model import checkpoint_activations, hidden_states, load_model
 from trireme.trainer.optim import Descent, OptimizerSettings
-from trireme.trainer.pack import cut, pack
+from trireme.trainer.pack import Layout, pack
+from trireme.trainer.ranks import Ranks
+from trireme.trainer.shard import Root, shard
+from trireme.trainer.team import Team, dummy
 
-HEAD = "value_head.weight"
+HEAD = "value_head"
 
 
 def value_loss(
@@ -37,7 +44,7 @@ def value_loss(
 
 
 class Critic:
-    """One process, one device."""
+    """One process and one device, or with `ranks` one of many that all call alike."""
 
     def __init__(
         self,
@@ -47,34 +54,49 @@ class Critic:
         max_token_len: int,
         total_steps: int | None = None,
         device: str = "cpu",
+        ranks: Ranks | None = None,
         dtype: str = "float32",
         grad_clip: float = 1.0,
         clip_range: float = 0.5,
+        gradient_checkpointing: bool = False,
         share_prefix: bool = True,
+        offload: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """`clip_range` is how far a value may move in one update before it stops gaining."""
-        self.model = load_model(model_path, device=device, trust_remote_code=trust_remote_code)
-        self.device = torch.device(device)
-        self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1, bias=False)
+        """`clip_range` is how far a value may move in one update before it stops gaining.
+
+        With `ranks` the device is theirs; `offload` as for the policy's shards.
+        """
+        self.device = ranks.device if ranks else torch.device(device)
+        place = "cpu" if ranks else device
+        self.model = load_model(model_path, device=place, trust_remote_code=trust_remote_code)
+        # What turns hidden states into words has no part in a value.
+        self.model.set_output_embeddings(None)
+        width = self.model.config.get_text_config().hidden_size
+        # By way of meta, which draws no random numbers: they are the policy's.
+        self.head = nn.Linear(width, 1, bias=False, device="meta").to_empty(device=place)
         nn.init.zeros_(self.head.weight)
-        self.head.to(self.device)
-        # The base model alone: what turns hidden states into words has no part in a value.
-        parameters = [*self.model.base_model.parameters(), *self.head.parameters()]
-        self.descent = Descent(parameters, optimizer, total_steps, grad_clip=grad_clip)
+        self.model.add_module(HEAD, self.head)
+        half = dtype == "bfloat16" and self.device.type == "cuda"
+        self._sequence = ranks.sequence if ranks else None
+        if self._sequence is not None:
+            ulysses.switch(self.model, self._sequence)
+        self._checkpoints = gradient_checkpointing
+        if gradient_checkpointing:
+            checkpoint_activations(self.model)
+        self._root = (
+            shard(self.model, ranks.mesh, half=half, offload=offload) if ranks else Root(self.model)
+        )
+        self.descent = Descent(self.model.parameters(), optimizer, total_steps, grad_clip=grad_clip)
+        self._team = Team(ranks, max_token_len=max_token_len, share_prefix=share_prefix)
         self._clip_range = clip_range
-        self._max_token_len = max_token_len
         self._share_prefix = share_prefix
-        self._half = dtype == "bfloat16" and self.device.type == "cuda"
+        self._autocast = half and ranks is None
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """V of the state before each entry [M], on the CPU."""
-        out = torch.empty(batch.num_tokens)
-        numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
-        for part in cut(numbered, self._max_token_len, share_prefix=self._share_prefix):
-            out[part.fields["entry"]] = self._values(part).cpu()
-        return out
+        """V of the state before each entry [M], on the CPU, alike on all ranks."""
+        return self._team.scores(batch, lambda part: [self._values(part)])[0]
 
     def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step towards the batch's `returns` from its `values`; metrics.
@@ -82,13 +104,20 @@ class Critic:
         Raises FloatingPointError where the gradient is not finite; nothing has moved then.
         """
         total = clipped = 0.0
-        for part in cut(batch, self._max_token_len, share_prefix=self._share_prefix):
+        self.model.train(self._checkpoints)
+        for part in self._team.parts(batch):
+            values = self._values(part or dummy())
+            if part is None:
+                (values.sum() * 0).backward()
+                continue
             old, returns = (part.fields[name].to(self.device) for name in ("values", "returns"))
-            loss, hit = value_loss(self._values(part), old, returns, clip_range=self._clip_range)
+            loss, hit = value_loss(values, old, returns, clip_range=self._clip_range)
             mean = loss.sum() / batch.num_tokens
             mean.backward()
             total += float(mean.detach())
             clipped += float(hit.sum()) / batch.num_tokens
+        self.model.eval()
+        total, clipped = map(sum, zip(*self._team.gather([total, clipped]), strict=True))
         norm, lr = self.descent.move()
         if not math.isfinite(norm):
             step = self.descent.steps + 1
@@ -106,31 +135,45 @@ class Critic:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """The base model's, by Hugging Face names, and the head's, not copied."""
-        return once(self.model.state_dict()) | {HEAD: self.head.weight.detach()}
+        """The base model's, by Hugging Face names, and the head's; not copied. This rank's part."""
+        return dict(self.model.state_dict())
 
-    def state(self) -> dict[str, Any]:
-        """Optimizer and schedule; the weights are apart."""
-        return self.descent.state()
+    def save(self, folder: Path) -> None:
+        """Weights in one file, optimizer and schedule in one of each rank. Raises OSError."""
+        self._team.attempt(partial(self._team.write_own, folder, self.descent.state()))
+        self._team.write_whole(folder / WEIGHTS, self.weights())
+
+    def load(self, folder: Path) -> None:
+        """Back to where `save` was called, on any number of ranks. ValueError for other files."""
+        self._team.attempt(partial(self._load, folder))
 
     @torch.no_grad()
-    def load(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Back to where `weights` and `state` were taken. ValueError for another model's."""
-        own = self.weights()
-        if odd := sorted(set(own) ^ set(weights)):
+    def _load(self, folder: Path) -> None:
+        if not folder.is_dir():
             raise ValueError(
-                f"the saved critic is of another model: {len(odd)} tensors differ, {odd[0]} first"
+                f"{folder.parent} holds no critic, which this algorithm goes on with: it was saved "
+                "by another algorithm; take another name for this run"
             )
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        self.descent.load_state(state)
+        saved = read(folder, self._team.rank)
+        saved.fill(self.weights())
+        optimizer = saved.optimizer_for(self.descent.optimizer)
+        self.descent.load_state(saved.extra | {"optimizer": optimizer})
 
     def _values(self, part: Batch) -> Tensor:
-        layout = pack(part, share_prefix=self._share_prefix).to(self.device)
+        layout = pack(part, share_prefix=self._share_prefix)
         with self._precision():
-            hidden = hidden_states(self.model, layout)
-            values = self.head(select(hidden, layout.predecessors))
-        return values.squeeze(-1).float()
+            return self._root(self._worth, layout).float()
+
+    def _worth(self, model: PreTrainedModel, layout: Layout) -> Tensor:
+        """Within the root's forward, where its weights are whole."""
+
+        def read_off(hidden: Tensor, at: Tensor, *_: Tensor) -> list[Tensor]:
+            return [self.head(select(hidden, at)).squeeze(-1)]
+
+        if self._sequence is not None:
+            return ulysses.sliced(model, layout, self._sequence, read_off)[0]
+        layout = layout.to(next(model.parameters()).device)
+        return read_off(hidden_states(model, layout), layout.predecessors)[0]
 
     def _precision(self) -> AbstractContextManager:
-        return torch.autocast("cuda", torch.bfloat16) if self._half else nullcontext()
+        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()

@@ -17,16 +17,22 @@ from trireme.trainer.ranks import Place, Ranks
 from trireme.trainer.step import train_step
 
 
-def follow(place: Place, make_backend: Callable[[Ranks], Fsdp2Backend], recipe: Recipe) -> None:
+def follow(
+    place: Place,
+    make_backend: Callable[[Ranks], Fsdp2Backend],
+    recipe: Recipe,
+    make_learning: Callable[[Ranks], Learning] | None = None,
+) -> None:
     """Be one rank until rank 0 says stop. Raises what went wrong here, having told rank 0.
 
-    The process ends where rank 0 does not live any more.
+    The process ends where rank 0 does not live any more. `make_learning`, where there is a critic.
     """
     ranks = Ranks(place)
     heartbeat = Heartbeat(place)
     try:
         backend = make_backend(ranks)
-        learning, number = Learning(recipe), 1
+        learning = make_learning(ranks) if make_learning else Learning(recipe)
+        number = 1
         while (order := await_order(ranks, number))["what"] != STOP:
             perform(backend, recipe, learning, order)
             number += 1
@@ -53,6 +59,8 @@ def perform(
         "score": backend.score,
         "save": lambda actor, hf: backend.save(Path(actor), hf=hf),
         "load": lambda actor: backend.load(Path(actor)),
+        "save_critic": lambda folder: learning.save_critic(backend, Path(folder)),
+        "load_critic": lambda folder: learning.load_critic(backend, Path(folder)),
         "each_weight": lambda: all(True for _ in backend.each_weight()),
     }
     known[order["what"]](**options)

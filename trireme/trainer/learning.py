@@ -7,6 +7,8 @@ after epoch, the reference model's scores of it. A resume needs `state`.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from trireme.algorithms.kl import adapted
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch
-from trireme.trainer.backend import TrainerBackend
+from trireme.trainer.backend import Order, TrainerBackend
 from trireme.trainer.critic import Critic
 
 
@@ -62,6 +64,18 @@ class Learning:
             found = backend.logprobs(part, reference=True).split(part.counts.tolist())
             self._scores |= {names[n]: row.clone() for n, row in zip(new, found, strict=True)}
         return torch.cat([self._scores[name] for name in names])
+
+    def save_critic(self, backend: TrainerBackend, folder: Path) -> None:
+        """Write the value model's files into a folder that all ranks see."""
+        assert self.critic is not None, "there is none to save"
+        order = Order("save_critic", {"folder": str(folder)})
+        backend.together(order, partial(self.critic.save, folder))
+
+    def load_critic(self, backend: TrainerBackend, folder: Path) -> None:
+        """Back to where `save_critic` was called. ValueError where that was for another model."""
+        assert self.critic is not None, "there is none to load"
+        order = Order("load_critic", {"folder": str(folder.absolute())})
+        backend.together(order, partial(self.critic.load, folder))
 
     def state(self) -> dict[str, Any]:
         """JSON values; the critic's tensors are in the checkpoint's own folder."""

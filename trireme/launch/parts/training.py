@@ -9,6 +9,7 @@ from trireme.config import Plan
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.critic import Critic
 from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.learning import Learning
 from trireme.trainer.lora import Lora
 from trireme.trainer.orders import Orders
 from trireme.trainer.ranks import Ranks
@@ -62,19 +63,27 @@ def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def make_critic(plan: Plan, model_path: str, recipe: Recipe) -> Critic | None:
-    """The value model, where the recipe has one: from its own path, else from the policy's."""
+def make_learning(
+    plan: Plan, model_path: str, recipe: Recipe, ranks: Ranks | None = None
+) -> Learning:
+    """What train steps share; the value model, where the recipe has one, begins at its own path,
+    else at the policy's.
+    """
     config = plan.config
     if not recipe.needs_critic:
-        return None
-    return Critic(
+        return Learning(recipe)
+    critic = Critic(
         config.model.critic_model_path or model_path,
         optimizer=config.algorithm.critic.optimizer,
         max_token_len=plan.max_token_len,
         total_steps=plan.schedule_steps,
         device=plan.device,
+        ranks=ranks,
         dtype=plan.dtype,
         grad_clip=config.trainer.grad_clip,
         clip_range=config.algorithm.critic.cliprange_value,
+        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
+        offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
     )
+    return Learning(recipe, critic, critic_warmup=config.algorithm.critic.warmup_steps)
