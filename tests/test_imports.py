@@ -37,25 +37,38 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert run_python(code).split() == []
 
 
-def best_time(code: str) -> float:
-    """The shortest of five runs: what else the machine does only makes them longer."""
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run_python(code)
-        times.append(time.perf_counter() - start)
-    return min(times)
+def test_an_engine_process_needs_only_what_the_environment_of_vllm_has() -> None:
+    absent = ("omegaconf", "sqlalchemy", "datasets", "peft", "math_verify", "tensorboard", "ray")
+    needed = ("server.process", "server.app", "server.engine_spec", "server.serving")
+    needed += ("engines.vllm.engine", "engines.vllm.options", "engines.weight_group")
+    run_python(
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        + "".join(f"import trireme.{module}\n" for module in needed)
+    )
+
+
+def costs_less_than_twice(ours: str, theirs: str) -> bool:
+    """By the shortest runs of each, in turns: what else the machine does only makes them longer."""
+    times: dict[str, list[float]] = {ours: [], theirs: []}
+    for _ in range(20):
+        for code, found in times.items():
+            start = time.perf_counter()
+            run_python(code)
+            found.append(time.perf_counter() - start)
+        if len(times[ours]) >= 3 and min(times[ours]) < 2 * min(times[theirs]):
+            return True
+    return False
 
 
 def test_import_trireme_costs_less_than_twice_the_bare_interpreter() -> None:
-    assert best_time("import trireme") < 2 * best_time("import logging, importlib.metadata")
+    assert costs_less_than_twice("import trireme", "import logging, importlib.metadata")
 
 
 def test_help_costs_less_than_twice_what_its_parser_costs() -> None:
-    ours = best_time(
+    ours = (
         "import sys; sys.argv = ['trireme', '--help']\n"
         "from trireme.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass"
     )
-    assert ours < 2 * best_time("import typer, typer.main")
+    assert costs_less_than_twice(ours, "import typer, typer.main")

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algorithms",),
     ("batch",),
     ("experience", "serialize", "task", "registry", "log", "threads", "files", "config"),
-    ("nearest",),
+    ("nearest", "lazy"),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme import lazy_names
+from trireme.lazy import lazy_names
 
 __getattr__ = lazy_names(
     __name__,

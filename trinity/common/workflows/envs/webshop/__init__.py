@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trireme import lazy_names
+from trireme.lazy import lazy_names
 
 __getattr__ = lazy_names(__name__, {"WebShopWorkflow": "trireme.workflows.webshop"})
