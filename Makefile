@@ -1,5 +1,6 @@
 # make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into environments in this folder.
+# test-ray | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into environments
+# in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,8 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
-.PHONY: setup demo demo-cluster test test-gpu test-extras test-megatron test-vllm test-postgres lint format clean
+.PHONY: setup demo demo-cluster test test-gpu test-extras test-megatron test-vllm test-postgres \
+    test-ray lint format clean
 
 setup: $(STAMP)
 
@@ -74,8 +76,12 @@ $(VLLM)/.installed: constraints-vllm.txt
 	    torchvision torchaudio torchcodec
 	@touch $@
 
+# deaths, a resume and several explorers on a Ray cluster of this machine: minutes
+test-ray: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/e2e/test_ray.py
+
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-postgres
+test-extras: setup test-vllm test-megatron test-postgres test-ray
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py

@@ -17,7 +17,7 @@ Calls = list[dict[str, Any]]
 
 def plan(job_dir: Path, stage_name: str | None = None) -> Any:
     notes = ("there is no GPU: the run takes place on the CPU",)
-    return SimpleNamespace(job_dir=job_dir, stage_name=stage_name, notes=notes)
+    return SimpleNamespace(job_dir=job_dir, stage_name=stage_name, notes=notes, explorer_name="")
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LARGE = pytest.mark.large
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,10 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.parametrize("victim", ["node", "engine_0", "coordinator", "explorer"])
+@pytest.mark.parametrize(
+    "victim",
+    ["node", *(pytest.param(n, marks=LARGE) for n in ("engine_0", "coordinator", "explorer"))],
+)
 def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     tmp_path: Path, cluster: Any, victim: str
 ) -> None:
@@ -107,6 +111,7 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     assert nobody_left(tmp_path)
 
 
+@LARGE
 def test_what_was_killed_twice_ends_with_the_weights_of_a_run_in_one_process(
     tmp_path: Path, cluster: Any
 ) -> None:
@@ -147,6 +152,7 @@ def test_what_was_killed_twice_ends_with_the_weights_of_a_run_in_one_process(
         assert ours == theirs and sorted(ours) == list(range(1, 9))
 
 
+@LARGE
 def test_two_explorers_feed_one_trainer_though_one_of_them_dies_and_comes_back(
     tmp_path: Path, cluster: Any
 ) -> None:
