@@ -233,6 +233,23 @@ def test_two_processes_of_one_name_do_not_both_go_on(url: str) -> None:
     run(main())
 
 
+def test_a_trainer_whose_name_another_process_has_taken_does_not_seal_what_that_one_holds(
+    url: str,
+) -> None:
+    async def main() -> None:
+        explorer = open_as("explore", url)
+        await explorer.put(step_of(1))
+        first = open_as("train", url)
+        await first.take(2)
+        second = open_as("train", url)
+        assert uids(await second.take(2)) == uids(step_of(1))[:2]
+        with pytest.raises(RuntimeError, match=r"entered it as 'default'.*names of their own"):
+            first.commit()
+        second.commit()
+
+    run(main())
+
+
 def test_an_explorer_that_went_without_a_word_is_named(url: str) -> None:
     async def main() -> None:
         gone = open_as("explore", url, "explorer_7", lease_time=0.1)

@@ -159,12 +159,13 @@ class SqlBuffer:
     def state(self) -> dict[str, Any]:
         """Seal what was taken since the last commit: it belongs to the checkpoint being made.
 
-        Raises RuntimeError where some of it has gone to another reader.
+        Raises RuntimeError where some of it has gone to another reader, or our name has.
         """
         seal = self._seal or secrets.token_hex(8)
         wanted = self._sealed + len(self._held)
 
         def attempt(connection: Connection) -> None:
+            self._stop_if_replaced(connection)  # what that process holds is held in our name
             gone = wanted - self._claims.seal(connection, seal)
             if gone:  # the error undoes the transaction
                 raise RuntimeError(
@@ -299,6 +300,9 @@ class SqlBuffer:
             raise RuntimeError(
                 f"buffer '{self.name}': the other side has failed: {failed}"
             ) from self._failure
+        self._stop_if_replaced(connection)
+
+    def _stop_if_replaced(self, connection: Connection) -> None:
         if not self._parties.mine(connection):
             raise RuntimeError(
                 f"buffer '{self.name}': another process has entered it as '{self._parties.name}': "
