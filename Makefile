@@ -65,7 +65,8 @@ test-postgres: setup
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM)/.installed
 	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
-	    tests/engines tests/e2e/test_engine_processes.py
+	    tests/engines tests/e2e/test_engine_processes.py \
+	    "tests/server/test_command.py::test_a_run_over_a_server_trains_and_ends[vllm]"
 
 # what comes along of vision and sound is built for CUDA, and would fail to load
 $(VLLM)/.installed: constraints-vllm.txt
