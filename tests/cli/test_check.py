@@ -59,3 +59,11 @@ def test_what_is_wrong_with_parts_and_rows_is_told_too(tmp_path):
     assert "policy_loss_fn 'ppo' has no option 'clip_rnge' (did you mean 'clip_range'?)" in text
     assert "operators[0] 'reward_filter' has no option 'min'" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_someone_elses_has_to_answer(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    judge = "{engine_type: external, model_path: judge, base_urls: ['http://127.0.0.1:1/v1']}"
+    code, text = printed(tmp_path / "config.yaml", f"explorer.auxiliary_models=[{judge}]")
+    assert code == 1
+    assert "explorer.auxiliary_models[0] (judge) at http://127.0.0.1:1/v1 does not answer" in text

@@ -24,6 +24,7 @@ from trireme.explorer.runner import Key
 from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
+from trireme.rewards.endpoint import refuse_silent
 
 LONGEST = 8192
 """Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
@@ -69,6 +70,14 @@ def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Served]:
         _served(plan, config) if config.engine_type == "external" else _make(plan, config, device)
         for config in models
     ]
+
+
+def examine_auxiliary(plan: Plan) -> None:
+    """Raise ValueError where one of someone else's does not answer."""
+    for place, config in enumerate(plan.config.explorer.auxiliary_models):
+        if config.engine_type == "external":
+            who = f"explorer.auxiliary_models[{place}] ({config.model_path})"
+            refuse_silent(who, config.base_urls[0])
 
 
 def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary | Served], tokenizer: Any) -> None:

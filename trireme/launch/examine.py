@@ -12,6 +12,7 @@ from typing import TypeVar
 from trireme.config import Plan
 from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
+from trireme.launch.auxiliary import examine_auxiliary
 from trireme.launch.parts.stores import make_file_buffer, make_operators
 from trireme.launch.parts.tasks import examine_taskset, make_eval_tasksets, make_training_taskset
 from trireme.launch.parts.text import make_text
@@ -33,6 +34,7 @@ def part_problems(plan: Plan) -> list[str]:
 
     recipe = tried(lambda: make_recipe(plan))
     tried(lambda: make_operators(plan))
+    tried(lambda: examine_auxiliary(plan))
     tasksets: list[Taskset | Mixture | None] = [*(tried(lambda: make_eval_tasksets(plan)) or ())]
     if plan.config.data_processor.task_pipeline is None:  # it would write
         tasksets.append(tried(lambda: make_training_taskset(plan)))

@@ -29,6 +29,7 @@ from trireme.explorer.explorer import Explorer
 from trireme.launch.auxiliary import (
     Auxiliary,
     Served,
+    examine_auxiliary,
     make_auxiliary,
     refuse_other_vocabulary,
 )
@@ -139,6 +140,7 @@ class Session(AbstractContextManager["Session"]):
         """Raise ValueError for parts and options that cannot be, before a model is loaded."""
         greedy = self.recipe.greedy_run
         _ = self.operators
+        examine_auxiliary(self.plan)
         for taskset in (self.taskset, *self.eval_tasksets):
             if taskset is not None:
                 tasks.examine_taskset(taskset, greedy_run=greedy)

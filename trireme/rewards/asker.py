@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from trireme.files import write_json
+from trireme.rewards.endpoint import refuse_silent
 
 Messages = list[dict[str, str]]
-_HELLO_S = 10.0
 _REMEMBERED = 20_000
 """Answers that a cache in memory holds."""
 
@@ -62,17 +62,8 @@ class Asker:
 
     def examine(self) -> None:
         """Raise ValueError where nothing answers at the endpoint's address."""
-        if self._url is None:
-            return
-        import httpx
-
-        try:  # what it answers does not matter: not every endpoint lists its models
-            httpx.get(f"{self._url.rstrip('/')}/models", timeout=min(self._timeout, _HELLO_S))
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(
-                f"the judge {self._model} at {self._url} does not answer ({error}): expected an "
-                "OpenAI-compatible endpoint there"
-            ) from error
+        if self._url is not None:
+            refuse_silent(f"the judge {self._model}", self._url)
 
     async def ask(self, messages: Messages, models: Sequence[Any] = ()) -> str:
         """The answer, without what the model thought first.
