@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trireme.engines.store import open_store
+
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT_S = 120.0
 """How long a member may take to come, and then a bucket."""
@@ -43,18 +45,12 @@ class WeightGroup:
         """The trainer's opens the meeting point, on any free port where none is given. Raises
         RuntimeError where it is not there.
         """
-        from torch._C._distributed_c10d import TCPStore
-
         self._timeout = timedelta(seconds=meeting.timeout)
         self._meeting = meeting
         where = f"{meeting.host}:{meeting.port}"
         try:
-            self._store = TCPStore(
-                meeting.host,
-                meeting.port,
-                is_master=meeting.rank == 0,
-                timeout=self._timeout,
-                wait_for_workers=False,
+            self._store = open_store(
+                meeting.host, meeting.port, serve=meeting.rank == 0, timeout=meeting.timeout
             )
         except RuntimeError as error:
             raise RuntimeError(

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trireme.engines.store import open_store
+
 
 @dataclass(frozen=True)
 class Place:
@@ -135,13 +137,7 @@ class Ranks:
 def connect(place: Place, *, serve: bool = False) -> TCPStore:
     """A connection of its own to the store of rank 0, which `serve`s it."""
     host, _, port = place.address.rpartition(":")
-    return TCPStore(
-        host,
-        int(port),
-        is_master=serve,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=place.timeout),
-    )
+    return open_store(host, int(port), serve=serve, timeout=place.timeout)
 
 
 def free_address(host: str = "127.0.0.1") -> str:
