@@ -157,7 +157,8 @@ class EngineHost:
         if process is None:
             return
         if process.stdin is not None:
-            process.stdin.close()  # it reads the end of our pipe
+            with contextlib.suppress(BrokenPipeError):  # of settings that it did not live to read
+                process.stdin.close()  # it reads the end of our pipe
         deadline = time.monotonic() + grace
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
