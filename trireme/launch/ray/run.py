@@ -180,7 +180,23 @@ class Crew:
             self._following.append(asyncio.ensure_future(peer.data("follow", made, rank)))
         await self._coordinator.data("open", made)
         others = filter(None, (self._trainer, self._explorer))
-        await self._all(*(peer.data("open", made) for peer in others))
+        opening = asyncio.ensure_future(self._all(*(peer.data("open", made) for peer in others)))
+        await self._while_following(opening)
+
+    async def _while_following(self, opening: asyncio.Future[None]) -> None:
+        """Until `opening` is done. A rank that fails before it meets rank 0 cannot tell it."""
+        try:
+            await asyncio.wait({opening, *self._following}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():  # what rank 0 fails of as well, it says better
+                await asyncio.wait({opening}, timeout=GRACE_S)
+            if not opening.done():
+                for rank, follower in enumerate(self._following, 1):
+                    if follower.done() and (error := follower.exception()) is not None:
+                        raise RuntimeError(f"trainer rank {rank} failed: {error}") from error
+            await opening
+        finally:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
 
     def _host(self, name: str, options: dict[str, Any], part: type) -> Peer:
         """A part in an actor of its own."""

@@ -1,0 +1,34 @@
+"""Trainer ranks under Ray: one that fails before it has met rank 0 is not waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from trireme.launch.ray.run import Crew
+
+
+class Standing:
+    """What the crew asks of its session."""
+
+    plan = None
+
+
+def test_a_rank_that_fails_before_the_meeting_ends_the_opening() -> None:
+    async def main() -> None:
+        async def fails() -> None:
+            raise ValueError("no module named plugin")
+
+        session: Any = Standing()
+        crew = Crew(session)
+        crew._following = [asyncio.ensure_future(fails())]
+        opening: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(60))
+        with pytest.raises(RuntimeError, match="trainer rank 1 failed: no module named plugin"):
+            await asyncio.wait_for(crew._while_following(opening), 5)
+        assert opening.cancelled()
+
+    asyncio.run(main())
