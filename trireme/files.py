@@ -6,6 +6,7 @@ instruction. Errors of the disk name the path that could not be written.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -110,6 +111,21 @@ def naming(path: Path) -> Iterator[None]:
         raise  # an inner file has named itself
     except OSError as error:
         raise CannotWrite(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def alone(path: Path, else_say: str) -> Iterator[None]:
+    """One process at a time, by a lock that ends with it. Raises ValueError for the second one."""
+    with naming(path):
+        file = path.open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(else_say) from error
+        except OSError:
+            pass  # a disk that has no locks
+        yield
 
 
 def sync(path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.job import command, environment, run, small_config
+from trireme.checkpoint.layout import JobFolder
 
 VARIANTS = {
     "lora": ["model.lora_configs=[{name: a, lora_rank: 4}]", "algorithm.optimizer.lr=1e-2"],
@@ -111,3 +112,15 @@ def test_explore_and_train_as_two_commands_on_one_folder(tmp_path: Path) -> None
         assert database.execute("select consumed, count(*) from shared group by 1").fetchall() == [
             (1, 64)
         ]
+
+
+def test_a_second_run_does_not_train_in_the_same_folder(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "checkpoints/tests/job")
+    folder.make()
+    with folder.one_trainer():
+        done = run(tmp_path, small_config(tmp_path))
+    assert done.returncode == 1
+    assert f"error: {folder.root} has a run that trains in it" in done.stderr
+    assert "Traceback" not in done.stderr
+    with folder.one_trainer():  # free again
+        pass

@@ -11,11 +11,12 @@ latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trireme.files import naming
+from trireme.files import alone, naming
 
 STEP_NAME = re.compile(r"^global_step_(\d+)$")
 
@@ -53,6 +54,11 @@ class JobFolder:
         for folder in (self.buffer, self.log, self.monitor):
             with naming(folder):
                 folder.mkdir(parents=True, exist_ok=True)
+
+    def one_trainer(self) -> AbstractContextManager[None]:
+        """Two trainers would write the same checkpoints. Raises ValueError for the second one."""
+        told = f"{self.root} has a run that trains in it: expected it to end, or another name"
+        return alone(self.root / ".train.lock", told)
 
     @property
     def buffer(self) -> Path:

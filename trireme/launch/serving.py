@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from trireme.explorer.intake import Intake
-from trireme.files import write_text
+from trireme.files import alone, write_text
 from trireme.launch.parts.rollout import sampling_of
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
@@ -146,17 +145,10 @@ async def _watch(session: Session, sync: PolledSync, sessions: Sessions) -> None
         await asyncio.sleep(session.plan.config.explorer.service_status_check_interval)
 
 
-@contextlib.contextmanager
-def _alone(session: Session) -> Iterator[None]:
+def _alone(session: Session) -> contextlib.AbstractContextManager[None]:
     """Two servers on one folder would give the same numbers to their commits."""
-    with (session.folder.root / ".serve.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{session.folder.root} is served by another process already"
-            ) from error
-        yield
+    root = session.folder.root
+    return alone(root / ".serve.lock", f"{root} is served by another process already")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
@@ -94,6 +94,7 @@ class Session(AbstractContextManager["Session"]):
         self.folder = JobFolder(plan.job_dir, plan.explorer_name)
         self.resumed: Loaded | None = None
         self._records: list[Record] = []
+        self._held = ExitStack()
         self._explorer: Explorer | None = None
         self._trainer: Trainer | None = None
 
@@ -101,6 +102,8 @@ class Session(AbstractContextManager["Session"]):
         """Make the folder, open its files, and look for a checkpoint to go on from."""
         plan = self.plan
         self.folder.make()
+        if self._is_whole and plan.mode in ("both", "train"):
+            self._held.enter_context(self.folder.one_trainer())
         runners = 0 if plan.mode == "train" or not self._is_whole else plan.runners
         parts = PARTS if self._is_whole else self.elsewhere.logs
         level = plan.config.log.level
@@ -126,6 +129,7 @@ class Session(AbstractContextManager["Session"]):
             record.close()
         self.monitor.close()
         self._close_log()
+        self._held.close()
 
     def _open_run(self) -> None:
         """What one process does for all parts."""
