@@ -71,7 +71,8 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
     alone = run(tmp_path / "alone", small_config(tmp_path / "alone"))
     assert alone.returncode == 0, alone.stderr
     asked = ("cluster.node_num=3", "cluster.gpu_per_node=1", "explorer.rollout_model.engine_num=2")
-    process = start(tmp_path, cluster, *asked, "explorer.runner_per_model=2")
+    relative = "model.model_path=model"  # to where the command was given, not `ray start`
+    process = start(tmp_path, cluster, *asked, relative, "explorer.runner_per_model=2")
     log = tmp_path / JOB / "log/launcher.log"
     wait_for(log.exists, 240, process)
     time.sleep(5)

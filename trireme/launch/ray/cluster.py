@@ -101,7 +101,9 @@ def _join(address: str, options: dict[str, Any]) -> None:
         raise TimeoutError(f"{where} did not answer in {ANSWER_S:g} s: is it running?")
     if failures:
         first = str(failures[0]).strip().partition("\n")[0] or type(failures[0]).__name__
-        raise RuntimeError(f"{where} cannot be used: {first}") from failures[0]
+        token = "RAY_AUTH_MODE=token where `ray start` said that it is enabled"  # Ray 2.60
+        asks = "" if "RAY_AUTH_MODE" in os.environ else f"; set {token}"
+        raise RuntimeError(f"{where} cannot be used: {first}{asks}") from failures[0]
 
 
 def _reach(address: str) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -21,7 +22,10 @@ from ray.exceptions import RayTaskError
 class Host:
     """One part in a process of its own."""
 
-    def __init__(self, part: type) -> None:
+    def __init__(self, part: type, folder: str) -> None:
+        """`folder`: where the command was given, to which the YAML's paths are relative."""
+        with suppress(FileNotFoundError):  # another machine may lack it, and need it for nothing
+            os.chdir(folder)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="part", daemon=True).start()
         self._part = part()

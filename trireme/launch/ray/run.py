@@ -31,7 +31,7 @@ from trireme.launch.ray.follower import FollowerPart
 from trireme.launch.ray.host import HostActor, Peer
 from trireme.launch.ray.made import Made
 from trireme.launch.ray.trainer import TrainerPart
-from trireme.launch.ray.watch import Watched, watch, who_died
+from trireme.launch.ray.watch import Watched, meet_all, watch, who_died
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.monitor.console import Console
@@ -200,7 +200,8 @@ class Crew:
 
     def _host(self, name: str, options: dict[str, Any], part: type) -> Peer:
         """A part in an actor of its own."""
-        handle = HostActor.options(**options, runtime_env={"env_vars": _environment()}).remote(part)
+        actor = HostActor.options(**options, runtime_env={"env_vars": _environment()})
+        handle = actor.remote(part, os.getcwd())
         file = next((log for start, log in LOG_OF.items() if name.startswith(start)), name)
         log = self._session.folder.log / f"{file}.log"
         peer = Peer(handle)
@@ -230,9 +231,8 @@ class Crew:
 
     async def _guard(self, parts: list[Watched], timeout: float) -> None:
         limit = self._plan.config.cluster.start_timeout
-        met = asyncio.gather(*(part.meet() for part in parts if not part.pid))
         try:
-            await asyncio.wait_for(met, limit)
+            await asyncio.wait_for(meet_all(parts), limit)
         except asyncio.TimeoutError as error:
             missing = ", ".join(part.name for part in parts if not part.pid)
             raise TimeoutError(

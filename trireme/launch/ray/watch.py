@@ -80,6 +80,11 @@ class Watched:
         return f"process {self.pid} is gone"
 
 
+async def meet_all(parts: Sequence[Watched]) -> None:
+    """Learn where those run that have not said it yet."""
+    await asyncio.gather(*(part.meet() for part in parts if not part.pid))
+
+
 async def watch(parts: Sequence[Watched], timeout: float) -> None:
     """For ever; raises PartDied for the first that has."""
 
