@@ -75,6 +75,10 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "view needs --config (a run), or --url" in capsys.readouterr().err
     assert view(None, str(tmp_path / "none.db")) == 1
     assert "none.db: has the run stored experiences yet?" in capsys.readouterr().err
+    for name, told in (("x.yaml", "is no database to read"), ("x.jsonl", "that no run stored")):
+        (tmp_path / name).write_text('{"question": "1+1?", "answer": "2"}\n' * 99)
+        assert view(None, str(tmp_path / name)) == 1
+        assert told in capsys.readouterr().err
 
 
 def test_weights_and_masks_have_colours_of_their_own() -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trireme.config import ConfigError, Plan, load_config, make_plans
+from trireme.log import hide_passwords
 
 _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
 _BYTES = "experience_bytes"
@@ -48,6 +49,13 @@ def view(
         samples = list(_samples(plan, url, table, tokenizer, count))
     except (ValueError, OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "sqlalchemy":
+            raise
+        first = str(error).partition("\n")[0]
+        told = hide_passwords(f"{url} is no database to read: {first}")
+        print(f"error: {told}", file=sys.stderr)
         return 1
     console = Console(soft_wrap=True, highlight=False, no_color=not color)
     if color:
@@ -174,6 +182,8 @@ def _of_lines(path: Path, count: int) -> Iterator[Sample]:
     lines = path.read_text(encoding="utf-8").splitlines()
     for line in lines[: -count - 1 : -1]:
         row = json.loads(line)
+        if not isinstance(row, dict) or "eid" not in row:
+            raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")
         title = f"{row.get('eid')}, reward {row.get('reward')}"
         yield _of_texts(title, row.get("prompt"), row.get("response"))
 
