@@ -80,6 +80,10 @@ CASES: dict[str, tuple[list[str], Callable[[Path], list[str]]]] = {
         ["model.model_path={folder}/mdoel"],
         lambda folder: ["model.model_path", f"{folder}/mdoel", f"'{folder}/model'"],
     ),
+    "missing critic": (
+        ["algorithm.algorithm_type=ppo", "model.critic_model_path={folder}/mdoel"],
+        lambda folder: ["model.critic_model_path", f"{folder}/mdoel", f"'{folder}/model'"],
+    ),
     "no chat template": (
         ["model.model_path={folder}/plain"],
         lambda folder: [f"{folder}/plain", "no chat template", "simple_workflow"],

@@ -82,6 +82,15 @@ def _check_algorithm(stage: Stage) -> None:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
 
 
+def _check_critic(stage: Stage) -> None:
+    path = stage.config.model.critic_model_path
+    if path:
+        try:
+            model_facts(path)
+        except ValueError as error:
+            stage.problem("model.critic_model_path", f"({path}) {error}")
+
+
 def _check_model(stage: Stage) -> None:
     """Whether the model is there, and has a chat template where a workflow chats."""
     model = stage.config.model
@@ -93,6 +102,7 @@ def _check_model(stage: Stage) -> None:
     except ValueError as error:
         stage.problem("model.model_path", f"({model.model_path}) {error}")
         return
+    _check_critic(stage)
     if found.folder is None and stage.model_from is None:
         stage.file_notes.append(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"

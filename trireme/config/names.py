@@ -55,7 +55,7 @@ def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
         if not _is_there(top, plugins):
             stage.problem(
                 key,
-                f"is {name!r}: expected a {kind} of a module that can be found, and there is no "
+                f"is {name!r}: expected the {kind} of a module that can be found, and there is no "
                 f"'{top}' (is its file in `plugins`?)",
             )
         return
