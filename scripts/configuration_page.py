@@ -52,7 +52,7 @@ def _section(section: type, prefix: str, done: set[type]) -> Iterator[str]:
     yield "|-|-|-|-|-|"
     for item in fields(section):
         cells = _cells(section, item)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
     yield ""
     for item in fields(section):
         inner = section_in(hints(section)[item.name])
