@@ -26,11 +26,11 @@ def test_a_missing_package_is_named(
     module: str, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install trireme\[envs\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install -e '\.\[envs\]'"):
         make()
 
 
 def test_a_missing_package_names_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install trireme\[mcp\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[mcp\]'"):
         extra("mcp", "the MCP client", "mcp")

@@ -14,5 +14,5 @@ def extra(module: str, environment: str, group: str = "envs") -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{environment} is not installed: pip install trireme[{group}] [{error}]"
+            f"{environment} is not installed: pip install -e '.[{group}]' [{error}]"
         ) from error
