@@ -63,12 +63,13 @@ def over_http(said: list[str], texts: list[str]) -> list[float]:
 
 
 def test_the_number_that_it_says_is_the_reward() -> None:
-    assert over_http(["0.75", "it is 1", "7"], ["2", "3", "4"]) == [0.75, 1.0, 1.0]
+    assert over_http(["0.75", "it is 1"], ["2", "3"]) == [0.75, 1.0]
 
 
-def test_a_judge_that_says_no_number_does_not_apply() -> None:
+@pytest.mark.parametrize("answer", ["good", "8/10"])
+def test_a_judge_that_says_no_number_from_0_to_1_does_not_apply(answer: str) -> None:
     with pytest.raises(ValueError, match="no reward function applies to rollout 0"):
-        over_http(["good"], ["2"])
+        over_http([answer], ["2"])
 
 
 def test_an_auxiliary_model_judges_and_equal_dialogues_are_asked_once() -> None:

@@ -95,15 +95,19 @@ def test_a_saved_critic_goes_on_with_the_same_bytes(tiny_dir, tmp_path):
 
 
 def test_the_policy_stays_while_the_critic_warms_up(tiny_dir):
-    recipe = get_recipe(SimpleNamespace(algorithm_type="ppo", kl_loss_fn="none"))
+    adaptive = {"adaptive": True, "target_kl": 0.1, "kl_coef": 0.5}
+    recipe = get_recipe(
+        SimpleNamespace(algorithm_type="ppo", kl_loss_fn="k2", kl_loss_fn_args=adaptive)
+    )
     samples = experiences()
     for n, e in enumerate(samples):
         e.reward = float(n % 2)
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60)
+    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60, reference=True)
     learning = Learning(recipe, _critic(tiny_dir), critic_warmup=1)
     before = {name: w.clone() for name, w in backend.weights().items()}
     metrics = train_step(backend, recipe, samples, version=0, learning=learning)
     assert metrics["critic/grad_norm"] > 0 and backend.descent.steps == 0
+    assert learning.coefficients["kl_loss_fn"] == 0.5  # no divergence was measured
     assert all(torch.equal(w, before[n]) for n, w in backend.weights().items())
     train_step(backend, recipe, samples, version=0, learning=learning)
     assert backend.descent.steps == 1 and learning.steps == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,8 +45,8 @@ class Backend:
     def weights(self) -> dict[str, Any]:
         return {}
 
-    def each_weight(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
+    def each_weight(self) -> Generator[tuple[str, Any]]:
+        yield from ()
 
     def together(self, order: Any, work: Callable[[], Any]) -> Any:
         return work()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from trireme.log import get_logger
 
@@ -33,5 +33,5 @@ class Heartbeat:
         while not self._stopped.wait(self._interval):
             try:
                 self._beat()
-            except DBAPIError as error:
-                logger.warning("the buffer's database did not hear our heartbeat: %s", error.orig)
+            except SQLAlchemyError as error:
+                logger.warning("the buffer's database did not hear our heartbeat: %s", error)

@@ -167,7 +167,7 @@ class SqlBuffer:
         def attempt(connection: Connection) -> None:
             self._stop_if_replaced(connection)  # what that process holds is held in our name
             gone = wanted - self._claims.seal(connection, seal)
-            if gone:  # the error undoes the transaction
+            if gone > 0:  # the error undoes the transaction
                 raise RuntimeError(
                     f"buffer '{self.name}': reader '{self._parties.name}' was not heard from for "
                     f"{self._lease:g} s (lease_time), and {gone} of the {wanted} experiences that "

@@ -24,7 +24,8 @@ logger = get_logger("engine")
 T = TypeVar("T")
 WAIT_S = 240.0
 """How long servers may take to be there."""
-LOOK_S = 10.0
+LOOK_S = 25.0
+"""How long a server that is busy may take to answer; that of engine processes is the same."""
 Renew = Callable[[Callable[[], bool]], Awaitable[None]]
 """Told by a predicate whether a server still lacks them when its turn comes."""
 INSTANCE = "x-trireme-instance"

@@ -81,7 +81,9 @@ class ModelJudge(Asking):
     async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | None:
         text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
         found = _NUMBER.search(await self._asker.ask([{"role": "user", "content": text}], models))
-        return Value(min(float(found[0]), 1.0), {"judge_success": 1.0}) if found else None
+        if found is None or float(found[0]) > 1:  # "8/10" is not what was asked for
+            return None
+        return Value(float(found[0]), {"judge_success": 1.0})
 
 
 class RelativeJudge(Asking):

@@ -6,7 +6,7 @@ scored by both, must come out alike: right tensors may still be used wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -25,7 +25,7 @@ class WeightSource(Protocol):
         """The weights as they are now, by Hugging Face names."""
         ...
 
-    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+    def each_weight(self) -> Generator[tuple[str, Tensor]]:
         """The same, one after the other."""
         ...
 

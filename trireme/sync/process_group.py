@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -102,13 +103,15 @@ class GroupSync:
         expected = self._backend.score([self._probe])[0]
         marks: dict[str, float] = {}
 
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self._backend.each_weight():
+        def noted(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
                 marks.update(fingerprint({name: tensor}, self._dtype))
                 yield name, tensor
 
         dtype = getattr(torch, self._dtype)
-        group.send(noted(), dtype=dtype, bucket_bytes=self._bucket_bytes)
+        # closed at once also where sending fails: other trainer ranks go through them meanwhile
+        with closing(self._backend.each_weight()) as weights:
+            group.send(noted(weights), dtype=dtype, bucket_bytes=self._bucket_bytes)
         return marks, expected
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ class TrainerBackend(Protocol):
         """The trained weights as they are now, by Hugging Face names, not copied."""
         ...
 
-    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+    def each_weight(self) -> Generator[tuple[str, Tensor]]:
         """`weights` one after the other, each whole; what is sharded is gathered as it is asked
         for, so that no rank holds them all.
         """
@@ -224,7 +224,7 @@ class TorchBackend:
         """See TrainerBackend. With LoRA: merged, in new tensors for the layers concerned."""
         return once(self.adapter.merged() if self.adapter else self.module.state_dict())
 
-    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+    def each_weight(self) -> Generator[tuple[str, Tensor]]:
         """See TrainerBackend."""
         yield from self.weights().items()
 

@@ -8,7 +8,7 @@ The invariants are those of the backend of one process and of a team.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -153,7 +153,7 @@ class Fsdp2Backend:
         """All weights whole, on this rank's CPU."""
         return {name: tensor.cpu() for name, tensor in self.each_weight()}
 
-    def each_weight(self) -> Iterator[tuple[str, Tensor]]:
+    def each_weight(self) -> Generator[tuple[str, Tensor]]:
         """See TrainerBackend. Told to all; the other ranks go through them and drop them."""
         self.together(Order("each_weight"), lambda: None)
         gathered = ((name, whole(tensor)) for name, tensor in self.each_shard())

@@ -84,7 +84,8 @@ def _train_step(
     metrics = metrics_of(backend.gather(tally.read())) | metrics | sizes | prepared
     if recipe.kl:
         metrics["actor/kl_coef"] = learning.coefficients["kl_loss_fn"]
-        learning.adapt("kl_loss_fn", metrics.get("actor/kl_loss", 0.0), len(experiences))
+        if learning.trains_policy:  # else nothing was measured
+            learning.adapt("kl_loss_fn", metrics["actor/kl_loss"], len(experiences))
     learning.steps += 1
     return metrics
 
