@@ -412,3 +412,14 @@ def test_a_priority_of_no_use(tmp_path, value):
     _, problems = draft_plans(config_of(tmp_path, tree))
     (found,) = [str(problem) for problem in problems]
     assert found.endswith(f"priority_fn_args.decay is {value!r}: expected a number at least 0")
+
+
+def test_a_reward_is_suggested_also_where_it_is_one_of_groups(tmp_path):
+    reward = "buffer.explorer_input.taskset.default_reward_fn_type=rulr"
+    assert "did you mean 'ruler'?" in only_problem(tmp_path, reward)
+
+
+def test_a_database_of_another_kind_is_refused(tmp_path):
+    key = "buffer.trainer_input.experience_buffer"
+    found = only_problem(tmp_path, f"{key}.storage_type=sql", f"{key}.path=mysql://me@host/b")
+    assert found.startswith(f"{key}.path is of the kind mysql: expected sqlite:///<file>")

@@ -135,3 +135,14 @@ def test_the_files_of_another_model_are_refused(tiny_dir, tmp_path):
     _save(backend, tmp_path / "job", other)
     with pytest.raises(ValueError, match="is of another model: 11 tensors differ"):
         _make(TorchBackend, tiny_dir, False).load(tmp_path / "job" / "global_step_2" / "actor")
+
+
+def test_what_was_saved_without_lora_is_refused_with_it(tiny_dir: Path, tmp_path: Path) -> None:
+    plain, adapted = (_make(TorchBackend, tiny_dir, lora) for lora in (False, True))
+    for name, backend in (("plain", plain), ("adapted", adapted)):
+        (tmp_path / name).mkdir()
+        backend.save(tmp_path / name, hf=False)
+    with pytest.raises(ValueError, match=r"was saved without LoRA \(model\.lora_configs\), and"):
+        adapted.load(tmp_path / "plain")
+    with pytest.raises(ValueError, match="and this run trains without it: expected the same"):
+        plain.load(tmp_path / "adapted")

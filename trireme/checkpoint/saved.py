@@ -31,6 +31,15 @@ class Saved:
     extra: dict[str, Any]
     """Schedule, random state and LoRA adapter of one rank."""
 
+    def refuse_other(self, *, lora: bool) -> None:
+        """Raise ValueError where these were saved with LoRA and we have none, or without it."""
+        if ("adapter" in self.extra) != lora:
+            was, now = ("without", "with") if lora else ("with", "without")
+            raise ValueError(
+                f"{self.actor} was saved {was} LoRA (model.lora_configs), and this run trains "
+                f"{now} it: expected the same, or another name"
+            )
+
     def fill(self, own: Mapping[str, Tensor]) -> None:
         """Give the trained weights, or this rank's part of them, what was saved.
 

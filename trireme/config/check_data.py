@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from trireme.config.check_pipeline import prepares_tasks
 from trireme.config.dataset import DatasetFacts, dataset_facts
-from trireme.config.names import check_name, known_names
+from trireme.config.names import check_name
 from trireme.config.schema import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trireme.config.stages import Stage
 
@@ -164,8 +164,7 @@ def _check_rewards(stage: Stage, item: UsedTaskset) -> None:
         if not isinstance(name, str):
             stage.problem(key, f"has {reward!r}: expected a name, or a section with `name` in it")
             continue
-        if name not in known_names("reward function"):
-            check_name(stage, "reward", name, key)
+        check_name(stage, "reward", name, key, or_kind="reward function")
         models = len(stage.config.explorer.auxiliary_models)
         if name in JUDGES and not own.get("base_url") and models <= own.get("auxiliary", 0):
             stage.problem(

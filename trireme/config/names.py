@@ -44,9 +44,11 @@ def known_names(kind: str) -> list[str]:
     return getattr(importlib.import_module(module), registry).names()
 
 
-def check_name(stage: Stage, kind: str, name: str, key: str) -> None:
-    """Notes a problem where `name` is nothing that can be found."""
+def check_name(stage: Stage, kind: str, name: str, key: str, *, or_kind: str = "") -> None:
+    """Notes a problem where `name` is nothing of this kind, or the other, that can be found."""
     known, plugins = known_names(kind), stage.config.plugins
+    if or_kind:
+        known = sorted({*known, *known_names(or_kind)})
     if name in known or _in_plugins(name, plugins):
         return
     if ":" in name or "." in name:

@@ -42,6 +42,12 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
         )
         kind = "queue"
     _check_replay(stage)
+    if kind == "sql" and is_url and not path.startswith(("sqlite://", "postgresql")):
+        stage.problem(
+            f"{_KEY}.path",
+            f"is of the kind {path.partition('://')[0]}: expected sqlite:///<file> or "
+            "postgresql://<user>@<host>/<database>",
+        )
     if not path:
         path = f"sqlite:///{buffer.name}.db" if kind == "sql" else f"{buffer.name}.jsonl"
     elif kind == "sql" and not is_url:

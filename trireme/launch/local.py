@@ -62,6 +62,8 @@ async def run_plan(
         await stop_all(hosts)
         device.close()
     result.seconds = time.monotonic() - started
+    if session.resumed is not None and result.steps == session.resumed.step:
+        console.note(f"nothing was left to do: step {result.steps} was this run's last")
     return result
 
 

@@ -57,7 +57,11 @@ class Console:
         """A stage begins. `by` is the part whose steps count towards `total_steps`."""
         self.close()
         self._begin(name or "run", total_steps, by)
-        length = f"{total_steps} steps" if total_steps else "as many steps as there are data"
+        length = (
+            f"{total_steps} step{'s' * (total_steps != 1)}"
+            if total_steps
+            else "as many steps as there are data"
+        )
         self._line(f"{self._name}: {length}", style="bold")
         if self.live:
             self._display = Live(get_renderable=self._render, console=self.output, transient=True)

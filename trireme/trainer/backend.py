@@ -246,6 +246,7 @@ class TorchBackend:
     def load(self, actor: Path) -> None:
         """See TrainerBackend. Raises ValueError for the files of another model."""
         saved = read(actor)
+        saved.refuse_other(lora=self.adapter is not None)
         if self.adapter is None:
             saved.fill(self.weights())
         self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})

@@ -221,6 +221,7 @@ class Fsdp2Backend:
 
     def _load(self, actor: Path) -> None:
         saved = read(actor, self.ranks.rank)
+        saved.refuse_other(lora=self.adapter is not None)
         if self.adapter is None:
             saved.fill(dict(self.each_shard()))
         self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})
