@@ -62,6 +62,8 @@ class WeightGroup:
         if kind == "cuda":
             self.device = torch.device(kind, torch.cuda.current_device())
         self._group: Any = None
+        self._bucket: Tensor | None = None
+        """Kept: memory that is new costs more than what is written into it."""
 
     def connect(self, names: Mapping[int, str] | None = None) -> None:
         """Wait for all. Raises TimeoutError naming who did not come: `names` are those of ranks."""
@@ -102,7 +104,7 @@ class WeightGroup:
                 line = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8)
                 self._share(torch.tensor([len(line), sum(t.nbytes for _, t in bucket)]))
                 self._share(line)
-                self._share(_flat([t for _, t in bucket], self.device))
+                self._share(self._flat([t for _, t in bucket]))
         except BaseException:
             with suppress(RuntimeError):  # what it failed of is the cause, also where nobody hears
                 self._share(torch.tensor([_FAILED, 0]))
@@ -131,6 +133,16 @@ class WeightGroup:
     def close(self) -> None:
         """Leave it."""
         self._group = None
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Their bytes, until the next call; those of a tensor that is alone are not copied."""
+        flat = [t.to(self.device).contiguous().view(-1).view(torch.uint8) for t in tensors]
+        if len(flat) == 1:
+            return flat[0]
+        size = sum(t.numel() for t in flat)
+        if self._bucket is None or self._bucket.numel() < size:
+            self._bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return torch.cat(flat, out=self._bucket[:size])
 
     def _share(self, tensor: Tensor) -> Tensor:
         """The trainer's, at every member."""
@@ -162,9 +174,3 @@ def _buckets(
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Their bytes; those of a tensor that is alone are not copied."""
-    flat = [t.to(device).contiguous().view(-1).view(torch.uint8) for t in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
