@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,16 @@ def run(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Com
 def weights(job: Path, step: int) -> bytes:
     """The exported model's bytes."""
     return (job / f"global_step_{step}" / "actor/huggingface/model.safetensors").read_bytes()
+
+
+def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Popen[str]) -> Any:
+    """What `what` finds, once it finds something; while all processes run."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        late = time.monotonic() > deadline
+        for process in processes:
+            if process.poll() is not None or late:
+                process.kill()
+                raise AssertionError("\n".join(map(str, process.communicate())))
+        time.sleep(0.05)
+    return found

@@ -32,19 +32,6 @@ def start(
     )  # fmt: skip
 
 
-def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Popen[str]) -> Any:
-    """What `what` finds, once it finds something; while all processes run."""
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        late = time.monotonic() > deadline
-        for process in processes:
-            if process.poll() is not None or late:
-                process.kill()
-                raise AssertionError("\n".join(map(str, process.communicate())))
-        time.sleep(0.05)
-    return found
-
-
 def ended(process: subprocess.Popen[str], code: int = 0, seconds: float = 300) -> tuple[str, str]:
     """Its stdout and stderr, once it has ended as it should."""
     try:

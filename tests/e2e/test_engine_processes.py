@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.job import command, environment, run, small_config
+from tests.e2e.job import command, environment, run, small_config, wait_for
 from tests.engines.vllm.made import needs_vllm
 from tests.tiny import make_model
 from trireme.sync.probe import TOLERANCE
@@ -115,10 +115,7 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(
     )
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
-        deadline = time.monotonic() + 300
-        while not log.exists() or "saved" not in log.read_text():
-            assert time.monotonic() < deadline and going.poll() is None
-            time.sleep(0.2)
+        wait_for(lambda: log.exists() and "saved" in log.read_text(), 300, going)
         os.kill(engines_of(going.pid)[0], signal.SIGKILL)
         _, said = going.communicate(timeout=500)
     finally:
@@ -144,16 +141,10 @@ def test_an_engine_that_is_killed_too_often_ends_the_run_with_its_name(tmp_path:
     )
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
-        deadline = time.monotonic() + 300
-        while not engines_of(going.pid) or not log.exists() or "saved" not in log.read_text():
-            assert time.monotonic() < deadline and going.poll() is None
-            time.sleep(0.2)
+        wait_for(lambda: log.exists() and "saved" in log.read_text(), 300, going)
         first, second = engines_of(going.pid)
         os.kill(first, signal.SIGKILL)
-        while len(now := engines_of(going.pid)) < 2 or first in now:
-            assert time.monotonic() < deadline and going.poll() is None
-            time.sleep(0.2)
-        (again,) = set(now) - {second}
+        (again,) = wait_for(lambda: set(engines_of(going.pid)) - {first, second}, 300, going)
         os.kill(again, signal.SIGKILL)
         _, said = going.communicate(timeout=60)
     finally:

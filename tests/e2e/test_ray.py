@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.job import run, small_config
+from tests.e2e.job import run, small_config, wait_for
 from tests.e2e.on_ray import (
     JOB,
     dies,
@@ -23,7 +23,6 @@ from tests.e2e.on_ray import (
     left_behind,
     nobody_left,
     start,
-    wait_for,
     where,
 )
 from tests.e2e.test_modes import metrics
