@@ -32,14 +32,22 @@ class Task:
         return args.get(key, default) if isinstance(args, dict) else getattr(args, key, default)
 
     @property
+    def prompt_key(self) -> str:
+        """The column of the prompt."""
+        return self._format("prompt_key", "prompt")
+
+    @property
     def prompt(self) -> Any:
-        """The column that `format.prompt_key` names."""
-        return self.raw_task.get(self._format("prompt_key", "prompt"))
+        """The column that `format.prompt_key` names: text, or a list of messages."""
+        return self.raw_task.get(self.prompt_key)
 
     @property
     def truth(self) -> Any:
-        """The column that `format.response_key` names; None where the data set has none."""
-        return self.raw_task.get(self._format("response_key", "response"))
+        """The column that `format.response_key` names; None where the data set has none.
+
+        A number is its text, since replies are text: CSV, JSON and Parquet give `42` as an integer.
+        """
+        return as_text(self.raw_task.get(self._format("response_key", "response")))
 
     @property
     def task_desc(self) -> Any:
@@ -65,3 +73,14 @@ class Task:
     def to_dict(self) -> dict[str, Any]:
         """The data set's row."""
         return self.raw_task
+
+
+def as_text(value: Any) -> Any:
+    """A scalar as its text: 42 is "42", 0.5 "0.5", True "True"; anything else stays what it is.
+
+    A whole float is written as the integer: tables make floats of whole numbers where a row lacks
+    one.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value) if isinstance(value, int | float) else value

@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
-from trireme.rewards.reward import REWARDS, RewardFn, resolve, reward, score
+from trireme.data.rows import load_rows
+from trireme.data.tasksets import Taskset
+from trireme.rewards.reward import REWARDS, RewardFn, resolve, score
 from trireme.task import Task
 
-
-@reward("boxed_and_brief")
-def boxed_and_brief(task: Task, answer: str, *, max_chars: int = 400) -> dict[str, float]:
-    """1 for the right number in \\boxed{}, plus a small bonus for brevity."""
-    found = re.findall(r"\\boxed\{([^{}]*)\}", answer)
-    correct = bool(found) and found[-1].strip() == task.truth
-    return {"correct": float(correct), "brief": 0.1 * (correct and len(answer) <= max_chars)}
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+exec(next(block for block in BLOCKS if "@reward" in block))
 
 
 class Lengths(RewardFn):
@@ -38,6 +38,44 @@ def judge(reward: Any, answer: str, **args: Any) -> dict[str, float]:
 def test_a_function_by_name_with_options() -> None:
     assert judge("boxed_and_brief", "\\boxed{42}") == {"correct": 1.0, "brief": 0.1}
     assert judge("boxed_and_brief", "\\boxed{42}", max_chars=3) == {"correct": 1.0, "brief": 0.0}
+
+
+FORMAT = {"prompt_key": "question", "response_key": "answer"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "reply"),
+    [
+        ([42, 7], "42"),
+        ([0.5, 2.25], "0.5"),
+        ([42.0, None], "42"),  # a table makes floats of whole numbers where one is missing
+        ([True, False], "True"),
+        (["so 6 * 7 = 42\n#### 42", "#### 7"], "42"),
+    ],
+)
+def test_the_readmes_reward_earns_what_the_row_says(
+    tmp_path: Path, kind: str, column: list[Any], reply: str
+) -> None:
+    path = tmp_path / f"rows.{kind}"
+    frame = pandas.DataFrame({"question": ["6 * 7?", "3 + 4?"], "answer": column})
+    write = {"csv": frame.to_csv, "parquet": frame.to_parquet}.get(kind)
+    if write is None:
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        write(path, index=False)
+    rows = load_rows(path)
+    [task, _] = Taskset(rows, name="t", batch_size=2, format_args=FORMAT, workflow="w").next()
+    assert task.raw_task["answer"] == column[0]  # the row itself stays as it is
+    given = resolve("boxed_and_brief")
+    assert given is not None
+    parts = asyncio.run(score(task, f"\\boxed{{{reply}}}", given))
+    assert parts == {"correct": 1.0, "brief": 0.1}
+
+
+def test_what_is_no_scalar_stays_what_it_is() -> None:
+    for truth in ("x", None, {"target": 3}, [1, 2]):
+        assert Task(raw_task={"response": truth}).truth == truth
 
 
 def test_a_class_with_options() -> None:

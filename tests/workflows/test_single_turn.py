@@ -139,3 +139,60 @@ def test_a_prompt_that_is_no_text_is_told_before_the_run() -> None:
     task = Task(raw_task={"prompt": 3}, reward_fn="accuracy_reward")
     with pytest.raises(ValueError, match=r"column 'prompt' \(format.prompt_key\) holds 3"):
         SimpleWorkflow.examine(task)
+
+
+CHAT = [
+    {"role": "user", "content": "6 * 7?"},
+    {"role": "assistant", "content": "41"},
+    {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
+]
+
+
+def test_a_prompt_in_chat_format_keeps_its_messages() -> None:
+    row = {"prompt": CHAT, "response": "42"}
+    experience, prompt = run("math_workflow", [GOOD], raw_task=row)
+    assert prompt.startswith(f"<|im_start|>system\n{THINK_ANSWER}<|im_end|>\n<|im_start|>user\n6")
+    assert "<|im_start|>assistant\n41<|im_end|>" in prompt
+    assert prompt.endswith("user\nSure?<|im_end|>\n<|im_start|>assistant\n")
+    assert experience.reward == pytest.approx(1.1)
+
+
+def test_the_rows_own_system_message_goes_before_the_yamls() -> None:
+    row = {"prompt": [{"role": "system", "content": "Own."}, *CHAT], "response": "42"}
+    for format_args in ({}, {"system_prompt": "Hi."}):
+        _, prompt = run("math_workflow", [GOOD], raw_task=row, format_args=format_args)
+        assert prompt.startswith("<|im_start|>system\nOwn.<|im_end|>\n<|im_start|>user\n6 * 7?")
+    row = {"prompt": CHAT, "response": "42"}
+    _, prompt = run("math_workflow", [GOOD], raw_task=row, format_args={"system_prompt": "Hi."})
+    assert prompt.startswith("<|im_start|>system\nHi.<|im_end|>\n<|im_start|>user\n6 * 7?")
+
+
+def test_a_base_model_gets_a_conversation_as_lines() -> None:
+    row = {"prompt": CHAT, "response": "42"}
+    _, prompt = run(
+        "math_boxed_workflow", ["\\boxed{42}"], raw_task=row, workflow_args={"use_base": True}
+    )
+    assert prompt == f"User: 6 * 7?\nAssistant: 41\nUser: Sure?\n{BOXED}\nAssistant:"
+
+
+@pytest.mark.parametrize("workflow", ["simple_workflow", "math_workflow", "multi_turn_scheduler"])
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "What is it?", "images": ["a.png"]}, "'images' is not empty: only text"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
+            "only text is supported",
+        ),
+        ({"prompt": [{"content": "no role"}]}, "'role' and 'content'"),
+        ({"prompt": []}, "expected text, or a list of messages"),
+        ({"prompt": 7}, "expected text, or a list of messages"),
+    ],
+)
+def test_what_is_no_text_is_refused_before_the_run(
+    workflow: str, row: dict[str, Any], said: str
+) -> None:
+    examine = resolve(workflow).examine
+    assert examine is not None
+    with pytest.raises(ValueError, match=said):
+        examine(Task(raw_task=row, reward_fn="accuracy_reward"))

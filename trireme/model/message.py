@@ -1,11 +1,17 @@
-"""Message: one turn of a conversation, and the plain form in which it is kept and compared."""
+"""Message: one turn of a conversation, the plain form in which it is kept and compared, and the
+conversation that a task's row begins with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from trireme.task import Task
+
 Message = Mapping[str, Any]
+NOT_TEXT = ("images", "image", "audios", "audio", "videos", "video")
+"""Columns of what no model here can see or hear."""
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,4 +29,30 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         plain["content"] = ""
     elif not isinstance(content, str):
         raise ValueError(f"a message's content must be text, not {type(content).__name__}")
+    return plain
+
+
+def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[str, Any]]:
+    """A task's `prompt`, text or a list of messages, as messages; `system` goes before those that
+    have no system message of their own.
+
+    Raises ValueError for a row that is neither, and for one with images, audio or video.
+    """
+    for name in NOT_TEXT:
+        if task.raw_task.get(name):
+            raise ValueError(f"the row's column '{name}' is not empty: only text is supported")
+    own = prompt is not None and prompt is task.raw_task.get("messages")
+    column = "column 'messages'" if own else f"column '{task.prompt_key}' (format.prompt_key)"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"the task's {column} holds {prompt!r:.60}: expected text, or a list of messages. The "
+            f"row has: {', '.join(task.raw_task)}"
+        )
+    try:
+        plain = [plain_message(message) for message in messages]
+    except ValueError as error:
+        raise ValueError(f"the task's {column}: {error}") from error
+    if system and plain[0]["role"] != "system":
+        plain.insert(0, {"role": "system", "content": system})
     return plain

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from trireme.engines.engine import Sampling
 from trireme.experience import Experience
 from trireme.model.conversation import experience_of, untrained
+from trireme.model.message import conversation_of
 from trireme.model.model import Model
 from trireme.model.recorder import Call
 from trireme.rewards.grouped import Judges, judge_of, reward_group
@@ -50,7 +51,8 @@ class ScheduledWorkflow:
         return samples(model, ended, scale, uuid)
 
     def examine(self, task: Task) -> None:
-        """Raise ValueError for a scheduler, loss scale or reward that there is not."""
+        """Raise ValueError for a conversation, scheduler, loss scale or reward that cannot be."""
+        _messages(task)
         make_scheduler(task.workflow_args)
         scale = task.workflow_args.get("loss_scale", "default")
         if scale not in ("default", "all", "last_round"):
@@ -169,18 +171,8 @@ def _messages(task: Task) -> list[dict[str, Any]]:
     """The row's conversation: its `messages`, else the prompt's column; with the system prompt of
     the YAML where it has none.
     """
-    given = task.raw_task.get("messages", task.prompt)
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise ValueError(
-            f"the task's row has no conversation: its columns are {', '.join(task.raw_task)}: "
-            "expected `messages`, or text in the column of format.prompt_key"
-        )
-    messages = [dict(message) for message in given]
-    if task.system_prompt and messages[0].get("role") != "system":
-        messages.insert(0, {"role": "system", "content": task.system_prompt})
-    return messages
+    prompt = task.raw_task.get("messages", task.prompt)
+    return conversation_of(task, prompt, task.system_prompt)
 
 
 def _row(task: Task) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trireme.model.message import Message
+from trireme.model.message import NOT_TEXT, Message
 
 
 @dataclass
@@ -154,11 +154,8 @@ class InferEngine:
 
 
 def request_of(row: Mapping[str, Any], messages: Sequence[Message], uuid: str) -> Any:
-    """The first request of a data set's row. Raises ValueError for images, audio or video."""
-    own = ("messages", "images", "audios", "videos", "tools", "objects", "data_dict")
-    for name in own[1:4]:
-        if row.get(name):
-            raise ValueError(f"the row's column '{name}' is not empty: only text is supported")
+    """The first request of a data set's row, which begins with `messages`."""
+    own = ("messages", "tools", "objects", "data_dict", *NOT_TEXT)
     given = row.get("data_dict")
     others = {name: value for name, value in row.items() if name not in own and value is not None}
     return RolloutInferRequest(

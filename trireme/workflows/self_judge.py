@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from trireme.experience import Experience
+from trireme.model.message import conversation_of
 from trireme.rewards.grouped import is_grouped
 from trireme.rewards.judge import comparison, read_scores
 from trireme.task import Task
@@ -36,9 +37,8 @@ class MathTrainableRulerWorkflow(MathWorkflow):
             return replies
         gold = [e.reward or 0.0 for e in replies]
         known = self.truth_is_known()
-        question = comparison(
-            [{"role": "user", "content": self.task_desc}], [e.response_text or "" for e in replies]
-        )
+        asked = conversation_of(self.task, self.task_desc, None)
+        question = comparison(asked, [e.response_text or "" for e in replies])
         judgements = await self.model.chat_async(
             [{"role": "user", "content": question}], n=self.repeat_times if known else 1
         )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
+from trireme.model.message import conversation_of
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.names import REWARDS
 from trireme.rewards.reward import option_names, resolve, score
@@ -61,12 +62,11 @@ class SimpleWorkflow(Workflow):
         return dict(self.task.reward_fn_args)
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """The conversation to reply to: system prompt, task, and the reply's beginning if given."""
-        _need_text(self.task)
-        messages = []
-        if self.system_prompt:
-            messages.append({"role": "system", "content": self.system_prompt})
-        messages.append({"role": "user", "content": self.task_desc})
+        """The conversation to reply to: system prompt, task, and the reply's beginning if given.
+
+        A task in chat format keeps its messages; a system message of its own goes before ours.
+        """
+        messages = conversation_of(self.task, self.task_desc, self.system_prompt)
         if self.reply_prefix:
             messages.append({"role": "assistant", "content": self.reply_prefix})
         return messages
@@ -95,7 +95,7 @@ class SimpleWorkflow(Workflow):
         """Raise ValueError for a prompt or reward that there is not, or a judge that is silent."""
         reward = task.reward_fn or cls.default_reward
         if cls.format_messages is SimpleWorkflow.format_messages:
-            _need_text(task)
+            conversation_of(task, task.prompt, None)
         if is_grouped(reward, task.reward_fn_args):
             judge_of(reward, task.reward_fn_args).examine()
         elif not hasattr(cls, "reward_fn"):
@@ -118,16 +118,6 @@ class SimpleWorkflow(Workflow):
         if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
             found = cls.judges.of(task, cls.default_reward)
             await reward_group(found, task, experiences, models)
-
-
-def _need_text(task: Task) -> None:
-    """Raise ValueError for a task without a prompt that is text."""
-    if not isinstance(task.prompt, str):
-        key = dict(task.format_args).get("prompt_key", "prompt")
-        raise ValueError(
-            f"the task's column '{key}' (format.prompt_key) holds {task.prompt!r:.60}: "
-            "expected text"
-        )
 
 
 class MathWorkflow(SimpleWorkflow):
@@ -172,9 +162,9 @@ class MathBoxedWorkflow(SimpleWorkflow):
         """The reply to the conversation, or what follows it as plain text."""
         if not self.use_base:
             return await super().ask()
-        prompt = (
-            f"User: {self.task_desc}\n{self.system_prompt}\nAssistant:{self.reply_prefix or ''}"
-        )
+        turns = conversation_of(self.task, self.task_desc, None)
+        asked = "\n".join(f"{turn['role'].capitalize()}: {turn['content']}" for turn in turns)
+        prompt = f"{asked}\n{self.system_prompt}\nAssistant:{self.reply_prefix or ''}"
         return await self.model.generate_async(prompt)
 
 
