@@ -275,10 +275,64 @@ def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:
             await engine.generate([5] * 200, Sampling())
         with pytest.raises(ValueError, match="these weights are not of this model"):
             await engine.update_weights({"nonsense": torch.zeros(1)}, 1)
-        with pytest.raises(RuntimeError, match="the engine has failed: IndexError"):
-            await engine.generate([10**6], Sampling())
-            await engine.generate([10**6, 5], Sampling())
+        for ids in ([10**6], [10**6, 5], [5, -1], ["5"], [None]):
+            with pytest.raises(ValueError, match="the prompt holds"):
+                await engine.generate(ids, Sampling())  # pyright: ignore[reportArgumentType]
+            with pytest.raises(ValueError, match="row 0 holds"):
+                await engine.logprobs([ids])  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match="stop_token_ids holds the id 1000000"):
+            await engine.generate([5], Sampling(stop_token_ids=(10**6,), min_tokens=2))
+        with pytest.raises(ValueError, match="row 0 has 201 tokens: expected 1 to 200"):
+            await engine.logprobs([[5] * 201])
+        await engine.generate([5], Sampling(max_tokens=2))
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise IndexError("no such thing")
+
+        engine.module.register_forward_pre_hook(broken)
+        with pytest.raises(RuntimeError, match="the engine has failed: IndexError: no such thing"):
+            await engine.generate([5], Sampling())
         with pytest.raises(RuntimeError, match="the engine has failed"):
             engine.health()
 
     run(tiny_dir, main)
+
+
+@pytest.mark.parametrize("where", ["in the model", "in the tokenizer"])
+def test_a_request_that_the_engine_cannot_run_ends_alone(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """13 stands for what no check knows of, and only some passes meet."""
+
+    def refuse(_: Any, given: tuple[torch.Tensor]) -> None:
+        if bool((given[0] == 13).any()):
+            raise RuntimeError("an unlucky number")
+
+    async def main(engine: TorchEngine) -> Any:
+        tokenizer: Any = engine._tokenizer
+        decode = tokenizer.decode
+        if where == "in the model":
+            engine.module.get_input_embeddings().register_forward_pre_hook(refuse)
+        else:
+            monkeypatch.setattr(
+                type(tokenizer), "decode", lambda *_, **__: refuse(0, (torch.tensor([13]),))
+            )
+        greedy = Sampling(max_tokens=120, temperature=0, ignore_eos=True)
+        bad = Sampling(max_tokens=30, temperature=0, stop=("never",), ignore_eos=True)
+        calls = [
+            asyncio.ensure_future(engine.generate(p, greedy, key=(i,)))
+            for i, p in enumerate(PROMPTS[:3])
+        ]
+        await asyncio.sleep(0.02)  # they are under way
+        with pytest.raises(RuntimeError, match=r"cannot go on with request 9/9: .*an unlucky"):
+            await engine.generate([5, 13, 7], bad, key=(9, 9))
+        monkeypatch.setattr(type(tokenizer), "decode", decode)
+        engine.health()
+        return [(await call)[0].ids for call in calls], await engine.generate(PROMPTS[3], greedy)
+
+    async def undisturbed(engine: TorchEngine) -> Any:
+        greedy = Sampling(max_tokens=120, temperature=0, ignore_eos=True)
+        return [(await engine.generate(p, greedy))[0].ids for p in PROMPTS[:4]]
+
+    ids, [after] = run(tiny_dir, main)
+    assert [*ids, after.ids] == run(tiny_dir, undisturbed)

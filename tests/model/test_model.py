@@ -206,8 +206,8 @@ def test_a_model_that_is_revoked_while_it_waits_says_so() -> None:
     ("options", "message"),
     [
         ({"temprature": 1}, "no option 'temprature': did you mean 'temperature'"),
-        ({"top_p": 0}, "sampling top_p is 0: expected above 0, at most 1"),
-        ({"max_tokens": 0}, "max_tokens is 0: expected at least 1"),
+        ({"top_p": 0}, "sampling top_p is 0: expected a number above 0, at most 1"),
+        ({"max_tokens": 0}, "max_tokens is 0: expected an integer from 1"),
         ({"n": 2}, "n=2 gives several replies: call chat_samples"),
     ],
 )

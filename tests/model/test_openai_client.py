@@ -82,7 +82,7 @@ async def _complete(model: Any) -> Any:
     [
         ({"presence_penalty": 1.0}, "'presence_penalty' is not served"),
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature': did you mean 'temperature'"),
-        ({"top_p": 3.0}, "top_p is 3.0: expected above 0"),
+        ({"top_p": 3.0}, "top_p is 3.0: expected a number above 0"),
     ],
 )
 def test_what_is_not_served_is_a_bad_request(options: dict[str, Any], message: str) -> None:

@@ -4,40 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 StopReason = Literal["stop", "length", "aborted"]
 
+COLDEST, HOTTEST = 1e-6, 100
+"""Of the temperatures: between 0 and the coldest one float32 would overflow."""
 
-@dataclass(frozen=True)
+
+_HEAT = f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST}"
+
+
+def _not_too_cold(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError("too close to 0")
+    return temperature
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list as JSON has it, or a single stop string."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _whole(least: int, most: int) -> Any:
+    return Field(ge=least, le=most, description=f"an integer from {least} to {most}")
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False))
 class Sampling:
-    """How to sample one request. Defaults sample from the model's own distribution."""
+    """How to sample one request. Defaults sample from the model's own distribution.
 
-    max_tokens: int = 128
+    Types and ranges are checked where one is made, so that no engine gets one that it cannot run:
+    raises pydantic's ValidationError, a ValueError. `model/sampling.py` makes its sentence.
+    """
+
+    max_tokens: Annotated[int, _whole(1, 2**31 - 1)] = 128
     """At most this many new tokens; cut to what the model's length leaves."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, _whole(0, 2**31 - 1)] = 0
     """No end-of-sequence and no stop before this many tokens."""
-    n: int = 1
+    n: Annotated[int, _whole(1, 1024)] = 1
     """Independent samples of the same prompt; they share one prefill."""
-    temperature: float = 1.0
+    temperature: Annotated[
+        float,
+        Field(ge=0, le=HOTTEST, description=_HEAT),
+        AfterValidator(_not_too_cold),
+    ] = 1.0
     """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = -1
+    top_p: Annotated[float, Field(gt=0, le=1, description="a number above 0, at most 1")] = 1.0
+    top_k: Annotated[int, _whole(-1, 2**31 - 1)] = -1
     """-1 or 0: off."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")] = 0.0
     """Drop tokens less likely than min_p times the likeliest one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[
+        float, Field(ge=0.01, le=100, description="a number from 0.01 to 100")
+    ] = 1.0
     """Divides positive logits (multiplies negative ones) of tokens seen in prompt or reply (CTRL).
     """
-    stop: tuple[str, ...] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...],
+        BeforeValidator(_as_tuple),
+        Field(max_length=64, description="at most 64 texts of 1 to 1024 characters"),
+    ] = ()
     """Stop strings. The tokens that complete one stay in the ids; `Completion.text` is cut before
     it.
     """
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...],
+        BeforeValidator(_as_tuple),
+        Field(max_length=1024, description="at most 1024 token ids"),
+    ] = ()
+    ignore_eos: Annotated[bool, Field(description="true or false")] = False
+    seed: Annotated[
+        int | None, Field(ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")
+    ] = None
     """Random stream of this request; None: derived from the engine's seed and the request's key."""
-    logprobs: int = 0
+    logprobs: Annotated[int, _whole(0, 64)] = 0
     """How many likeliest alternatives to report per token beside the sampled one."""
 
 

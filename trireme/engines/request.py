@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trireme.engines.engine import Completion, Sampling, StopReason
+from trireme.engines.engine import COLDEST, HOTTEST, Completion, Sampling, StopReason
 from trireme.engines.sampling import Stream
 
 _TAIL = 8  # tokens decoded beyond the longest stop string's length, at most one a character
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A row's life. `ids` are the prompt and what was sampled so far."""
 
@@ -35,6 +36,8 @@ class Request:
     cached: int = 0
     """Tokens whose keys and values the row holds."""
     stop_reason: StopReason | None = None
+    error: BaseException | None = None
+    """Why the engine cannot go on with this request; the others do not notice."""
     stop: str | int | None = None
 
     @property
@@ -108,12 +111,13 @@ def make_requests(
     seed: int,
     room: int,
     max_model_len: int,
+    vocabulary: int,
     ends: Iterable[int],
 ) -> list[Request]:
     """One request a sample, each with a random stream of its own.
 
     `room`: tokens that memory holds; `ends`: the model's end-of-sequence ids. Raises ValueError for
-    a prompt that leaves no room.
+    a prompt that leaves no room, and for ids that are not among the `vocabulary` ids of the model.
     """
     room = min(room, max_model_len) - len(ids)
     if not ids or room < 1:
@@ -121,11 +125,14 @@ def make_requests(
             f"a prompt of {len(ids)} tokens: expected 1 to {max_model_len - 1} "
             f"(max_model_len {max_model_len}, and at least one token to generate)"
         )
-    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(ends))
+    ids = checked_ids(ids, vocabulary, "the prompt")
+    checked_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
+    own = set() if sampling.ignore_eos else {end for end in ends if end < vocabulary}
+    stops = set(sampling.stop_token_ids) | own
     stream = (seed, key) if sampling.seed is None else (sampling.seed, ())
     return [
         Request(
-            prompt=list(ids),
+            prompt=ids,
             sampling=sampling,
             key=key,
             sample=sample,
@@ -135,3 +142,34 @@ def make_requests(
         )
         for sample in range(sampling.n)
     ]
+
+
+def checked_ids(ids: Sequence[int], vocabulary: int, what: str) -> list[int]:
+    """Token ids as a list of their own. Raises ValueError for one that the model does not have."""
+    try:
+        found = list(map(operator.index, ids))
+    except TypeError as error:
+        raise ValueError(f"{what} holds what is no token id: {error}") from error
+    for place, token in enumerate(found):
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"{what} holds the id {token} (at {place}): expected 0 to {vocabulary - 1}, "
+                f"this model's vocabulary"
+            )
+    return found
+
+
+def checked_rows(
+    rows: Sequence[Sequence[int]], temperature: float, *, vocabulary: int, max_model_len: int
+) -> list[list[int]]:
+    """Rows that are to be scored. Raises ValueError for one that the model cannot score."""
+    if not 0 <= temperature <= HOTTEST or 0 < temperature < COLDEST:
+        raise ValueError(
+            f"temperature is {temperature}: expected 0, or a number from {COLDEST:g} to {HOTTEST}"
+        )
+    for place, row in enumerate(rows):
+        if not 1 <= len(row) <= max_model_len:
+            raise ValueError(
+                f"row {place} has {len(row)} tokens: expected 1 to {max_model_len} (max_model_len)"
+            )
+    return [checked_ids(row, vocabulary, f"row {place}") for place, row in enumerate(rows)]

@@ -52,7 +52,7 @@ class FormatConfig:
 class GenerationConfig:
     """How rollouts of a data set sample; what is not given comes from the model section."""
 
-    temperature: float | None = number(None, at_least=0)
+    temperature: float | None = number(None, at_least=0, at_most=100)
     """Not given: `model.temperature`."""
     top_p: float | None = number(None, above=0, at_most=1)
     """Not given: `model.top_p`."""
@@ -60,13 +60,13 @@ class GenerationConfig:
     """Not given: `model.top_k`."""
     min_p: float = number(0.0, at_least=0, at_most=1)
     """Drop tokens less likely than this share of the likeliest one."""
-    logprobs: int | None = number(None, at_least=0)
+    logprobs: int | None = number(None, at_least=0, at_most=64)
     """Not given: `model.logprobs`."""
     max_tokens: int | None = number(None, at_least=1)
     """Not given: `model.max_response_tokens`."""
     min_tokens: int | None = number(None, at_least=0)
     """Not given: `model.min_response_tokens`."""
-    repetition_penalty: float | None = number(None, above=0)
+    repetition_penalty: float | None = number(None, at_least=0.01, at_most=100)
     """Not given: `model.repetition_penalty`."""
     n: int = number(1, at_least=1)
     """Replies per call; the number of rollouts is `algorithm.repeat_times`, not this."""

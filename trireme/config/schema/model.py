@@ -42,13 +42,13 @@ class ModelConfig:
     """A Jinja chat template to use in place of the model's."""
     chat_template_path: str | None = None
     """A file with such a template; `custom_chat_template` goes before it."""
-    temperature: float = number(1.0, at_least=0)
+    temperature: float = number(1.0, at_least=0, at_most=100)
     """Default of every taskset's `rollout_args.temperature`; 0 is greedy."""
     top_p: float = number(1.0, above=0, at_most=1)
     """Default of every taskset's `rollout_args.top_p`."""
     top_k: int = number(-1, at_least=-1)
     """Default of every taskset's `rollout_args.top_k`; -1 is off."""
-    logprobs: int = number(0, at_least=0)
+    logprobs: int = number(0, at_least=0, at_most=64)
     """How many likeliest alternatives are reported beside each sampled token."""
     max_model_len: int | None = number(None, at_least=2)
     """Longest sequence, prompt and response together."""
@@ -60,7 +60,7 @@ class ModelConfig:
     """No reply ends before this many tokens."""
     enable_prompt_truncation: bool = True
     """Cut prompts that are too long (they are not trained) instead of failing their rollouts."""
-    repetition_penalty: float = number(1.0, above=0)
+    repetition_penalty: float = number(1.0, at_least=0.01, at_most=100)
     """Divides the logits of tokens that were seen before."""
     enable_thinking: bool | None = None
     """Passed to chat templates that know it."""

@@ -2,12 +2,14 @@
 
 Everything here runs in the device's thread. Invariants:
 - active requests hold rows 0 .. B-1; a finished one's place is taken by the last at once;
-- a row's keys and values cover all of its tokens but the last, which the next step feeds.
+- a row's keys and values cover all of its tokens but the last, which the next step feeds;
+- what fails for one request ends that one: after a failed pass each is tried alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,9 @@ class Decoder:
         self.version = 0
         self.generated = self.prefilled = self.cached = 0
         self._parameters: RowParameters | None = None
+        heads: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+        self.vocabulary: int = min(layer.weight.shape[0] for layer in heads)
+        """Ids that there are."""
 
     @torch.inference_mode()
     def advance(
@@ -51,31 +56,67 @@ class Decoder:
     ) -> list[Request]:
         """Take in new requests and decode up to `steps` tokens; ends early when a request does.
 
-        Returns those that ended; `hurry()` says that someone waits for the device.
+        Returns those that ended, or have an `error`; `hurry()` says that someone waits for the
+        device. Raises where the model itself has failed.
         """
         self._remove([r for r in self.active if r.stop_reason == "aborted"])
-        self._place(admitted)
-        self._prefill([r for r in self.active if r.cached < len(r.prompt) + len(r.out) - 1])
         finished: list[Request] = []
-        for _ in range(steps):
-            if not self.active or finished or hurry():
-                break
-            finished = self._decode()
+        try:
+            self._place(admitted)
+            self._prefill([r for r in self.active if r.cached < len(r.prompt) + len(r.out) - 1])
+            for _ in range(steps):
+                if not self.active or finished or hurry():
+                    break
+                finished = self._decode()
+        except Exception as error:
+            finished = self._one_by_one(error)
         for request in finished:
             self._park(request)
         self._remove(finished)
         return finished
 
+    def _one_by_one(self, cause: Exception) -> list[Request]:
+        """After a failed pass: a token for each request alone; those that ended or failed by it.
+
+        Raises `cause` where a prompt of one token fails too: then it is not one request's fault.
+        """
+        try:
+            self.score([[0, 0]], 1.0)
+        except Exception:
+            raise cause from None
+        requests, finished = self.active, []
+        for request in requests:
+            self.active = [request]
+            self._begin_again()
+            try:
+                self._prefill(self.active)
+                finished += self._decode()
+            except Exception as error:
+                request.error = error
+                finished.append(request)
+        self.active = requests
+        self._begin_again()
+        return finished
+
+    def _begin_again(self) -> None:
+        """Keys and values of the active requests are computed anew."""
+        self.prefixes.clear()
+        self.store.clear()
+        for request in self.active:
+            request.cached = 0
+        longest = max((len(r.ids) for r in self.active), default=0)
+        self.store.reserve(-(-len(self.active) // 16) * 16, longest + 1)
+        self._changed()
+
     @torch.inference_mode()
     def score(self, ids: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         """log p of every token of given rows; index 0 is 0."""
         out: list[list[float]] = []
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]  # pyright: ignore
         for row in ids:
             store = RowStore(len(row) + 1)
             store.reserve(1, len(row))
             scored = [0.0]
-            width = max(1, min(PREFILL_TOKENS, SCORE_NUMBERS // vocabulary))
+            width = max(1, min(PREFILL_TOKENS, SCORE_NUMBERS // self.vocabulary))
             for start in range(0, len(row) - 1, width):
                 part = list(row[start : start + width])
                 logits = self._forward(store, [part], [0], [start], logits=True)[0]
@@ -233,10 +274,16 @@ class Decoder:
                 top = drawn.full[row].topk(min(request.sampling.logprobs, drawn.full.shape[1]))
                 best = zip(top.indices.tolist(), top.values.tolist(), strict=True)
                 request.alternatives.append(dict(best))
-            if request.on_token is not None:
-                told = request.alternatives[-1] if request.alternatives else {}
-                request.on_token(tokens[row], logprobs[row], told)
-            if request.add(tokens[row], logprobs[row], sampler[row], self.version, self.tokenizer):
+            try:
+                if request.on_token is not None:
+                    told = request.alternatives[-1] if request.alternatives else {}
+                    request.on_token(tokens[row], logprobs[row], told)
+                ended = request.add(
+                    tokens[row], logprobs[row], sampler[row], self.version, self.tokenizer
+                )
+            except BaseException as error:  # a tokenizer's panic is no Exception
+                request.error, ended = error, True
+            if ended:
                 finished.append(request)
         self.generated += len(tokens)
         return finished
@@ -265,14 +312,14 @@ class Decoder:
 
     def _park(self, request: Request) -> None:
         """Keep a finished row's keys and values for a prompt that goes on from it."""
-        if self.prefixes.max_tokens:
-            row = next(i for i, r in enumerate(self.active) if r is request)
+        if self.prefixes.max_tokens and request.cached:
+            row = self.active.index(request)
             self.prefixes.add(request.ids[: request.cached], self.store.take(row, request.cached))
 
     def _remove(self, gone: Sequence[Request]) -> None:
         """Free rows; the last ones move into the holes."""
         for request in gone:
-            row = next(i for i, r in enumerate(self.active) if r is request)
+            row = self.active.index(request)
             last = len(self.active) - 1
             if row != last:
                 self.store.copy_row(last, [row], self.active[last].cached)

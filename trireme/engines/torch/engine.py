@@ -2,7 +2,8 @@
 
 One coroutine drives the decoder through the device's thread: pick requests, advance, hand out what
 ended. Requests join and leave between advances. Invariants:
-- A failure of the decoder reaches every caller that waits, and every later one: nobody hangs.
+- A request that the decoder cannot go on with ends alone. Where the model itself fails, on a prompt
+  of one token too, that reaches every caller that waits, and every later one: nobody hangs.
 - With a gate an advance starts only when every live rollout waits on the engine, and requests
   enter in the order of their keys.
 """
@@ -22,9 +23,12 @@ from trireme.engines.ends import end_tokens
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.fingerprint import fingerprint
 from trireme.engines.gate import Gate
-from trireme.engines.request import Request, make_requests
+from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.shell import load_shell, load_weights, share_shell
+from trireme.log import get_logger
+
+logger = get_logger("engine")
 
 STEPS_PER_HOP = 8
 """Tokens decoded per visit to the device's thread, where nothing else wants it."""
@@ -129,7 +133,13 @@ class TorchEngine:
     ) -> list[list[float]]:
         """See Engine."""
         self._check()
-        return await self._between(self._decoder.score, ids, temperature)
+        rows = checked_rows(
+            ids,
+            temperature,
+            vocabulary=self._decoder.vocabulary,
+            max_model_len=self._max_model_len,
+        )
+        return await self._between(self._decoder.score, rows, temperature)
 
     async def update_weights(self, source: Any, version: int) -> None:
         """See Engine. Raises ValueError where names or shapes are not the model's."""
@@ -200,6 +210,7 @@ class TorchEngine:
             seed=self._seed,
             room=self._kv_tokens,
             max_model_len=self._max_model_len,
+            vocabulary=self._decoder.vocabulary,
             ends=self._ends,
         )
 
@@ -270,8 +281,20 @@ class TorchEngine:
     def _finish(self, request: Request) -> None:
         """Hand the completion to the caller, if it still waits."""
         future = self._futures.pop(id(request), None)
-        if future is not None and not future.done():
+        if future is None or future.done():
+            return
+        try:
+            if request.error is not None:
+                raise request.error
             future.set_result(request.completion(self._tokenizer))
+        except BaseException as error:  # a tokenizer's panic is no Exception
+            failure = RuntimeError(
+                f"the engine cannot go on with request {'/'.join(map(str, request.key))}: "
+                f"{type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            future.set_exception(failure)
+            logger.warning("%s", failure)
 
     async def _between(self, function: Any, *args: Any) -> Any:
         """Run on the device between two advances; an advance under way ends early for it."""

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
-from trireme.engines.request import Request, make_requests
+from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.vllm.options import arguments
 from trireme.engines.weight_group import Meeting
 
@@ -69,6 +69,8 @@ class VllmEngine:
         self._sleeps = sleeps
         self._names = tensor_names(model)
         self._ends = end_tokens_of(model, tokenizer)
+        config = AutoConfig.from_pretrained(model)
+        self._vocabulary: int = config.get_text_config().vocab_size
         self._rows: dict[asyncio.Future[Completion], Request] = {}
         self._count = itertools.count()
         self._version = 0
@@ -143,6 +145,7 @@ class VllmEngine:
             seed=self._seed,
             room=self._max_model_len,
             max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
             ends=self._ends,
         )
         rows = {asyncio.ensure_future(self._sample(r, on_token)): r for r in requests}
@@ -161,11 +164,14 @@ class VllmEngine:
         self._check()
         if self._paused:
             raise RuntimeError("the engine is paused: it scores nothing until it is resumed")
+        rows = checked_rows(
+            ids, temperature, vocabulary=self._vocabulary, max_model_len=self._max_model_len
+        )
         async with self._scoring:  # all rows of one time have one temperature
             if temperature != self._score_temperature:
                 await self._rpc("trireme_score_at", temperature)
                 self._score_temperature = temperature
-            return list(await asyncio.gather(*(self._score(list(row)) for row in ids)))
+            return list(await asyncio.gather(*map(self._score, rows)))
 
     async def update_weights(self, source: Any, version: int) -> None:
         """See Engine. Raises ValueError where names are not the model's."""

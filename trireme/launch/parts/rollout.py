@@ -17,6 +17,7 @@ from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.launch.auxiliary import Auxiliary, Served
 from trireme.launch.parts.text import Text
 from trireme.model.model import Model
+from trireme.model.sampling import with_options
 from trireme.server.engine_spec import MAX_ROWS
 from trireme.task import Task
 
@@ -123,16 +124,17 @@ def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
         value = args.get(name)
         return default if value is None else value
 
-    return Sampling(
-        max_tokens=given("max_tokens", plan.max_response_tokens),
-        min_tokens=given("min_tokens", plan.min_response_tokens),
-        temperature=given("temperature", model.temperature),
-        top_p=given("top_p", model.top_p),
-        top_k=given("top_k", model.top_k),
-        min_p=given("min_p", 0.0),
-        repetition_penalty=given("repetition_penalty", model.repetition_penalty),
-        stop=tuple(given("stop", ())),
-        stop_token_ids=tuple(given("stop_token_ids", ())),
-        ignore_eos=plan.config.explorer.rollout_model.ignore_eos,
-        logprobs=given("logprobs", model.logprobs),
-    )
+    options = {
+        "max_tokens": given("max_tokens", plan.max_response_tokens),
+        "min_tokens": given("min_tokens", plan.min_response_tokens),
+        "temperature": given("temperature", model.temperature),
+        "top_p": given("top_p", model.top_p),
+        "top_k": given("top_k", model.top_k),
+        "min_p": given("min_p", 0.0),
+        "repetition_penalty": given("repetition_penalty", model.repetition_penalty),
+        "stop": given("stop", ()),
+        "stop_token_ids": given("stop_token_ids", ()),
+        "ignore_eos": plan.config.explorer.rollout_model.ignore_eos,
+        "logprobs": given("logprobs", model.logprobs),
+    }
+    return with_options(Sampling(), options)
