@@ -95,13 +95,15 @@ def test_an_export_that_is_cut_is_made_again(tmp_path: Path, tiny_dir: Path) -> 
     assert exported(step).read_bytes() == whole
 
 
-def test_a_cut_file_with_nothing_to_make_it_from_fails(
+def test_a_damaged_file_with_nothing_to_make_it_from_fails(
     tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = save(tmp_path, 1, tiny_dir, hf=True)
-    exported(step).write_bytes(exported(step).read_bytes()[:-5])
-    assert convert(tmp_path, None) == 1
-    assert "bytes instead of" in capsys.readouterr().out
+    whole = exported(step).read_bytes()
+    for damaged, said in ((whole[:-5], "bytes: expected"), (whole[:-1] + b"!", "the checksum")):
+        exported(step).write_bytes(damaged)
+        assert convert(tmp_path, None) == 1
+        assert said in capsys.readouterr().out
 
 
 def test_a_missing_layer_is_seen_by_the_configuration(

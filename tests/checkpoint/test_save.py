@@ -204,13 +204,89 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_checkpoint(
     assert _first_weight(loaded) == -loaded.step
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "actor/huggingface/model.safetensors"])
-def test_a_damaged_checkpoint_is_passed_by(tmp_path: Path, tiny_dir: Path, name: str) -> None:
+def every_file(root: Path) -> list[Path]:
+    """What a checkpoint holds, and its manifest; `.full_checkpoint` has no bytes."""
+    return sorted(path for path in root.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, tiny_dir: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 1, tiny_dir)
-    damaged = save(tmp_path, 2, tiny_dir) / name
-    damaged.write_bytes(damaged.read_bytes()[:-7])
+    for damaged in every_file(save(tmp_path, 2, tiny_dir)):
+        was = damaged.read_bytes()
+        if how == "gone":
+            damaged.unlink()
+        else:
+            place = len(was) // 2
+            flipped = was[:place] + bytes([was[place] ^ 1]) + was[place + 1 :]
+            damaged.write_bytes(flipped if how == "flipped" else was[:-7])
+        caplog.clear()
+        loaded = load_checkpoint(JobFolder(tmp_path))
+        assert loaded is not None and loaded.step == 1, damaged
+        [said] = [r.getMessage() for r in caplog.records if "passed by" in r.getMessage()]
+        assert str(damaged) in said and "\n" not in said
+        damaged.write_bytes(was)
+    loaded = load_checkpoint(JobFolder(tmp_path))
+    assert loaded is not None and loaded.step == 2
+
+
+def test_where_every_checkpoint_is_damaged_nothing_begins_anew(
+    tmp_path: Path, tiny_dir: Path
+) -> None:
+    for step in (1, 2):
+        path = save(tmp_path, step, tiny_dir) / "actor/huggingface/model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(
+        ValueError, match=r"another name.*continue_from_checkpoint: false"
+    ) as raised:
+        load_checkpoint(JobFolder(tmp_path))
+    assert "global_step_2/actor/huggingface/model.safetensors has the checksum" in str(raised.value)
+    assert JobFolder(tmp_path).steps() == [1, 2]
+
+
+MALFORMED = {
+    "a list": [],
+    "null": None,
+    "no files": {"files": ...},
+    "no state": {"state": ...},
+    "no buffer": {"state": {"version": 1}},
+    "files of another kind": {"files": ["a"]},
+    "another step": {"step": 999},
+    "a step of another kind": {"step": "2"},
+    "a file outside": {"files": {"../global_step_1/manifest.json": 1}},
+    "a state outside": {
+        "state": {"version": 1, "buffer": {"experiences": {"$file": "../../../etc/hostname"}}}
+    },
+    "a state that is no path": {"state": {"version": 1, "buffer": {"x": {"$file": 3}}}},
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_manifest_of_another_kind_is_passed_by(tmp_path: Path, tiny_dir: Path, what: str) -> None:
+    save(tmp_path, 1, tiny_dir)
+    path = save(tmp_path, 2, tiny_dir) / "manifest.json"
+    change = MALFORMED[what]
+    if isinstance(change, dict):  # the first format: no checksum of its own protects it
+        changed = json.loads(path.read_text()) | {"format": "trireme-checkpoint-1"} | change
+        gone = ("checksum", *(key for key, value in change.items() if value is ...))
+        change = {key: value for key, value in changed.items() if key not in gone}
+    path.write_text(json.dumps(change))
     loaded = load_checkpoint(JobFolder(tmp_path))
     assert loaded is not None and loaded.step == 1
+
+
+def test_a_checkpoint_without_checksums_is_gone_on_from_and_the_log_says_so(
+    tmp_path: Path, tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path, 1, tiny_dir) / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"format": "trireme-checkpoint-1"}
+    old = {key: value for key, value in manifest.items() if key not in ("checksum", "xxh3_128")}
+    path.write_text(json.dumps(old))
+    loaded = load_checkpoint(JobFolder(tmp_path))
+    assert loaded is not None and loaded.step == 1 and _first_weight(loaded) == -1
+    assert "saved without checksums" in caplog.text
 
 
 @pytest.mark.parametrize(

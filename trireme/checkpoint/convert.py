@@ -21,6 +21,7 @@ from trireme.checkpoint.dcp_reader import METADATA
 from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, INDEX, Progress, write_model
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import STEP_NAME, WEIGHTS
+from trireme.checkpoint.manifest import prove
 from trireme.checkpoint.megatron_to_hf import MegatronWeights, find_megatron
 from trireme.checkpoint.save import copy_model_files
 from trireme.checkpoint.source import OwnFile, Shape, Source
@@ -117,6 +118,7 @@ def _convert(place: Place, options: Options, progress: Progress | None) -> Conve
     to_export = own.exists() or bool(shards) or megatron is not None
     if not to_export and not weight_files(hf):
         return Converted(place.root, "failed", _no_weights(place.actor))
+    prove(own, *shards, *weight_files(hf))
     lacks_config = not (hf / "config.json").exists()
     if lacks_config and base is None:
         text = f"{hf} has no config.json: give its model as --base-model-dir"

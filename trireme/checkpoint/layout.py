@@ -24,6 +24,7 @@ STEP_NAME = re.compile(r"^global_step_(\d+)$")
 WEIGHTS = "model.safetensors"
 """The policy's weights where one process trained, and for others to load."""
 FSDP_CONFIG = "fsdp_config.json"
+MANIFEST = "manifest.json"
 
 
 def rank_file(kind: Literal["model", "optim", "extra_state"], world: int, rank: int) -> str:
@@ -143,4 +144,5 @@ class JobFolder:
 
     def is_full(self, step: int) -> bool:
         """Whether a step's folder is a checkpoint to go on from, not only weights."""
-        return (self.step_dir(step) / ".full_checkpoint").exists()
+        root = self.step_dir(step)
+        return (root / ".full_checkpoint").exists() or (root / MANIFEST).exists()

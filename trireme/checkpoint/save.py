@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
+from trireme.checkpoint.manifest import write_manifest
 from trireme.config.located import located
 from trireme.files import (
     CannotWrite,
@@ -35,8 +35,6 @@ from trireme.log import get_logger
 
 logger = get_logger("checkpoint_monitor")
 
-FORMAT = "trireme-checkpoint-1"
-MANIFEST = "manifest.json"
 KEPT_WEIGHTS = 2
 """Folders with weights alone that stay: an explorer may still read the one before the newest."""
 
@@ -63,8 +61,6 @@ def save_checkpoint(
     """
     target = folder.step_dir(step).absolute()
     with whole_folder(target) as temporary:
-        if target.is_dir() and not folder.is_full(step):
-            _keep_side_files(target, temporary)
         (temporary / ".full_checkpoint").touch()
         actor, hf_dir = temporary / "actor", temporary / "actor" / "huggingface"
         hf_dir.mkdir(parents=True)
@@ -73,13 +69,9 @@ def save_checkpoint(
         if save_critic is not None:
             (temporary / "critic").mkdir()
             save_critic(temporary / "critic")
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "state": _plain(run_state, temporary, "state"),
-            "files": _sizes(temporary),
-        }
-        write_json(temporary / MANIFEST, manifest)
+        write_manifest(temporary, step, run_state)
+        if target.is_dir() and not folder.is_full(step):
+            _keep_side_files(target, temporary)
     _move_pointers(folder, step, run_state)
     _drop_old(folder, step, keep)
     return target
@@ -171,29 +163,11 @@ def write_pt(path: Path, value: Mapping[str, Any]) -> None:
             raise
 
 
-def _plain(value: Any, folder: Path, name: str) -> Any:
-    """`value` as JSON; bytes are written to `state/` and stand there as `{"$file": path}`."""
-    if isinstance(value, bytes):
-        path = folder / "state" / f"{name}.bin"
-        path.parent.mkdir(exist_ok=True)
-        with naming(path):
-            path.write_bytes(value)
-        return {"$file": str(path.relative_to(folder))}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner, folder, f"{name}.{key}") for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner, folder, f"{name}.{place}") for place, inner in enumerate(value)]
-    return value
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Every file by its path in the folder, so that a resume sees what is missing or cut."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): os.path.getsize(path) for path in files}
-
-
 def _keep_side_files(old: Path, new: Path) -> None:
-    """What lay beside the weights of this step (the probe) goes on lying there."""
+    """What lay beside the weights of this step (the probe) goes on lying there.
+
+    It belongs to no checkpoint: a later push of this step writes it again.
+    """
     for path in old.iterdir():
         if path.is_file():
             shutil.copyfile(path, new / path.name)

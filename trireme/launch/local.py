@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -171,7 +172,8 @@ async def run_bench(session: Session) -> StageResult:
         if not only_newest:
             await explorer.evaluate(0)
         for step in steps[-1:] if only_newest else steps:
-            await session.engine.update_weights(folder.weights_dir(step), step)
+            prove(weights := folder.weights_dir(step))
+            await session.engine.update_weights(weights, step)
             await explorer.evaluate(step)
     finally:
         await explorer.close()

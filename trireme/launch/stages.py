@@ -15,6 +15,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.explorer.explorer import Evaluation
 from trireme.files import write_json
@@ -87,6 +88,7 @@ def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
             f"stage '{plan.stage_name}' begins with the model of stage "
             f"'{results[plan.model_from_stage].name}', which saved none"
         )
+    prove(Path(model))
     return model
 
 

@@ -1,0 +1,181 @@
+"""Manifest: what a checkpoint says of itself, and whether that is true.
+
+Invariants:
+- `manifest.json` names every file that a resume reads, with its size and checksum, and has a
+  checksum of its own: a byte that has changed anywhere is seen before anything is loaded.
+- No path in it leads out of the checkpoint's folder.
+- Checkpoints of the first format have no checksums: sizes are compared, and the log says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from trireme.checkpoint.layout import MANIFEST, STEP_NAME
+from trireme.files import naming, write_json
+from trireme.log import get_logger
+
+logger = get_logger("checkpoint_monitor")
+
+FORMAT = "trireme-checkpoint-2"
+WITHOUT_CHECKSUMS = "trireme-checkpoint-1"
+CHUNK = 1 << 22
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was saved: which file, what it is and what it should be."""
+
+
+def write_manifest(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+    """The last file of a checkpoint's folder; bytes in `state` get files of their own before."""
+    plain = _plain(state, folder, "state")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "state": plain,
+        "files": {name: path.stat().st_size for name, path in names.items()},
+        "xxh3_128": {name: _checksum(path) for name, path in names.items()},
+    }
+    write_json(folder / MANIFEST, manifest | {"checksum": _checksum_of(manifest)})
+
+
+def read_manifest(
+    step_dir: Path, step: int, wanted: Callable[[Path], bool] = lambda path: True
+) -> dict[str, Any]:
+    """The manifest of a checkpoint that is whole, every `wanted` file of it read and compared.
+
+    Raises Damaged where the manifest or a file that it lists is not what was saved.
+    """
+    manifest = _parsed(step_dir)
+    if manifest["step"] != step:
+        raise Damaged(f"{step_dir / MANIFEST} is of step {manifest['step']}: expected {step}")
+    sums: Mapping[str, str] = manifest.get("xxh3_128", {})
+    for name, size in manifest["files"].items():
+        path = step_dir / name
+        if not wanted(path):
+            continue
+        if not path.is_file():
+            raise Damaged(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise Damaged(f"{path} has {path.stat().st_size} bytes: expected {size}")
+        if name in sums and (found := _checksum(path)) != sums[name]:
+            raise Damaged(f"{path} has the checksum {found}: expected {sums[name]} (xxh3_128)")
+    if not sums:
+        logger.warning(
+            "%s was saved without checksums: only the sizes of its files are known", step_dir
+        )
+    return manifest
+
+
+def read_state(manifest: Mapping[str, Any], step_dir: Path) -> dict[str, Any]:
+    """The state as it was saved, bytes from their files. Raises Damaged where it lacks a part."""
+    for key, kind in {"version": int, "buffer": dict}.items():
+        if not isinstance(manifest["state"].get(key), kind):
+            raise Damaged(f"{step_dir / MANIFEST}: 'state.{key}' is missing, or no {kind.__name__}")
+    return _with_bytes(manifest["state"], step_dir)
+
+
+def prove(*paths: Path) -> None:
+    """Raise Damaged where files or folders of a checkpoint of ours are not what was saved."""
+    for path in paths:
+        for root in path.parents:
+            name = STEP_NAME.match(root.name)
+            if name is not None and (root / MANIFEST).is_file():
+                read_manifest(root, int(name[1]), lambda p: path in (p, *p.parents))  # noqa: B023
+
+
+def _parsed(step_dir: Path) -> dict[str, Any]:
+    """The manifest, its own checksum and the kinds of its values examined."""
+    path = step_dir / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing") from error
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} is no JSON: {str(error)[:100]}") from error
+    if not isinstance(manifest, dict):
+        raise Damaged(f"{path} holds a {type(manifest).__name__}: expected an object")
+    if manifest.get("format") not in (FORMAT, WITHOUT_CHECKSUMS):
+        raise Damaged(f"{path} has the format {manifest.get('format')!r}: expected {FORMAT!r}")
+    if manifest["format"] == FORMAT or "checksum" in manifest:
+        rest = {key: value for key, value in manifest.items() if key != "checksum"}
+        if manifest.get("checksum") != (found := _checksum_of(rest)):
+            raise Damaged(
+                f"{path} has the checksum {found}: expected {manifest.get('checksum')} (xxh3_128)"
+            )
+    for key, kind in {"step": int, "files": dict, "state": dict}.items():
+        if not isinstance(manifest.get(key), kind):
+            raise Damaged(f"{path}: '{key}' is {manifest.get(key)!r:.60}: expected {kind.__name__}")
+    for name in (*manifest["files"], *_named_files(manifest["state"])):
+        _refuse_outside(name, path)
+    if extra := set(_named_files(manifest["state"])) - set(manifest["files"]):
+        raise Damaged(f"{path}: the state is in {min(extra)}, which 'files' does not list")
+    return manifest
+
+
+def _refuse_outside(name: Any, manifest: Path) -> None:
+    pure = PurePosixPath(name) if isinstance(name, str) else None
+    if pure is None or not pure.parts or pure.is_absolute() or ".." in pure.parts:
+        raise Damaged(f"{manifest} names the file {name!r}: expected a path inside its folder")
+
+
+def _named_files(value: Any) -> list[Any]:
+    """What stands where bytes were."""
+    if isinstance(value, dict):
+        if set(value) == {"$file"}:
+            return [value["$file"]]
+        return [name for inner in value.values() for name in _named_files(inner)]
+    if isinstance(value, list):
+        return [name for inner in value for name in _named_files(inner)]
+    return []
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(CHUNK):
+                digest.update(part)
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _checksum_of(manifest: Mapping[str, Any]) -> str:
+    """Of the values, however they are laid out as text."""
+    return xxhash.xxh3_128(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any, folder: Path, name: str) -> Any:
+    """`value` as JSON; bytes are written to `state/` and stand there as `{"$file": path}`."""
+    if isinstance(value, bytes):
+        path = folder / "state" / f"{name}.bin"
+        path.parent.mkdir(exist_ok=True)
+        with naming(path):
+            path.write_bytes(value)
+        return {"$file": path.relative_to(folder).as_posix()}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, folder, f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, folder, f"{name}.{place}") for place, inner in enumerate(value)]
+    return value
+
+
+def _with_bytes(value: Any, root: Path) -> Any:
+    """The reverse of `_plain`."""
+    if isinstance(value, dict):
+        if set(value) == {"$file"}:
+            return (root / value["$file"]).read_bytes()
+        return {key: _with_bytes(inner, root) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_bytes(inner, root) for inner in value]
+    return value
