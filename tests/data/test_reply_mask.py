@@ -157,12 +157,13 @@ def test_the_same_where_the_template_marks_the_replies() -> None:
     assert found.rewritten == len(replies) - 1
 
 
+@pytest.mark.parametrize("key", ["weight", "loss_scale"])
 @pytest.mark.parametrize("name", [*PLAIN, *HEADERS])
-def test_a_message_s_weight_goes_before_the_default(name: str) -> None:
+def test_a_message_s_weight_goes_before_the_default(name: str, key: str) -> None:
     tokenizer = tokenizer_for(name, "characters")
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "one", "weight": 0.5},
+        {"role": "assistant", "content": "one", key: 0.5},
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "c"},

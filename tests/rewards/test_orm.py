@@ -59,6 +59,21 @@ def test_the_documents_own_form_without_self() -> None:
     assert judge([Reward], ["a", "b"]) == [1.0, 1.0]
 
 
+def test_a_reward_gets_just_the_columns_that_it_names() -> None:
+    class Four(ORM):
+        def __call__(self, completions: list[str], problem: Any, solution: Any, *,
+                     messages: Any, is_truncated: Any) -> list[float]:  # fmt: skip
+            return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+    class Unknown(ORM):
+        def __call__(self, completions: list[str], level: Any) -> list[float]:
+            return []
+
+    assert judge([Four], ["2", "3"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="'Unknown' needs 'level', and the data set has no such"):
+        judge([Unknown], ["2"])
+
+
 def test_weights_and_what_does_not_apply() -> None:
     class Half(ORM):
         def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:

@@ -19,6 +19,7 @@ from trireme import (
     multi_turns,
 )
 from trireme.model.model import Model
+from trireme.workflows import loss_scale
 from trireme.workflows.scheduled import multi_turn_scheduler
 from trireme.workflows.workflow import resolve
 
@@ -266,6 +267,8 @@ def test_a_plug_in_registers_by_item_as_ms_swift_has_it() -> None:
         ("default", [" one<|im_end|>", " two<|im_end|>"]),
         ("last_round", [" two<|im_end|>"]),
         ("all", [" one<|im_end|>", " two<|im_end|>"]),
+        ("last_round+ignore_think", [" two<|im_end|>"]),
+        ("react+default", [" one<|im_end|>", " two<|im_end|>"]),
     ],
 )
 def test_loss_scale_says_which_turns_are_trained(scale: str, expected: list[str]) -> None:
@@ -289,6 +292,24 @@ def test_loss_scale_splits_a_reply_by_patterns_across_segments() -> None:
     once = TOKENIZER.decode([token for token, weight in weighted if weight == 1])
     assert twice == "Action: add\nAction Input: 2+2\n"
     assert once == "Thought: ok\nFinal Answer: 4<|im_end|>"
+
+
+def test_react_weighs_each_section_by_its_keyword() -> None:
+    reply = "a Action: b\nAction Input: c\nObservation: d\nThought: e\nFinal Answer: f"
+    weights: dict[float, str] = {}
+    for text, weight in loss_scale.react(reply):
+        weights[weight] = weights.get(weight, "") + text
+    assert weights == {
+        1.0: "a Thought: e\nFinal Answer: f",
+        2.0: "Action: b\nAction Input: c\nObservation:",
+        0.0: " d\n",
+    }
+
+
+@pytest.mark.parametrize("name", ["last_round+default", "react+hermse"])
+def test_a_combination_that_cannot_be_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of them|did you mean 'hermes'"):
+        loss_scale.resolve(name)
 
 
 def test_a_loss_scale_whose_pieces_do_not_add_up_is_an_error() -> None:

@@ -19,7 +19,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
     console = console or Console(soft_wrap=True)
     try:
-        plans, problems = examine(config, overrides)
+        plans, problems = examine(config, overrides, load_all_plugins)
     except ConfigError as error:
         plans, problems = [], list(error.problems)
     for plan in plans:
@@ -28,7 +28,6 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     if not told:
         from trireme.launch.examine import part_problems
 
-        load_all_plugins(plans[0].config.plugins)
         told = list(dict.fromkeys(text for plan in plans for text in part_problems(plan)))
     show_problems(told, console)
     return 1 if told else 0

@@ -81,9 +81,8 @@ def plans_of(
 
         config = demo_config(overrides)
     loaded = load_config(config, overrides)
-    plans = make_plans(loaded)
-    load_all_plugins(loaded.plugins)
-    return plans
+    load_all_plugins(loaded.plugins)  # what they register is known then
+    return make_plans(loaded)
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
@@ -95,12 +94,10 @@ def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
 
 
 def load_all_plugins(plugins: Sequence[str]) -> None:
-    """Import the files of a YAML's `plugins` and of TRINITY_PLUGIN_DIRS."""
-    files = plugin_files(plugins)
-    if files:
-        from trireme.workflows.plugins import load_plugins
+    """Import the files of a YAML's `plugins`, of TRINITY_PLUGIN_DIRS and of installed packages."""
+    from trireme.workflows.plugins import load_plugins
 
-        load_plugins(files)
+    load_plugins(plugin_files(plugins))
 
 
 def log_folder(plans: Sequence[Plan]) -> Path:

@@ -91,6 +91,19 @@ def checked_value(whose: str, name: str, kind: Any, value: Any, *, limits: bool 
     return number
 
 
+def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what there is, the keyword arguments that `function` takes: all where it collects them."""
+    parameters = parameters_of(function)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(available)
+    return {name: value for name, value in available.items() if name in parameters}
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function, by name."""
+    return inspect.signature(function).parameters
+
+
 def _is_plain(kind: Any) -> bool:
     """Whether it is one that a YAML's scalar can be told to be of."""
     if get_origin(kind) in UNIONS:

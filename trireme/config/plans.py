@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -41,12 +41,18 @@ def draft_plans(config: Config) -> tuple[list[Plan], list[Problem]]:
     return plans, whole.problems + _shared(stages)
 
 
-def examine(path: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Plan], list[Problem]]:
-    """The Plans of a file as far as they can be told, and all that is wrong in it.
+def examine(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    load: Callable[[Sequence[str]], None] = lambda plugins: None,
+) -> tuple[list[Plan], list[Problem]]:
+    """The Plans of a file as far as they can be told, and all that is wrong in it; `load` loads its
+    plug-ins.
 
     What a wrong key's section lacks without it is not said as well.
     """
     config, problems = read_config(path, overrides)
+    load(config.plugins)
     plans, found = draft_plans(config)
     sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
     rest = [problem for problem in found if not problem.key.startswith(sections)]

@@ -4,8 +4,8 @@ What a reply is comes from comparing the chat template rendered up to the reply 
 generation prompt) and with it; templates with `{% generation %}` blocks say it themselves. The
 text is cut at those borders and encoded piece by piece, as it is when a model continues a prompt.
 
-- A reply's own `weight` (or `loss`: true, false) goes before what is trained by default; 0 is not
-  trained. Templates never see it.
+- A reply's own `weight` or `loss_scale` (or `loss`: true, false) goes before what is trained by
+  default; 0 is not trained. Templates never see it.
 - The token that ends a reply is trained once; what a template puts behind it is not.
 - A template may rewrite earlier turns (drop their thinking, say): such a turn is not trained,
   because what stands in the final text is not what the model is to write. `Rendered.rewritten`
@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-_OWN_KEYS = ("weight", "loss")
+_OWN_KEYS = ("weight", "loss_scale", "loss")
 """Keys of a message that are ours and not the template's."""
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 

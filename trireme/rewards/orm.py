@@ -14,9 +14,10 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-from trireme.config.options import fitting_options
+from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.nearest import did_you_mean
 from trireme.rewards.names import ORMS, REWARDS
 from trireme.rewards.reward import resolve as resolve_single
@@ -154,7 +155,9 @@ class Judge:
                 *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
             )
             return [Value(math.fsum(part.values()), part) for part in scored]
-        found = function.call([row.completion for row in rows], **columns)
+        named = accepted(function.call, columns)
+        _examine_columns(name, function.call, named)
+        found = function.call([row.completion for row in rows], **named)
         if inspect.isawaitable(found):
             found = await found
         if not isinstance(found, list | tuple) or len(found) != len(rows):
@@ -164,6 +167,17 @@ class Judge:
                 "each completion"
             )
         return [_number(value, name) for value in found]
+
+
+def _examine_columns(name: str, call: Callable[..., Any], named: Mapping[str, Any]) -> None:
+    """Raise ValueError where a function needs a column that the rows have not."""
+    for argument in list(parameters_of(call).values())[1:]:
+        collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        if argument.default is argument.empty and not collects and argument.name not in named:
+            raise ValueError(
+                f"reward function '{name}' needs '{argument.name}', and the data set has no such "
+                f"column; there are: {', '.join(named)}"
+            )
 
 
 def _options(given: Any) -> tuple[Any, dict[str, Any]]:
@@ -220,7 +234,11 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
         if first == "completions":  # the documents' own example leaves `self` out
             return Function(found.__call__)
         name = given if isinstance(given, str) else found.__name__
+        taken = parameters_of(found).get("args")
         try:
+            if taken is not None and taken.kind is not taken.VAR_POSITIONAL:
+                # ms-swift gives its command line's arguments
+                return Function(found(SimpleNamespace(**options), **accepted(found, options)))
             made: Any = found(**fitting_options(f"reward function '{name}'", found, options))
             return Function(made)
         except TypeError as error:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trireme.config.options import fitting_options
+from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.rewards.names import REWARDS, reward
 from trireme.task import Task
 
@@ -35,12 +35,6 @@ class RewardFn(ABC):
     @abstractmethod
     def __call__(self, **kwargs: Any) -> dict[str, float]:
         """Parts of the reward; called with `response`, `truth`, `prompt` and `task`."""
-
-
-@functools.lru_cache(maxsize=256)
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a reward; remembered, since it is asked for at every rollout."""
-    return inspect.signature(function).parameters
 
 
 def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[..., Any] | None:
@@ -116,10 +110,8 @@ def _wanted(
     there: dict[str, Any], more: dict[str, Any], reward: Callable[..., Any]
 ) -> dict[str, Any]:
     """Of what there is, the arguments that a class form names; `more` only where it names them."""
-    parameters = parameters_of(reward)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given = there if takes_all else {k: v for k, v in there.items() if k in parameters}
-    return given | {k: v for k, v in more.items() if k in parameters}
+    named = parameters_of(reward)
+    return accepted(reward, there) | {k: v for k, v in more.items() if k in named}
 
 
 def _is_function(reward: Any) -> bool:

@@ -1,7 +1,8 @@
 """Loss scale: which of the tokens that a dialogue sampled are trained, and how strongly.
 
-A scale is a name, or a function `(reply) -> [(text, weight), ...]` that splits a reply; 0 leaves a
-part out, other weights multiply the loss of its tokens. Text that was not sampled has no
+A scale is a name, several names joined by `+` (`last_round+hermes`: their weights multiply), or a
+function `(reply) -> [(text, weight), ...]` that splits a reply, or a class of ms-swift's form; 0
+leaves a part out, other weights multiply the loss of its tokens. Text that was not sampled has no
 log-probability and is never trained, whatever a scale says.
 """
 
@@ -9,15 +10,40 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+from trireme.config.options import accepted
 from trireme.model.recorder import Call
 from trireme.model.turn import Decode, token_starts
+from trireme.nearest import did_you_mean
 from trireme.registry import Registry
 
 Pieces = Sequence[tuple[str, float]]
 Scale = Callable[[str], Pieces]
+_Split = Callable[[str, bool], Pieces]
+"""The same, also told whether the reply is that of the last turn."""
+
+LAST_ROUND = "last_round"
+_TURNS = ("default", "all", LAST_ROUND)
+"""Names that say which turns are trained; all others split replies."""
+
+
+class ContextType(str, Enum):
+    """What ms-swift's scales are told of a text; here it is always a reply."""
+
+    RESPONSE = "response"
+    SUFFIX = "suffix"
+    OTHER = "other"
+
+
+class LossScale:
+    """ms-swift's class form of a scale. Give `get_loss_scale`."""
+
+    def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> Any:
+        """The texts of a reply, and the weight of each: two lists."""
+        return [context], [1.0]
 
 
 def weigh(path: Sequence[Call], name: str | Scale, decode: Decode) -> None:
@@ -25,32 +51,61 @@ def weigh(path: Sequence[Call], name: str | Scale, decode: Decode) -> None:
 
     default, all: every turn. last_round: the last one only.
     """
-    if name in ("default", "all"):
-        return
+    splits = resolve(name)
     turns = [list(calls) for _, calls in itertools.groupby(path, key=_turn)]
-    if name == "last_round":
-        for call in itertools.chain.from_iterable(turns[:-1]):
-            call.weights = [0.0] * len(call.completion.ids)
-        return
-    split = resolve(name)
     for calls in turns:
+        last = calls is turns[-1]
+        if only_last(name) and not last:
+            for call in calls:
+                call.weights = [0.0] * len(call.completion.ids)
+            continue
         reply = str((calls[-1].reply or {}).get("content") or "")
-        borders, weights = _borders(reply, split, name)
-        for call in calls:
-            own = call.weights or [1.0] * len(call.completion.ids)
-            starts = token_starts(call, decode)
-            call.weights = [w * _at(s, borders, weights) for s, w in zip(starts, own, strict=True)]
+        for split in splits:
+            borders, weights = _borders(reply, split(reply, last), name)
+            for call in calls:
+                own = call.weights or [1.0] * len(call.completion.ids)
+                starts = token_starts(call, decode)
+                call.weights = [
+                    w * _at(s, borders, weights) for s, w in zip(starts, own, strict=True)
+                ]
 
 
-def resolve(name: str | Scale) -> Scale:
-    """The scale that a name, path or function is. Raises ValueError for an unknown one."""
-    found: Any = SCALES.get(name) if isinstance(name, str) else name
+def only_last(name: Any) -> bool:
+    """Whether a scale trains the last turn alone."""
+    return isinstance(name, str) and LAST_ROUND in name.split("+")
+
+
+def resolve(name: Any) -> list[_Split]:
+    """How replies are split, by a name, path, class or function. Raises ValueError for others."""
+    if not isinstance(name, str):
+        return [_split_of(name)]
+    parts = name.split("+")
+    turns = [part for part in parts if part in _TURNS]
+    if len(turns) > 1:
+        raise ValueError(f"loss_scale {name!r} has {' and '.join(turns)}: expected one of them")
+    known = [*_TURNS, *SCALES.names()]
+    for part in parts:
+        if part not in known and not {".", ":"} & set(part):
+            hint = did_you_mean(part, known)
+            raise ValueError(
+                f"loss_scale {name!r} has the unknown scale '{part}'{hint} Known: "
+                f"{', '.join(known)}, and several joined by '+'"
+            )
+    return [_split_of(SCALES.get(part)) for part in parts if part not in _TURNS]
+
+
+def _split_of(found: Any) -> _Split:
     if isinstance(found, type):
         found = found()
     method = getattr(found, "get_loss_scale", None)
-    if method is not None:  # ms-swift's class form: two lists
-        return lambda reply: list(zip(*method(reply), strict=True))
-    return found
+    if method is None:
+        return lambda reply, last: found(reply)
+
+    def split(reply: str, last: bool) -> Pieces:
+        told = {"context_type": ContextType.RESPONSE, "is_last_round": last, "query": None}
+        return list(zip(*method(reply, **accepted(method, told)), strict=True))
+
+    return split
 
 
 def by_patterns(*patterns: tuple[str, float]) -> Scale:
@@ -72,9 +127,26 @@ def by_patterns(*patterns: tuple[str, float]) -> Scale:
     return split
 
 
-def _borders(reply: str, split: Scale, name: Any) -> tuple[list[int], list[float]]:
+def by_keywords(weights: Mapping[str, tuple[float, float]]) -> Scale:
+    """A scale of replies in sections: each keyword has a weight, and what follows it up to the next
+    keyword another; what stands before the first weighs 1.
+    """
+    border = re.compile("|".join(map(re.escape, weights)))
+
+    def split(reply: str) -> Pieces:
+        found = list(border.finditer(reply))
+        starts = [*(m.start() for m in found), len(reply)]
+        pieces = [(reply[: starts[0]], 1.0)]
+        for match, end in zip(found, starts[1:], strict=True):
+            word, text = weights[match[0]]
+            pieces += [(match[0], word), (reply[match.end() : end], text)]
+        return pieces
+
+    return split
+
+
+def _borders(reply: str, pieces: Pieces, name: Any) -> tuple[list[int], list[float]]:
     """Where each piece ends, and its weight."""
-    pieces = split(reply)
     if "".join(text for text, _ in pieces) != reply:
         raise ValueError(
             f"loss_scale {name!r} gave pieces that do not add up to the reply {reply!r:.60}: "
@@ -93,9 +165,14 @@ def _turn(call: Call) -> int:
     return len(call.messages or ())
 
 
-react = by_patterns(
-    (r"Observation:.*?(?=Thought:|Action:|Final Answer:|$)", 0.0),
-    (r"Action:.*?(?=Observation:|$)", 2.0),
+react = by_keywords(
+    {
+        "Action:": (2.0, 2.0),
+        "Action Input:": (2.0, 2.0),
+        "Thought:": (1.0, 1.0),
+        "Final Answer:": (1.0, 1.0),
+        "Observation:": (2.0, 0.0),
+    }
 )
 hermes = by_patterns(
     (r"<tool_response>.*?</tool_response>", 0.0), (r"<tool_call>.*?</tool_call>", 2.0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trireme.config.problem import ConfigError, Problem
+from trireme.workflows.swift import no_counterpart, stand_in
 
 ENTRY_POINTS = "trireme.plugins"
 
@@ -25,6 +26,7 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
 
     Returns the names of the modules. Raises ConfigError with the traceback of the first that fails.
     """
+    stand_in()
     from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
     places = dict.fromkeys(str(path) for path in (*paths, *filter(None, from_environment)))
     loaded = [_load_file(file) for place in places for file in _files(Path(place))]
@@ -88,5 +90,6 @@ def _guarded(what: str, load: object) -> None:
         load()
     except Exception as error:
         trace = traceback.format_exc().rstrip()
-        text = f"has {what}, which fails to load: {type(error).__name__}: {error}\n{trace}"
+        hint = no_counterpart(error)
+        text = f"has {what}, which fails to load: {type(error).__name__}: {error}{hint}\n{trace}"
         raise ConfigError([Problem("plugins", text)]) from error

@@ -54,9 +54,7 @@ class ScheduledWorkflow:
         """Raise ValueError for a conversation, scheduler, loss scale or reward that cannot be."""
         _messages(task)
         make_scheduler(task.workflow_args)
-        scale = task.workflow_args.get("loss_scale", "default")
-        if scale not in ("default", "all", "last_round"):
-            loss_scale.resolve(scale)
+        loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
         judge_of(task.reward_fn, task.reward_fn_args).examine()
 
     async def judge(
@@ -132,7 +130,7 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
     out: list[Experience] = []
     for leaf, dialogue in leaves.items():
         path = leaf.path
-        if scale == "last_round" and leaf is not dialogue.call:
+        if loss_scale.only_last(scale) and leaf is not dialogue.call:
             continue
         loss_scale.weigh(path, scale, decode)
         experience = experience_of(path, untrained(path, done), decode)

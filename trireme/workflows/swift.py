@@ -1,0 +1,156 @@
+"""Swift: the names that plug-ins for ms-swift import, where ms-swift itself is not installed.
+
+`from swift.plugin import ORM, orms` then gives Trireme's own. Modules are those of its versions 3
+and 4; what lay in which of them changed often, so that each has all names. What Trireme has no
+counterpart of (engines, templates, reward models with a head of their own) can be imported and
+subclassed, and says so when it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from trireme import log
+from trireme.lazy import lazy_names
+from trireme.registry import Registry
+from trireme.rewards.orm import ORM as _ORM
+
+_SCHEDULER = "trireme.workflows.scheduler"
+_GYM = "trireme.workflows.gym_scheduler"
+_TIPS = "trireme.workflows.math_tips"
+_SCALE = "trireme.workflows.loss_scale"
+_GROUP = "trireme.rewards.group"
+_HERE = "trireme.workflows.swift"
+_ABSENT = (
+    *("DefaultRMPlugin", "GenRMPlugin", "PRM", "InferEngine", "PtEngine", "VllmEngine"),
+    *("GRPOVllmEngine", "TransformersEngine", "InferClient", "Template", "OpenEnvScheduler"),
+    "to_device",
+)
+NAMES = {
+    "MultiTurnScheduler": _SCHEDULER,
+    "RolloutScheduler": f"{_SCHEDULER}:MultiTurnScheduler",
+    "ThinkingModelTipsScheduler": f"{_TIPS}:ThinkingTips",
+    "MathTipsScheduler": f"{_TIPS}:MathTips",
+    "MathTipsMultiTurnScheduler": f"{_TIPS}:MathTipsMultiTurn",
+    "GYMScheduler": f"{_GYM}:GymScheduler",
+    "multi_turns": "trireme.workflows.names:MULTI_TURNS",
+    "RolloutInferRequest": _SCHEDULER,
+    "InferRequest": f"{_SCHEDULER}:RolloutInferRequest",
+    "RolloutOutput": _SCHEDULER,
+    "RolloutResponseChoice": _SCHEDULER,
+    "ChatCompletionResponse": _SCHEDULER,
+    "ChatCompletionResponseChoice": f"{_SCHEDULER}:RolloutResponseChoice",
+    "ChatMessage": _SCHEDULER,
+    "RequestConfig": _HERE,
+    "Messages": _GYM,
+    "Env": _GYM,
+    "envs": "trireme.workflows.names:ENVS",
+    "ContextManager": _GYM,
+    "context_managers": "trireme.workflows.names:CONTEXT_MANAGERS",
+    "ORM": f"{_HERE}:SwiftORM",
+    "AsyncORM": f"{_HERE}:SwiftORM",
+    "orms": "trireme.rewards.names:ORMS",
+    "MathAccuracy": _GROUP,
+    "Format": _GROUP,
+    "ReActFormat": f"{_GROUP}:ReactFormat",
+    "CosineReward": f"{_GROUP}:Cosine",
+    "RepetitionPenalty": f"{_GROUP}:Repetition",
+    "SoftOverlong": _GROUP,
+    "rm_plugins": _HERE,
+    "prms": _HERE,
+    "LossScale": _SCALE,
+    "ContextType": _SCALE,
+    "loss_scale_map": f"{_SCALE}:SCALES",
+    "get_logger": _HERE,
+}
+MODULES = frozenset(
+    {
+        "swift",
+        *(f"swift.{name}" for name in ("llm", "plugin", "utils", "rollout", "rewards", "template")),
+        *(f"swift.{name}" for name in ("loss_scale", "infer_engine", "infer_engine.protocol")),
+        *(f"swift.llm.{name}" for name in ("infer", "infer.protocol", "template")),
+        *(f"swift.llm.template.{name}" for name in ("base", "utils")),
+        *(f"swift.plugin.{name}" for name in ("orm", "prm", "rm_plugin", "multi_turn", "env")),
+        *(f"swift.plugin.{name}" for name in ("context_manager", "loss_scale")),
+        "swift.plugin.loss_scale.loss_scale",
+        *(f"swift.rollout.{name}" for name in ("multi_turn", "gym_env")),
+        *(f"swift.rewards.{name}" for name in ("orm", "prm", "rm_plugin")),
+        *(f"swift.loss_scale.{name}" for name in ("base", "mapping")),
+        "swift.template.utils",
+    }
+)
+
+rm_plugins = Registry("reward model plug-in")
+prms = Registry("process reward model")
+
+
+class SwiftORM(_ORM):
+    """ORM, whose constructor takes ms-swift's arguments."""
+
+    def __init__(self, args: Any = None) -> None:
+        self.args = args
+
+
+class RequestConfig(SimpleNamespace):
+    """Options of a request: `max_tokens`, `temperature`, `stop` and the like."""
+
+
+def get_logger(*args: Any, **options: Any) -> logging.Logger:
+    """A logger whose lines are in the run's log."""
+    return log.get_logger("plugin")
+
+
+class Absent:
+    """What has no counterpart here; it can be subclassed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        name = next(c.__name__ for c in type(self).__mro__ if c.__name__ in _ABSENT)
+        raise NotImplementedError(
+            f"ms-swift's {name} has no counterpart in Trireme: for a model as judge see "
+            "docs/rewards.md, for engines docs/engines.md"
+        )
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules of `MODULES` that no other finder has found."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """None for what is not ours."""
+        if name not in MODULES or ("swift" in sys.modules and not _is_stand_in()):
+            return None
+        return ModuleSpec(name, _Loader(), is_package=True)
+
+
+class _Loader(Loader):
+    """Fills a module with the names."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """All names in every module: see above."""
+        vars(module).update({name: type(name, (Absent,), {}) for name in _ABSENT})
+        vars(module)["__getattr__"] = lazy_names(module.__name__, NAMES)
+
+
+def stand_in() -> None:
+    """From now on `import swift` finds this, unless ms-swift is installed."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+def no_counterpart(error: Exception) -> str:
+    """What to add to an import's error where it is one of a name of ms-swift's."""
+    name = error.name if isinstance(error, ImportError) else None
+    if name is None or name.partition(".")[0] != "swift" or not _is_stand_in():
+        return ""
+    return (
+        " (ms-swift is not installed here, and Trireme has these of its names: "
+        f"{', '.join(sorted({*NAMES, *_ABSENT}))})"
+    )
+
+
+def _is_stand_in() -> bool:
+    return isinstance(getattr(sys.modules.get("swift"), "__loader__", None), _Loader)
