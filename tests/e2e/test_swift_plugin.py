@@ -104,9 +104,9 @@ def test_a_plug_in_for_ms_swift_trains_as_it_is(tmp_path: Path, config: dict[str
 def test_what_is_wrong_with_a_plug_in_is_said_before_what_it_would_have_registered(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    (tmp_path / "plugin.py").write_text(PLUGIN.replace("rm_plugins\n", "rm_plugin\n", 1))
+    (tmp_path / "plugin.py").write_text(PLUGIN.replace("rm_plugins\n", "rm_plug\n", 1))
     done = run(tmp_path, config, *FLAGS)
     assert done.returncode == 2
-    assert "cannot import name 'rm_plugin'" in done.stderr.splitlines()[0]
+    assert "cannot import name 'rm_plug'" in done.stderr.splitlines()[0]
     assert "rm_plugins" in done.stderr.splitlines()[0]  # what there is
     assert "unknown reward" not in done.stderr

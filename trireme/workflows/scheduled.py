@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from trireme.engines.engine import Sampling
@@ -132,7 +133,8 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
         path = leaf.path
         if loss_scale.only_last(scale) and leaf is not dialogue.call:
             continue
-        loss_scale.weigh(path, scale, decode)
+        # a reply's text has no special tokens, which a model may well sample
+        loss_scale.weigh(path, scale, partial(decode, skip_special=True))
         experience = experience_of(path, untrained(path, done), decode)
         if leaf is dialogue.call:
             experience.messages = dialogue.messages
