@@ -25,6 +25,19 @@ def test_the_newest_weights_come_first_and_groups_stay_together() -> None:
     run(main())
 
 
+def test_a_group_of_two_versions_is_as_old_as_its_oldest_token() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer("b")
+        mixed = step_of(1, tasks=1)
+        assert mixed[1].versions is not None
+        mixed[1].versions[2:] = 9
+        await buffer.put(mixed)
+        await buffer.put(step_of(2, tasks=1))
+        assert [e.eid.batch for e in await buffer.take(4)] == [2, 2, 1, 1]
+
+    run(main())
+
+
 def test_without_a_cooldown_everything_comes_once() -> None:
     async def main() -> None:
         buffer = ReplayBuffer("b", clock=JumpingClock(), max_read_timeout=50)

@@ -121,6 +121,42 @@ def test_equal_prompts_are_prefilled_once_and_turns_reuse_the_prefix(tiny_dir: P
     assert torch.allclose(own, torch.tensor(turn.logprobs), atol=1e-5)
 
 
+def test_prompts_that_part_inside_a_block_of_the_prefix_cache_share_no_more(
+    tiny_dir: Path,
+) -> None:
+    first = list(range(5, 45))
+    greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+    others = [[*first[:at], 60, *first[at + 1 :]] for at in (16, 20, 31, 37)]
+
+    async def main(engine: TorchEngine) -> Any:
+        await engine.generate(first, greedy)
+        return [(await engine.generate(ids, greedy))[0] for ids in others]
+
+    for ids, reply in zip(others, run(tiny_dir, main), strict=True):
+        own = reference(tiny_dir, ids + reply.ids)[len(ids) - 1 :]
+        assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_same_prompt_after_new_weights_is_read_anew(tmp_path: Path, shared: bool) -> None:
+    old, new = make_model(tmp_path / "a", seed=0), make_model(tmp_path / "b", seed=1)
+    prompt = list(range(5, 45))
+    trained = AutoModelForCausalLM.from_pretrained(old) if shared else None
+
+    async def main(engine: TorchEngine) -> Any:
+        sampling = Sampling(max_tokens=8, ignore_eos=True)
+        await engine.generate(prompt, sampling)
+        if trained is not None:
+            trained.load_state_dict(AutoModelForCausalLM.from_pretrained(new).state_dict())
+        await engine.update_weights(None if shared else new, 1)
+        return (await engine.generate(prompt, sampling))[0]
+
+    reply = run(old, main, **({"share_with": trained} if shared else {}))
+    own = reference(new, prompt + reply.ids)[len(prompt) - 1 :]
+    assert reply.versions == [1] * 8
+    assert torch.allclose(own, torch.tensor(reply.logprobs), atol=1e-5)
+
+
 def test_an_update_in_flight_marks_tokens_and_new_ones_are_of_the_new_weights(
     tmp_path: Path,
 ) -> None:

@@ -25,6 +25,8 @@ class Say:
     stop: str | None = None
     behind: str = ""
     """Sampled after the text: the stop string."""
+    versions: tuple[int, ...] = (3,)
+    """Of the first tokens; the last one goes on."""
 
 
 class FakeEngine:
@@ -67,9 +69,8 @@ class FakeEngine:
             sampled += self.tokenizer.encode(say.end, add_special_tokens=False)
         logprobs = [-0.5 - 0.01 * i for i in range(len(sampled))]
         drawn = logprobs if sampling.top_p == 1 else [0.0] * len(sampled)
-        return Completion(
-            sampled, logprobs, drawn, [3] * len(sampled), say.stop_reason, say.stop, say.text
-        )
+        versions = [say.versions[min(i, len(say.versions) - 1)] for i in range(len(sampled))]
+        return Completion(sampled, logprobs, drawn, versions, say.stop_reason, say.stop, say.text)
 
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0

@@ -48,6 +48,16 @@ def test_one_experience_a_conversation_with_reward_and_metrics() -> None:
     assert engine_of(model).keys == [(1, 2, 3, 0), (1, 2, 3, 1), (1, 2, 3, 2)]
 
 
+@pytest.mark.parametrize("per_call", [False, True])
+def test_each_token_keeps_the_version_that_sampled_it(per_call: bool) -> None:
+    model = make([Say("ab", versions=(0, 0, 1)), Say("c", versions=(1, 2))])
+    chat = [user("1"), assistant("ab"), user("2")]
+    ask(model, chat[:1], chat)
+    reward: Any = [0.0, 1.0] if per_call else 1.0
+    sampled = [e.versions[e.mask].tolist() for e in model.experiences(reward=reward)]
+    assert sampled == ([[0, 0, 1], [1, 2]] if per_call else [[0, 0, 1, 1, 2]])
+
+
 def test_a_list_of_rewards_gives_one_experience_a_call() -> None:
     model = make(["a", "b"])
     ask(model, [user("1")], [user("1"), assistant("a"), user("2")])

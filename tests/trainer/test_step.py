@@ -13,6 +13,7 @@ from tests.tiny import make_model
 from tests.trainer.samples import Settings, experiences
 from trireme.algorithms.names import policy_loss
 from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.experience import Experience
 from trireme.trainer.backend import NotFinite, TorchBackend
 from trireme.trainer.step import train_step
 
@@ -22,6 +23,9 @@ FULL = {
     "kl_loss_fn_args": {"kl_coef": 0.3},
     "entropy_loss_fn_args": {"entropy_coef": 0.2},
 }
+
+
+MODES = ("token-mean", "seq-mean-token-mean")
 
 
 def _recipe(**given):
@@ -71,26 +75,44 @@ def _entry_terms(model, reference, e, t):
     return loss, d.exp() - 1 - d, -(p.exp() * p).sum()
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, tmp_path):
+def _of_groups() -> list[Experience]:
+    """The samples with one advantage each, as group-relative ones are: good, bad and neither."""
+    samples = experiences()
+    for n, e in enumerate(samples):
+        e.advantages = e.mask * [1.2, -0.7, 0.0, -1.5][n % 4]
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("arch", "mode", "kl", "entropy"),
+    [(arch, mode, 0.3, 0.2) for arch in ("qwen3", "qwen2", "llama") for mode in MODES]
+    + [("qwen3", mode, 0.0, 0.0) for mode in MODES],
+)
+def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")
     backend = _backend(path, reference=True)
     _moved_reference(backend)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     reference = copy.deepcopy(plain)
     plain.load_state_dict({k: v.double() for k, v in backend.module.state_dict().items()})
-    samples = experiences()
+    # without divergence and bonus, samples without an advantage are left out of the train step
+    samples = experiences() if kl else _of_groups()
     total = torch.zeros((), dtype=torch.float64)
     num_tokens = sum(int(e.mask.sum()) for e in samples)
     for e in samples:
         own = e.mask.nonzero().squeeze(1).tolist()
         weight = 1 / num_tokens if mode == "token-mean" else 1 / (len(samples) * len(own))
         for t in own:
-            loss, divergence, entropy = _entry_terms(plain, reference, e, t)
-            total = total + weight * (loss + 0.3 * divergence - 0.2 * entropy)
+            loss, divergence, bonus = _entry_terms(plain, reference, e, t)
+            total = total + weight * (loss + kl * divergence - entropy * bonus)
     total.backward()
-    got, metrics = _gradients(backend, _recipe(**FULL, loss_agg_mode=mode), samples)
+    coefficients = {
+        "kl_loss_fn_args": {"kl_coef": kl},
+        "entropy_loss_fn_args": {"entropy_coef": entropy},
+    }
+    recipe = _recipe(**FULL | coefficients, loss_agg_mode=mode)
+    got, metrics = _gradients(backend, recipe, samples)
+    assert metrics["perf/idle_experiences"] == sum(not e.advantages.any() for e in samples)
     assert metrics["actor/loss"] == pytest.approx(total.item(), abs=1e-5)
     for name, p in plain.named_parameters():
         assert p.grad is not None

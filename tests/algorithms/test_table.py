@@ -1,0 +1,224 @@
+"""Table: every algorithm's row as its paper has it, typed by hand.
+
+The numbers are the papers' (or, where a paper leaves one open, those of the system whose YAML we
+read): a changed default of a row or of a part it names is a changed algorithm.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from trireme.algorithms.names import ALGORITHM_PATHS
+from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.config.schema.algorithm import AlgorithmConfig
+
+K2 = {"kl_loss_fn": "k2"}
+PPO = {
+    "clip_range": 0.2,
+    "clip_range_low": None,
+    "clip_range_high": None,
+    "clip_ratio_c": 3.0,
+    "enable_sequence_masking": False,
+    "fallback_to_policy_gradient": False,
+}
+BY_STD = {"epsilon": 1e-6, "std_threshold": None, "std_cal_level": "group"}
+GRPO = BY_STD | {"norm_by_std": True, "rank_penalty": None}
+MU = {"mu": 0.1, "clip_range": 0.2}
+
+# algorithm: ((advantage, its options), (policy loss, its options), what else differs from a row
+# without reference, critic, entropy bonus and greedy run, averaged over the batch's tokens)
+ROWS: dict[str, tuple[tuple[str | None, dict], tuple[str, dict], dict[str, Any]]] = {
+    "sft": ((None, {}), ("sft", {}), {"schema": "sft"}),
+    "cpt": ((None, {}), ("sft", {}), {"schema": "cpt"}),
+    # arXiv:2305.18290: beta 0.1, a log sigmoid a pair
+    "dpo": (
+        (None, {}),
+        ("dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+        {"schema": "dpo", "loss_agg_mode": "seq-mean-token-mean", "reference": True},
+    ),
+    # arXiv:1707.06347 with the dual clip of arXiv:1912.09729; arXiv:1506.02438
+    "ppo": (
+        ("ppo", {"gamma": 1.0, "lam": 1.0}),
+        ("ppo", PPO),
+        K2 | {"critic": True, "in_trainer": True},
+    ),
+    # arXiv:2402.03300
+    "grpo": (("grpo", GRPO), ("ppo", PPO), K2),
+    "multi_step_grpo": (("step_wise_grpo", BY_STD | {"enable_step_norm": False}), ("ppo", PPO), K2),
+    # arXiv:2505.10978
+    "gigpo": (
+        ("gigpo", {"omega": 1.0, "gamma": 1.0, "fnorm": "none"}),
+        ("ppo", PPO | {"clip_range_low": 0.2, "clip_range_high": 0.2}),
+        K2 | {"group_size": 8},
+    ),
+    # arXiv:2503.14476: clip-higher, token mean, no KL, groups that teach nothing are left out
+    "dapo": (
+        ("dapo", {"std_threshold": 0.0, "overlong_length": None, "overlong_penalty": 1.0}),
+        ("ppo", PPO | {"clip_range_low": 0.2, "clip_range_high": 0.28}),
+        {},
+    ),
+    # arXiv:2503.20783: no std, no mean over a reply's own length
+    "dr_grpo": (
+        ("grpo", GRPO | {"norm_by_std": False}),
+        ("ppo", PPO),
+        {"kl_loss_fn": "none", "loss_agg_mode": "seq-mean-token-sum-norm"},
+    ),
+    # arXiv:2507.18071
+    "gspo": (
+        ("grpo", GRPO),
+        ("gspo", {"clip_range_low": 3e-4, "clip_range_high": 4e-4}),
+        K2 | {"loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    # arXiv:2506.13585
+    "cispo": (
+        ("grpo", GRPO),
+        ("cispo", {"clip_range_low": 1.0, "clip_range_high": 0.28, "enable_mask_clip": False}),
+        K2,
+    ),
+    # arXiv:2511.20347
+    "sapo": (("grpo", GRPO), ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}), K2),
+    # arXiv:2402.14740
+    "rloo": (("rloo", {}), ("ppo", PPO), K2),
+    # arXiv:2501.03262
+    "reinforceplusplus": (
+        ("reinforceplusplus", {"gamma": 1.0}),
+        ("ppo", PPO),
+        K2 | {"in_trainer": True},
+    ),
+    # arXiv:2310.10505
+    "remax": (
+        ("remax", {}),
+        ("ppo", PPO),
+        {"kl_loss_fn": "none", "greedy_run": True, "group_size": 2},
+    ),
+    # arXiv:2505.17826
+    "opmd": (("opmd", {"opmd_baseline": "mean", "tau": 1.0}), ("opmd", {"tau": 1.0}), K2),
+    # arXiv:2506.20520
+    "asymre": (
+        ("asymre", {"baseline_shift": -0.1}),
+        ("opmd", {"tau": 1.0}),
+        {"entropy_loss_fn": "none"},
+    ),
+    # arXiv:2503.14286
+    "topr": (("reinforce", {}), ("topr", {"advantage_threshold": 0.0}), K2),
+    # arXiv:2108.05828
+    "sppo": (
+        ("opmd", {"opmd_baseline": "mean"}),
+        ("sppo", {"epsilon": 0.3}),
+        {"entropy_loss_fn": "none"},
+    ),
+    # arXiv:2509.24203
+    "rec": (
+        ("rec", {"std_normalize": False, "drop": None}),
+        (
+            "rec",
+            {
+                "clip_mode": "none",
+                "epsilon_low": 0.2,
+                "epsilon_high": 0.2,
+                "epsilon_low_prime": 0.6,
+                "epsilon_high_prime": 2.0,
+                "weight": "none",
+                "temp": 1.0,
+                "regularizer": "none",
+                "regularizer_coef": 0.0,
+            },
+        ),
+        K2,
+    ),
+    # arXiv:2304.06767
+    "raft": (("raft", {"min_reward": 0.0}), ("sft", {}), {"entropy_loss_fn": "none"}),
+    # arXiv:2505.17826
+    "mix": (
+        ("grpo", GRPO),
+        ("mix", MU),
+        K2 | {"entropy_loss_fn": "mix", "sample_strategy": "mix"},
+    ),
+    # arXiv:2508.11408
+    "mix_chord": (
+        ("grpo", GRPO),
+        (
+            "mix_chord",
+            {
+                "mu_warmup_steps": 0,
+                "mu_decay_steps": 0,
+                "mu_peak": 0.1,
+                "mu_valley": 0.1,
+                "enable_phi_function": True,
+                "cutoff_prob": 1.0,
+                "clip_range": 0.2,
+            },
+        ),
+        K2 | {"entropy_loss_fn": "mix", "sample_strategy": "mix"},
+    ),
+    # arXiv:2306.13649
+    "on_policy_distill": (
+        ("on_policy_distill", {"kl_coef": 1.0}),
+        ("ppo", PPO),
+        {"entropy_loss_fn": "none", "in_trainer": True},
+    ),
+    "jsd": (
+        ("jsd", {"kl_coef": 1.0, "lambda_coef": 0.5, "temperature": 1.0}),
+        ("ppo", PPO),
+        {"entropy_loss_fn": "none", "in_trainer": True},
+    ),
+}
+FIELDS = (
+    "schema kl_loss_fn kl_penalty_fn loss_agg_mode sample_strategy group_size greedy_run".split()
+)
+
+
+def _recipe(name: str, **given: Any) -> Recipe:
+    return get_recipe(AlgorithmConfig(algorithm_type=name, **given))
+
+
+def _options(recipe: Recipe, kind: str) -> dict[str, Any]:
+    """What a part runs with: its function's defaults, and the row's options over them."""
+    part = recipe.parts[kind]
+    parameters = inspect.signature(part.function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | dict(part.options)
+
+
+def test_every_algorithm_has_a_row_here():
+    assert {*ROWS, "grpo_verl"} == {*ALGORITHM_PATHS}
+    assert _recipe("grpo_verl") is not None and _recipe("grpo_verl").name == "grpo"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_row_is_the_papers(name):
+    (advantage, advantage_options), (loss, loss_options), rest = ROWS[name]
+    recipe = _recipe(name)
+    assert (recipe.advantage_fn, recipe.policy_loss_fn) == (advantage, loss)
+    for kind, expected in (
+        ("advantage_fn", advantage_options),
+        ("policy_loss_fn", loss_options),
+    ):
+        got = _options(recipe, kind) if expected else {}
+        assert {key: got[key] for key in expected} == expected
+    from_data = rest.get("schema", "experience") != "experience"
+    entropy = rest.get("entropy_loss_fn", "none" if from_data else "default")
+    assert recipe.entropy_loss_fn == entropy and recipe.entropy is None, "its coefficient is 0"
+    plain = {
+        "schema": "experience",
+        "kl_loss_fn": "none",
+        "kl_penalty_fn": "none",
+        "loss_agg_mode": "token-mean",
+        "sample_strategy": "default",
+        "group_size": 1,
+        "greedy_run": False,
+    }
+    assert {f: getattr(recipe, f) for f in FIELDS} == {f: rest.get(f, plain[f]) for f in FIELDS}
+    assert recipe.needs_reference == rest.get("reference", recipe.kl_loss_fn == "k2")
+    assert recipe.needs_critic == rest.get("critic", False)
+    assert (recipe.token_advantage is not None) == rest.get("in_trainer", False)
+    assert recipe.bypass_old_logprobs
+    if recipe.kl is not None:
+        assert recipe.kl.settings == {
+            "kl_coef": 0.001,
+            "adaptive": False,
+            "target_kl": 0.1,
+            "horizon": 10000.0,
+        }
