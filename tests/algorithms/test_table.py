@@ -166,9 +166,15 @@ ROWS: dict[str, tuple[tuple[str | None, dict], tuple[str, dict], dict[str, Any]]
         {"entropy_loss_fn": "none", "in_trainer": True},
     ),
 }
-FIELDS = (
-    "schema kl_loss_fn kl_penalty_fn loss_agg_mode sample_strategy group_size greedy_run".split()
-)
+PLAIN = {
+    "schema": "experience",
+    "kl_loss_fn": "none",
+    "kl_penalty_fn": "none",
+    "loss_agg_mode": "token-mean",
+    "sample_strategy": "default",
+    "group_size": 1,
+    "greedy_run": False,
+}
 
 
 def _recipe(name: str, **given: Any) -> Recipe:
@@ -201,16 +207,9 @@ def test_the_row_is_the_papers(name):
     from_data = rest.get("schema", "experience") != "experience"
     entropy = rest.get("entropy_loss_fn", "none" if from_data else "default")
     assert recipe.entropy_loss_fn == entropy and recipe.entropy is None, "its coefficient is 0"
-    plain = {
-        "schema": "experience",
-        "kl_loss_fn": "none",
-        "kl_penalty_fn": "none",
-        "loss_agg_mode": "token-mean",
-        "sample_strategy": "default",
-        "group_size": 1,
-        "greedy_run": False,
+    assert {field: getattr(recipe, field) for field in PLAIN} == {
+        field: rest.get(field, usual) for field, usual in PLAIN.items()
     }
-    assert {f: getattr(recipe, f) for f in FIELDS} == {f: rest.get(f, plain[f]) for f in FIELDS}
     assert recipe.needs_reference == rest.get("reference", recipe.kl_loss_fn == "k2")
     assert recipe.needs_critic == rest.get("critic", False)
     assert (recipe.token_advantage is not None) == rest.get("in_trainer", False)

@@ -54,7 +54,11 @@ def test_each_token_keeps_the_version_that_sampled_it(per_call: bool) -> None:
     chat = [user("1"), assistant("ab"), user("2")]
     ask(model, chat[:1], chat)
     reward: Any = [0.0, 1.0] if per_call else 1.0
-    sampled = [e.versions[e.mask].tolist() for e in model.experiences(reward=reward)]
+    sampled = [
+        e.versions[e.mask].tolist()
+        for e in model.experiences(reward=reward)
+        if e.versions is not None
+    ]
     assert sampled == ([[0, 0, 1], [1, 2]] if per_call else [[0, 0, 1, 1, 2]])
 
 

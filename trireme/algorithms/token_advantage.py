@@ -12,12 +12,13 @@ an environment said) are passed over: the next token is the next trained one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from trireme.algorithms.policy_loss import MAX_LOG_RATIO
 
 Advantage = TypeVar("Advantage", bound=Callable)
 
@@ -88,27 +89,30 @@ def jsd(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """A_t = -c (b (t - M) + (1 - b)(s - M)), M = log((1 - b) e^s + b e^t) (arXiv:2306.13649).
+    """A_t = c (1 - b)(M - s), M = log((1 - b) e^s + b e^t): minus JSD's slope (arXiv:2306.13649).
 
-    s and t are the student's and the teacher's log-probabilities of the token over `temperature`, b
-    is `lambda_coef`; at b = 0 the bracket is s - t, at b = 1 it is t - s. `chunk_size` tokens are
-    computed at once; not given: all.
+    It is the gradient of the Jensen-Shannon divergence on the student's own samples: s and t
+    are the student's and the teacher's log-probabilities of the token over `temperature`, b is
+    `lambda_coef`. b = 0 is the reverse KL, A = c (t - s); b = 1 the forward one, A =
+    c (e^(t - s) - 1). Trinity's A = -c (b (t - M) + (1 - b) (s - M)) is positive wherever the two
+    differ, and leads the student away from its teacher. `chunk_size` tokens are computed at once;
+    not given: all.
     """
     b, size = lambda_coef, chunk_size or max(len(old_logprobs), 1)
     if not 0 <= b <= 1:
         raise ValueError(f"algorithm.advantage_fn_args.lambda_coef is {b:g}: expected 0 to 1")
     chunks = zip(old_logprobs.split(size), teacher_logprobs.split(size), strict=True)
-    return -kl_coef * torch.cat([_between(s / temperature, t / temperature, b) for s, t in chunks])
+    return kl_coef * torch.cat([_between(s / temperature, t / temperature, b) for s, t in chunks])
 
 
 def _between(student: Tensor, teacher: Tensor, b: float) -> Tensor:
-    """The bracket of `jsd`."""
+    """The advantage of `jsd` at c = 1."""
+    gap = (teacher - student).clamp(max=MAX_LOG_RATIO)
     if b == 0:
-        return student - teacher
+        return gap
     if b == 1:
-        return teacher - student
-    middle = torch.logaddexp(student + math.log(1 - b), teacher + math.log(b))
-    return b * (teacher - middle) + (1 - b) * (student - middle)
+        return gap.expm1()
+    return (1 - b) * torch.log1p(b * gap.expm1())
 
 
 def whiten(values: Tensor) -> Tensor:
