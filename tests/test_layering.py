@@ -21,7 +21,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "rewards", "envs"),
     ("algorithms",),
     ("batch",),
-    ("experience", "serialize", "task", "registry", "log", "threads", "files", "config"),
+    (
+        "experience",
+        "serialize",
+        "task",
+        "registry",
+        "log",
+        "threads",
+        "files",
+        "usercode",
+        "config",
+    ),
     ("nearest", "lazy"),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}

@@ -31,6 +31,8 @@ ELSEWHERE = "launcher"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SHOWN_REPEATS = 3
+FILE_ONLY = {"file_only": True}
+"""`extra` of what a file keeps and the console is told in another way."""
 
 _PASSWORD = re.compile(r"(\w://[^\s:/@?]*:(?=[^\s@'\"]+@)|[?&]password=)[^\s@&'\"]+")
 
@@ -102,6 +104,8 @@ def write_failure(job_log_dir: str | Path, error: BaseException) -> Path | None:
     record = logging.LogRecord(
         f"{ROOT}.{ELSEWHERE}", logging.ERROR, __file__, 0, "the run failed", (), trace
     )
+    if of_rollout := getattr(error, "trace", ""):  # that of the user's code
+        record.msg = f"the run failed; the first rollout that did:\n{of_rollout.rstrip()}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -157,12 +161,15 @@ class ConsoleLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show the first line, and after some repeats say where the others are."""
+        if getattr(record, "file_only", False):
+            return
         part = part_of(record.name)
         kind = (part, str(record.msg))
         self._seen[kind] += 1
         if self._seen[kind] > SHOWN_REPEATS:
             return
-        line = hide_passwords((record.getMessage().splitlines() or [""])[0])
+        lines = hide_passwords(record.getMessage()).splitlines() or [""]
+        line = lines[0]
         more = ""
         if self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"

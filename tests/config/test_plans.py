@@ -113,11 +113,12 @@ def test_smaller_train_batches_make_more_train_steps(tmp_path):
 
 
 def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
-    (tmp_path / "my.py").write_text('NAME = "my_workflow"')
+    text = "from trireme import workflow\n@workflow('of_a_plan')\nasync def f(task, model): ..."
+    (tmp_path / "my_plan.py").write_text(text)
     plan = plan_of(
         tmp_path,
-        "plugins=[my.py]",
-        "buffer.explorer_input.taskset.default_workflow_type=my_workflow",
+        "plugins=[my_plan.py]",
+        "buffer.explorer_input.taskset.default_workflow_type=of_a_plan",
     )
     assert plan.train_steps is None
     assert plan.schedule_steps == 4

@@ -1,6 +1,7 @@
 """Every bad input has a sentence of its own before anything is loaded."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,10 +157,15 @@ def test_an_unknown_workflow_reward_or_algorithm_lists_the_known(tmp_path):
 
 
 def test_a_users_own_workflow_is_found_by_name_or_path(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("@workflow('my_workflow')\nasync def f(task, model): ...")
+    text = "@workflow('my_workflow')\nasync def f(task, model): ..."
+    (tmp_path / "mine.py").write_text(f"from trireme import workflow\n{text}")
+    monkeypatch.setitem(sys.modules, "mine", None)  # of this test alone
+    del sys.modules["mine"]
     key = f"{TASKSET}.default_workflow_type"
     assert problems_of(tmp_path, f"{key}=my_workflow", "plugins=[mine.py]") == []
     assert problems_of(tmp_path, f"{key}='mine:f'", "plugins=[mine.py]") == []
+    del sys.modules["mine"]
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path)])
     assert "there is no 'mine'" in only_problem(tmp_path, f"{key}='mine:f'")
     monkeypatch.chdir(tmp_path)
     assert problems_of(tmp_path, f"{key}='mine:f'") == []
@@ -168,8 +174,10 @@ def test_a_users_own_workflow_is_found_by_name_or_path(tmp_path, monkeypatch):
 
 
 def test_a_plugin_that_is_not_python(tmp_path):
-    (tmp_path / "mine.py").write_text("def f(:")
-    assert "which is not Python" in only_problem(tmp_path, "plugins=[mine.py]")
+    (tmp_path / "broken.py").write_text("def f(:")
+    found = only_problem(tmp_path, "plugins=[broken.py]")
+    assert "which fails to load: SyntaxError: " in found
+    assert found.endswith(f"\n  {tmp_path}/broken.py:1: def f(:")
 
 
 def test_a_taskset_without_a_workflow(tmp_path):

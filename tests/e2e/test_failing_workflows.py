@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +72,12 @@ def job(folder: Path, workflow: str) -> dict[str, Any]:
         taskset["default_workflow_type"] = "simple_workflow"
     config["buffer"]["explorer_input"]["default_workflow_type"] = workflow
     config["synchronizer"] = {"sync_style": "dynamic_by_explorer"}
-    config["explorer"] |= {"max_timeout": 1.0, "max_retry_times": int(workflow == "moody")}
+    config["explorer"] |= {"max_timeout": 6.0, "max_retry_times": int(workflow == "moody")}
     return config
 
 
 @pytest.mark.parametrize("workflow", ["moody", "stuck"])
 def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -> None:
-    started = time.monotonic()
     done = run(tmp_path, job(tmp_path, workflow))
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "checkpoints/tests/job"
@@ -95,27 +93,35 @@ def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -
         assert counted == [
             fine | {"error": 4}, fine | {"timeout": 4}, fine | {"empty": 4}, fine | {"error": 4}
         ]  # fmt: skip
-        assert [row["rollout/retries"] for row in explored] == [4] * 4
-        assert "the tool broke" in done.stderr
-        assert "took longer than explorer.max_timeout (1 s)" in done.stderr
+        # what raises a KeyError, and what returns None, would do it again
+        assert [row["rollout/retries"] for row in explored] == [0, 4, 4, 0]
+        warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+        last = "16 of 76 rollouts failed and were left out"
+        for line, said in zip(
+            warned,
+            ["4 of 16 rollouts of step 1: KeyError: 'the tool broke' (", "max_timeout (6 s)",
+             "returned no experience", "returned None", last],
+            strict=True,
+        ):  # fmt: skip
+            assert said in line, done.stderr
+        assert f'{tmp_path}/moody.py:24: raise KeyError("the tool broke"))' in warned[0]
     lived = sum(row["rollout/experiences"] for row in explored)
     assert lived == 64 - sum(sum(row.values()) for row in counted)
     assert sum(row["perf/experiences"] for row in trained) == lived
-    assert time.monotonic() - started < 120, "a hanging rollout held up the run"
 
 
 def test_a_step_of_which_nothing_is_left_stops_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, job(tmp_path, "broken"))
     assert done.returncode == 1, done.stdout
     [place] = [i for i, row in enumerate(done.stderr.splitlines()) if row.startswith("error: ")]
-    told = done.stderr.splitlines()[place:]
-    assert "explore step 2: 16 rollouts failed of 16. The first: rollout 2/" in told[0]
-    assert "ZeroDivisionError: no luck with" in told[0]
-    assert any("moody.py" in line and "in broken" in line for line in told)
-    assert sum("Traceback" in line for line in told) == 1, told
+    sentence, line, details = done.stderr.splitlines()[place:]
+    assert "workflow 'broken' failed in all 16 rollouts of step 2: ZeroDivisionError" in sentence
+    assert line.startswith(f"  {tmp_path}/moody.py:") and "raise ZeroDivisionError(" in line
+    assert details.startswith("details: ")
     folder = tmp_path / "checkpoints/tests/job"
     assert len(metrics(folder, "explorer")) == 1
-    assert "ZeroDivisionError" in (folder / "log/error.log").read_text()
+    log = (folder / "log/error.log").read_text()
+    assert "ZeroDivisionError" in log and 'moody.py", line ' in log
 
 
 def test_a_smaller_share_may_be_too_much(tmp_path: Path) -> None:
@@ -123,5 +129,6 @@ def test_a_smaller_share_may_be_too_much(tmp_path: Path) -> None:
     config["explorer"]["max_failures"] = 0.2
     done = run(tmp_path, config)
     assert done.returncode == 1, done.stdout
-    assert "explore step 1: 4 rollouts failed of 16. The first: rollout 1/" in done.stderr
+    said = "error: workflow 'moody' failed in 4 of 16 rollouts of step 1 (explorer.max_failures is"
+    assert said in done.stderr
     assert "KeyError: 'the tool broke'" in done.stderr

@@ -113,6 +113,22 @@ async def _exits(task: Any, model: Any) -> Any:
     sys.exit(0)
 
 
+async def _interrupts(task: Any, model: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+async def _is_closed(task: Any, model: Any) -> Any:
+    raise GeneratorExit("enough")
+
+
+class Panic(BaseException):
+    """As the tokenizers' Rust code raises it."""
+
+
+def _panics(task: Any, model: Any) -> Any:
+    raise Panic("index out of bounds")
+
+
 def _exits_in_a_thread(task: Any, model: Any) -> Any:
     sys.exit(0)
 
@@ -141,12 +157,15 @@ def _gives_numbers(task: Any, model: Any) -> Any:
     ("workflow", "kind", "message"),
     [
         (_raises, "error", "KeyError: 'answer'"),
-        (_exits, "error", "RuntimeError: workflow '_exits' raised SystemExit(0)"),
-        (_exits_in_a_thread, "error", "'_exits_in_a_thread' raised SystemExit(0)"),
+        (_exits, "error", "SystemExit: 0"),
+        (_exits_in_a_thread, "error", "SystemExit: 0"),
+        (_interrupts, "error", "KeyboardInterrupt"),
+        (_is_closed, "error", "GeneratorExit: enough"),
+        (_panics, "error", "Panic: index out of bounds"),
         (_stops_iteration, "error", "RuntimeError: raised StopIteration()"),
-        (_cancels_itself, "error", "workflow '_cancels_itself' cancelled itself"),
-        (_gives_nothing, "empty", "workflow '_gives_nothing' returned no experience"),
-        (_gives_none, "error", "returned NoneType: expected a list of Experience"),
+        (_cancels_itself, "error", "it cancelled itself"),
+        (_gives_nothing, "empty", "returned no experience"),
+        (_gives_none, "error", "returned None: expected a list of Experience"),
         (_gives_numbers, "error", "a list with float at place 0: expected Experience"),
         (WrongRuns, "error", "returned the runs [7, 8]: expected [0, 1]"),
     ],
@@ -174,7 +193,9 @@ def test_a_coroutine_that_hangs_times_out_and_its_model_is_revoked() -> None:
 
     outcome = outcome_of(hangs, models=models, max_timeout=0.05)
     assert outcome.failures[0].kind == "timeout"
-    assert "'hangs' took longer than explorer.max_timeout (0.05 s)" in str(outcome.failures[0])
+    assert "'hangs' failed: it took longer than explorer.max_timeout (0.05 s)" in str(
+        outcome.failures[0]
+    )
     with pytest.raises(Revoked):
         run(models.made[0].chat([{"role": "user", "content": "still there?"}]))
 
@@ -270,8 +291,13 @@ def test_retries_are_counted_and_sample_anew() -> None:
 
 
 def test_a_rollout_that_fails_every_attempt_is_one_failure() -> None:
-    outcome = outcome_of(_raises, max_retries=2)
+    outcome = outcome_of(_gives_nothing, max_retries=2)
     assert (len(outcome.failures), outcome.retries) == (1, 2)
+
+
+def test_an_error_of_the_code_itself_is_not_tried_again() -> None:
+    outcome = outcome_of(_raises, max_retries=2)
+    assert (len(outcome.failures), outcome.retries) == (1, 0)
 
 
 @pytest.mark.parametrize("workflow", [ask, Blocking])

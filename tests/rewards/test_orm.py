@@ -117,7 +117,7 @@ def test_what_a_reward_function_may_not_give(given: Any) -> None:
         def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
             return given
 
-    with pytest.raises(ValueError, match="reward function 'Wrong' gave"):
+    with pytest.raises(ValueError, match="reward 'Wrong' gave"):
         judge([Wrong], ["a", "b"])
 
 

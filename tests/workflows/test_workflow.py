@@ -137,7 +137,7 @@ def test_a_forgotten_await_is_explained() -> None:
     ("value", "error", "message"),
     [
         ([], NoExperience, "workflow 'bad' returned no experience"),
-        (None, WrongExperience, "'bad' returned NoneType: expected a list of Experience"),
+        (None, WrongExperience, "'bad' returned None: expected a list of Experience"),
         ([1], WrongExperience, "a list with int at place 0: expected Experience"),
     ],
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from trireme.cli.run import load_all_plugins
 from trireme.config import ConfigError, Plan, examine
 from trireme.log import hide_passwords
 
@@ -19,7 +18,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
     console = console or Console(soft_wrap=True)
     try:
-        plans, problems = examine(config, overrides, load_all_plugins)
+        plans, problems = examine(config, overrides)
     except ConfigError as error:
         plans, problems = [], list(error.problems)
     for plan in plans:

@@ -46,15 +46,16 @@ class RolloutOptions:
 
 def rollout(options: RolloutOptions) -> int:
     """Serve until Ctrl-C (exit code 130) or SIGTERM (0); returns the exit code."""
-    from trireme.cli.run import ENVIRONMENT, complain, load_all_plugins
+    from trireme.cli.run import ENVIRONMENT, complain
     from trireme.config.names import plugin_files
+    from trireme.workflows.plugins import load_plugins
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         _examine(options)
         plugins = [str(path) for path in options.external_plugins]
-        load_all_plugins(plugins)
+        load_plugins(plugins)
         with _listen(options.host, options.port) as listener:
             if options.engine == "torch":
                 return asyncio.run(_serve(options, listener))

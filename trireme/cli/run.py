@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.config import Plan, load_config, make_plans
-from trireme.config.names import plugin_files
+from trireme.config import ConfigError, Plan, Problem, load_config, make_plans
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 
@@ -54,6 +53,10 @@ def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
         console.note(note)
     try:
         run_stages(plans, console=console, compare_sft=compare_sft)
+    except ConfigError as error:
+        console.close()
+        complain(str(error))
+        return 2
     except _EXPECTED as error:
         console.close()
         complain(str(error) or type(error).__name__)
@@ -74,15 +77,27 @@ def complain(text: str) -> None:
 def plans_of(
     config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]
 ) -> list[Plan]:
-    """The plans of a YAML, its plug-ins loaded. Raises ValueError for what cannot run."""
+    """The plans of a YAML. Raises ValueError for what cannot run."""
     add_plugin_dirs(plugin_dirs)
     if config is None:
         from trireme.demo.prepare import demo_config
 
         config = demo_config(overrides)
-    loaded = load_config(config, overrides)
-    load_all_plugins(loaded.plugins)  # what they register is known then
-    return make_plans(loaded)
+    plans = make_plans(load_config(config, overrides))
+    refuse_wrong_parts(plans)
+    return plans
+
+
+def refuse_wrong_parts(plans: Sequence[Plan]) -> None:
+    """Raise ConfigError with all that `trireme check` finds where it makes the light parts.
+
+    The first stage's own data is read once, when that stage begins.
+    """
+    from trireme.launch.examine import part_problems
+
+    told = [t for i, plan in enumerate(plans) for t in part_problems(plan, data=i > 0)]
+    if told:
+        raise ConfigError([Problem("", text) for text in told])
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
@@ -91,13 +106,6 @@ def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
     places = [*(str(folder.resolve()) for folder in plugin_dirs), *filter(None, [known])]
     if places:
         os.environ["TRINITY_PLUGIN_DIRS"] = os.pathsep.join(places)
-
-
-def load_all_plugins(plugins: Sequence[str]) -> None:
-    """Import the files of a YAML's `plugins`, of TRINITY_PLUGIN_DIRS and of installed packages."""
-    from trireme.workflows.plugins import load_plugins
-
-    load_plugins(plugin_files(plugins))
 
 
 def log_folder(plans: Sequence[Plan]) -> Path:

@@ -11,13 +11,14 @@ from trireme.cli.listing import first_line, print_table
 
 def workflows(plugin_dirs: Sequence[Path]) -> int:
     """Print two tables; returns the exit code."""
-    from trireme.cli.run import add_plugin_dirs, load_all_plugins
+    from trireme.cli.run import add_plugin_dirs
     from trireme.rewards.reward import REWARDS
+    from trireme.workflows.plugins import load_plugins
     from trireme.workflows.workflow import WORKFLOWS
 
     try:
         add_plugin_dirs(plugin_dirs)
-        load_all_plugins([])
+        load_plugins()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,19 +1,16 @@
 """Names: whether a workflow, reward or algorithm that the YAML names exists, without importing it.
 
-A name is known when it is built in, registered in this process, spelled in a plugin file, or the
+A name is known when it is built in, registered (plug-ins are loaded before this is asked), or the
 path of something in a module that can be found.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from trireme.config.stages import Stage
@@ -49,7 +46,7 @@ def check_name(stage: Stage, kind: str, name: str, key: str, *, or_kind: str = "
     known, plugins = known_names(kind), stage.config.plugins
     if or_kind:
         known = sorted({*known, *known_names(or_kind)})
-    if name in known or _in_plugins(name, plugins):
+    if name in known or not stage.plugins_loaded:
         return
     if ":" in name or "." in name:
         module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
@@ -60,8 +57,6 @@ def check_name(stage: Stage, kind: str, name: str, key: str, *, or_kind: str = "
                 f"is {name!r}: expected the {kind} of a module that can be found, and there is no "
                 f"'{top}' (is its file in `plugins`?)",
             )
-        return
-    if entry_points(group="trireme.plugins"):
         return
     listed = ", ".join(known)
     hint = did_you_mean(name, known, "did you mean '{}'? ")
@@ -75,34 +70,6 @@ def plugin_files(plugins: Sequence[str]) -> list[Path]:
     for place in map(Path, places):
         out.extend(sorted(place.glob("*.py")) if place.is_dir() else [place])
     return out
-
-
-def check_plugins(stage: Stage) -> None:
-    """Whether each plugin is there and is Python."""
-    for path in plugin_files(stage.config.plugins):
-        try:
-            ast.parse(path.read_bytes())
-        except OSError as error:
-            stage.problem("plugins", f"has {path}: {error.strerror}")
-        except (SyntaxError, ValueError) as error:
-            stage.problem("plugins", f"has {path}, which is not Python: {error}")
-
-
-def _in_plugins(name: str, plugins: Sequence[str]) -> bool:
-    """Whether a plugin file spells `name` as a text: `@workflow("name")` and its like."""
-    files = [path for path in plugin_files(plugins) if path.is_file()]
-    return any(name in _texts(str(path), path.stat().st_mtime_ns) for path in files)
-
-
-@lru_cache(maxsize=256)
-def _texts(path: str, modified: int) -> frozenset[str]:
-    """All text constants of a Python file; none where it does not parse."""
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (SyntaxError, ValueError):
-        return frozenset()
-    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return frozenset(value for value in constants if isinstance(value, str))
 
 
 def _is_there(module: str, plugins: Sequence[str]) -> bool:

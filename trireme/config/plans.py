@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +11,6 @@ from pathlib import Path
 from trireme.config.check import check_folder, check_stage
 from trireme.config.derive import derive
 from trireme.config.load import read_config
-from trireme.config.names import check_plugins
 from trireme.config.plan import Plan
 from trireme.config.problem import ConfigError, Problem
 from trireme.config.schema import Config
@@ -30,9 +29,10 @@ def draft_plans(config: Config) -> tuple[list[Plan], list[Problem]]:
     """The Plans as far as they can be told, and what is wrong with them."""
     root, whole, stages = job_folder(config), Stage(config), stages_of(config)
     check_folder(whole, root)
-    check_plugins(whole)
+    loaded = load_all_plugins(whole)
     plans: list[Plan] = []
     for stage in stages:
+        stage.plugins_loaded = loaded
         check_stage(stage)
         plans.append(derive(stage, root))
     for name, count in Counter(stage.name for stage in stages).items():
@@ -41,22 +41,29 @@ def draft_plans(config: Config) -> tuple[list[Plan], list[Problem]]:
     return plans, whole.problems + _shared(stages)
 
 
-def examine(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    load: Callable[[Sequence[str]], None] = lambda plugins: None,
-) -> tuple[list[Plan], list[Problem]]:
-    """The Plans of a file as far as they can be told, and all that is wrong in it; `load` loads its
-    plug-ins.
+def examine(path: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Plan], list[Problem]]:
+    """The Plans of a file as far as they can be told, and all that is wrong in it.
 
     What a wrong key's section lacks without it is not said as well.
     """
     config, problems = read_config(path, overrides)
-    load(config.plugins)
     plans, found = draft_plans(config)
     sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
     rest = [problem for problem in found if not problem.key.startswith(sections)]
     return plans, list(dict.fromkeys(problems + rest))
+
+
+def load_all_plugins(stage: Stage) -> bool:
+    """Import what users extend us with, so that its names are known; False where that fails."""
+    # Imported here: it is light, and lies above config, as do the registries (see names.py).
+    from trireme.workflows.plugins import load_plugins
+
+    try:
+        load_plugins(stage.config.plugins)
+    except ConfigError as error:
+        stage.problems += error.problems
+        return False
+    return True
 
 
 def job_folder(config: Config) -> Path:

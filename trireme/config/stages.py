@@ -29,6 +29,8 @@ class Stage:
     """The stage whose model it starts from; None: `model_path`."""
     colocated: bool = False
     """`mode: colocate`: as both, where trainer and engine have one device."""
+    plugins_loaded: bool = True
+    """Whether what users register is known; if not, no name is called unknown."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was mapped onto this machine, and what has no effect on it."""

@@ -22,13 +22,15 @@ from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Exhausted, Taskset
 from trireme.experience import Experience
 from trireme.explorer.feedback import Feedback, pass_rates
+from trireme.explorer.lost import Lost, by_cause, told
 from trireme.explorer.metrics import evaluation_metrics, rollout_metrics
-from trireme.explorer.runner import Failed, Outcome
+from trireme.explorer.runner import Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json
 from trireme.log import get_logger
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
+from trireme.usercode import with_place
 
 logger = get_logger("explorer")
 
@@ -38,6 +40,14 @@ Evaluation = dict[str, dict[str, float]]
 
 class RolloutsFailed(RuntimeError):
     """Too many rollouts failed for the run to make sense."""
+
+    def __init__(self, sentence: str, trace: str = "") -> None:
+        """`trace` is that of the first that failed, for the log alone."""
+        super().__init__(sentence, trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class Explorer:
@@ -92,6 +102,7 @@ class Explorer:
         self.last_evaluation: Evaluation | None = None
         self.seconds = {"explore": 0.0, "evaluate": 0.0}
         self.feedback = Feedback()
+        self._lost = Lost()
         self._pending: list[int] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._started: dict[int, float] = {}
@@ -126,6 +137,8 @@ class Explorer:
             raise
         finally:
             collector.cancel()
+        if self._lost.causes:
+            logger.warning("%s", self._lost)
         await self.buffer.close()
 
     async def evaluate(self, step: int) -> Evaluation:
@@ -226,7 +239,7 @@ class Explorer:
         elapsed = time.monotonic() - max(self._started.pop(step), self._last_end)
         self._last_end = time.monotonic()
         self.seconds["explore"] += elapsed
-        self._stop_if_too_many_failed(step, outcomes)
+        self._look_at_failures(f"step {step}", outcomes, self.max_failures)
         if self._evaluates(step):
             # Before `put`: the trainer may change shared weights as soon as it has a batch.
             await self._finish_evaluation(step)
@@ -249,16 +262,23 @@ class Explorer:
             assert self.buffer is not None
             await self.buffer.put(kept)
 
-    def _stop_if_too_many_failed(self, step: int, outcomes: Sequence[Outcome]) -> None:
-        """Raise with the first cause where the share of failed rollouts is past the limit."""
-        failures: list[Failed] = [failed for outcome in outcomes for failed in outcome.failures]
+    def _look_at_failures(self, when: str, outcomes: Sequence[Outcome], limit: float) -> None:
+        """Say once of each cause how many rollouts failed of it. Raise where they are too many."""
+        failures = [failed for outcome in outcomes for failed in outcome.failures]
         wanted = sum(outcome.task.repeat_times for outcome in outcomes)
-        none_left = not any(outcome.experiences for outcome in outcomes)
-        if failures and (none_left or len(failures) > self.max_failures * wanted):
-            raise RolloutsFailed(
-                f"explore step {step}: {len(failures)} rollouts failed of {wanted}. The first: "
-                f"{failures[0]}\n{failures[0].trace}".rstrip()
-            )
+        causes = by_cause(failures)
+        if failures:
+            first, *_ = worst = max(causes.values(), key=len)
+            none_left = not any(outcome.experiences for outcome in outcomes)
+            if none_left or len(failures) > limit * wanted:
+                most = "" if none_left else f" (explorer.max_failures is {limit:g})"
+                sentence = with_place(told(worst, wanted, when, most), first.fault.place)
+                raise RolloutsFailed(sentence, first.trace)
+        for cause, failed in causes.items():
+            if cause not in self._lost.causes:
+                place = failed[0].fault.place
+                logger.warning("%s%s", told(failed, wanted, when), f" ({place})" if place else "")
+        self._lost.add(wanted, causes)
 
     async def _submit_evaluation(self, step: int) -> None:
         for taskset in self.eval_tasksets:
@@ -270,12 +290,8 @@ class Explorer:
         for taskset in self.eval_tasksets:
             outcomes = await self.scheduler.results(f"{step}/{taskset.name}")
             metrics = evaluation_metrics(outcomes, repeat_times=taskset.repeat_times)
-            if outcomes and not any(outcome.experiences for outcome in outcomes):
-                first = next(failed for outcome in outcomes for failed in outcome.failures)
-                raise RolloutsFailed(
-                    f"evaluation '{taskset.name}' at step {step}: every rollout failed. The first: "
-                    f"{first}\n{first.trace}".rstrip()
-                )
+            when = f"evaluation '{taskset.name}' at step {step}"
+            self._look_at_failures(when, outcomes, limit=1.0)
             found[taskset.name] = metrics
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
             self.report("eval", step, named)

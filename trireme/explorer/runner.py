@@ -2,11 +2,12 @@
 
 Invariants:
 - n rollouts of a task are n run ids, whatever the workflow does; the Runner stamps them.
-- A user's exception ends here, once, as a `Failed` with its traceback; it is counted, never a
-  reward.
+- Whatever a user's code raises ends here, once, as a `Failed` with its traceback; it is counted,
+  never a reward.
 - Each attempt has `max_timeout` seconds; after that its Model is revoked, its requests are aborted
   and what a late thread still returns is dropped.
-- A retry draws its own random numbers: it does not say again what has just failed.
+- A retry draws its own random numbers: it does not say again what has just failed. An error of the
+  code itself (a TypeError, say: see usercode.py) is not tried again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from typing import Any
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
 from trireme.experience import EID, Experience
-from trireme.log import get_logger
+from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.task import Task
 from trireme.threads import in_thread
+from trireme.usercode import Fault, UserCode, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
+
+logger = get_logger("explorer")
 
 Key = tuple[Any, ...]
 """(batch, task, run), and which attempt where it is not the first."""
@@ -40,11 +44,16 @@ class Failed:
     key: str
     kind: str
     """error, timeout or empty."""
-    message: str
+    fault: Fault
     trace: str = ""
 
+    @property
+    def message(self) -> str:
+        """What was raised, in a line."""
+        return self.fault.text
+
     def __str__(self) -> str:
-        return f"rollout {self.key} ({self.kind}): {self.message}"
+        return f"rollout {self.key} ({self.kind}): {self.fault}"
 
 
 @dataclass
@@ -149,8 +158,11 @@ class Runner:
                 if isinstance(result, list):
                     outcome.experiences = result
                     return outcome
+                # the explorer says on the console how many of a step failed of which cause
                 self.log.warning("%s (attempt %d of %d)\n%s", result, attempt + 1,
-                                 self.max_retries + 1, result.trace)  # fmt: skip
+                                 self.max_retries + 1, result.trace, extra=FILE_ONLY)  # fmt: skip
+                if result.fault.lasting:
+                    break
         outcome.failures = [replace(result, key=rollout_name(task, run)) for run in runs]
         return outcome
 
@@ -166,18 +178,18 @@ class Runner:
             await asyncio.wait({call}, timeout=seconds)
             if not call.done():
                 whose = "max_timeout" if seconds == self.limit.most else "dynamic_timeout"
-                message = (
-                    f"workflow '{spec.name}' took longer than explorer.{whose} ({seconds:g} s)"
-                )
-                return Failed(name, "timeout", message)
+                late = f"it took longer than explorer.{whose} ({seconds:g} s)"
+                return Failed(name, "timeout", Fault(spec.label, late, "", lasting=False))
             if call.cancelled():  # by its own code: nobody else has cancelled it yet
-                return Failed(name, "error", f"workflow '{spec.name}' cancelled itself")
+                itself = Fault(spec.label, "it cancelled itself", "", lasting=False)
+                return Failed(name, "error", itself)
             return stamp(call.result(), task, runs, spec)
         except Exception as error:  # foreign code: the one place where anything may come
             self.engine.health()  # raises: a failed engine is not the workflow's fault
             kind = "empty" if isinstance(error, NoExperience) else "error"
-            message = f"{type(error).__name__}: {error}"
-            return Failed(name, kind, message, traceback.format_exc())
+            fault = fault_of(error, spec.label, spec.code)
+            assert fault is not None
+            return Failed(name, kind, fault, traceback.format_exc())
         finally:
             drop(call)
             model.revoke()
@@ -187,7 +199,7 @@ class Runner:
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
     ) -> list[Experience]:
         """The workflow's own code, in its own daemon thread where it blocks."""
-        try:
+        with UserCode(spec.label, spec.code) as _:
             if not spec.blocking:
                 return await spec.call(task, model, len(runs), runs[0])
             blocking = model.blocking(asyncio.get_running_loop())
@@ -195,8 +207,6 @@ class Runner:
                 lambda: spec.call(task, blocking, len(runs), runs[0]),
                 name=f"workflow-{task.task_id}",
             )
-        except SystemExit as ended:  # a coroutine that raises it would end the event loop
-            raise RuntimeError(f"workflow '{spec.name}' raised {ended!r}") from ended
 
 
 async def judge(
@@ -205,21 +215,28 @@ async def judge(
     """Have the rollouts of a task judged together; where that fails, all of them have failed."""
     if spec.judge is None or not outcome.experiences:
         return
+    rewards, whose = spec.judge, f"the rewards of {spec.label}"
+
+    async def judged() -> None:
+        with UserCode(whose, spec.code) as _:
+            await rewards(outcome.task, outcome.experiences, models)
+
     try:
-        await asyncio.wait_for(spec.judge(outcome.task, outcome.experiences, models), seconds)
+        await asyncio.wait_for(judged(), seconds)
     except Exception as error:  # foreign code, as in Runner
         late = isinstance(error, asyncio.TimeoutError)
-        message = (
-            f"the rewards of workflow '{spec.name}' took longer than explorer.max_timeout "
-            f"({seconds:g} s)"
-            if late
-            else f"{type(error).__name__}: {error}"
-        )
+        fault = fault_of(error, whose)
+        if late:
+            text = f"they took longer than explorer.max_timeout ({seconds:g} s)"
+            fault = Fault(whose, text, "", lasting=False)
+        assert fault is not None
         trace, kind = traceback.format_exc(), "timeout" if late else "error"
-        runs = sorted({e.eid.run for e in outcome.experiences})
-        outcome.failures += [
-            Failed(rollout_name(outcome.task, run), kind, message, trace) for run in runs
+        failures = [
+            Failed(rollout_name(outcome.task, run), kind, fault, trace)
+            for run in sorted({e.eid.run for e in outcome.experiences})
         ]
+        logger.warning("%s\n%s", failures[0], trace, extra=FILE_ONLY)
+        outcome.failures += failures
         outcome.experiences = []
 
 

@@ -1,7 +1,6 @@
 """Examine: all that is wrong with the parts that a plan names, found by making what is light.
 
-For `trireme check`: no model is loaded and nothing is written. A run looks at the same things, and
-ends at the first.
+For `trireme check`, and before a run: no model is loaded and nothing is written.
 """
 
 from __future__ import annotations
@@ -17,19 +16,26 @@ from trireme.launch.parts.stores import make_file_buffer, make_operators
 from trireme.launch.parts.tasks import examine_taskset, make_eval_tasksets, make_training_taskset
 from trireme.launch.parts.text import make_text
 from trireme.launch.parts.training import make_recipe
+from trireme.usercode import fault_of
 
 T = TypeVar("T")
 
 
-def part_problems(plan: Plan) -> list[str]:
-    """One sentence for each part that cannot be made, or whose options or rows are wrong."""
+def part_problems(plan: Plan, *, data: bool = True) -> list[str]:
+    """One sentence for each part that cannot be made, or whose options or rows are wrong.
+
+    `data`: also the rows that a trainer reads by itself, which are encoded for that.
+    """
     problems: list[str] = []
 
     def tried(make: Callable[[], T]) -> T | None:
         try:
             return make()
-        except (ValueError, ImportError, OSError) as error:
-            problems.append(str(error))
+        except Exception as error:
+            fault = fault_of(error)
+            if fault is None and not isinstance(error, ValueError | ImportError | OSError):
+                raise
+            problems.append(str(fault or error))
             return None
 
     recipe = tried(lambda: make_recipe(plan))
@@ -41,7 +47,7 @@ def part_problems(plan: Plan) -> list[str]:
     greedy = recipe is not None and recipe.greedy_run
     for taskset in filter(None, tasksets):
         tried(lambda found=taskset: examine_taskset(found, greedy_run=greedy))
-    if plan.buffer_type == "file" and recipe is not None:
+    if data and plan.buffer_type == "file" and recipe is not None:
         rows = plan.config.buffer.trainer_input.experience_buffer
         tried(
             lambda: make_file_buffer(

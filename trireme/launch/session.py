@@ -18,7 +18,7 @@ from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
-from trireme.config import Plan
+from trireme.config import ConfigError, Plan, Problem
 from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
@@ -141,15 +141,18 @@ class Session(AbstractContextManager["Session"]):
             self.console.note(f"going on from {self.folder.step_dir(self.resumed.step)}")
 
     def _examine(self) -> None:
-        """Raise ValueError for parts and options that cannot be, before a model is loaded."""
-        greedy = self.recipe.greedy_run
-        _ = self.operators
-        examine_auxiliary(self.plan)
-        for taskset in (self.taskset, *self.eval_tasksets):
-            if taskset is not None:
-                tasks.examine_taskset(taskset, greedy_run=greedy)
-        if self._reads_file:  # a malformed row is named now
-            _ = self.buffer
+        """Raise ConfigError for parts and options that cannot be, before a model is loaded."""
+        try:
+            greedy = self.recipe.greedy_run
+            _ = self.operators
+            examine_auxiliary(self.plan)
+            for taskset in (self.taskset, *self.eval_tasksets):
+                if taskset is not None:
+                    tasks.examine_taskset(taskset, greedy_run=greedy)
+            if self._reads_file:  # a malformed row is named now
+                _ = self.buffer
+        except (ValueError, ImportError) as error:
+            raise ConfigError([Problem("", str(error))]) from error
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:

@@ -20,9 +20,10 @@ from typing import Any
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.nearest import did_you_mean
 from trireme.rewards.names import ORMS, REWARDS
+from trireme.rewards.reward import number, score
 from trireme.rewards.reward import resolve as resolve_single
-from trireme.rewards.reward import score
 from trireme.task import Task
+from trireme.usercode import Refused, UserCode
 
 _CALL = "__call__"  # of a class, `callable` would speak of making it
 
@@ -157,16 +158,18 @@ class Judge:
             return [Value(math.fsum(part.values()), part) for part in scored]
         named = accepted(function.call, columns)
         _examine_columns(name, function.call, named)
-        found = function.call([row.completion for row in rows], **named)
-        if inspect.isawaitable(found):
-            found = await found
-        if not isinstance(found, list | tuple) or len(found) != len(rows):
-            size = f"{len(found)} numbers" if isinstance(found, list | tuple) else repr(found)[:60]
-            raise ValueError(
-                f"reward function '{name}' gave {size}: expected a list of {len(rows)}, one for "
-                "each completion"
-            )
-        return [_number(value, name) for value in found]
+        with UserCode(f"reward '{name}'", function.call) as _:
+            found = function.call([row.completion for row in rows], **named)
+            if inspect.isawaitable(found):
+                found = await found
+            if not isinstance(found, list | tuple) or len(found) != len(rows):
+                several = isinstance(found, list | tuple)
+                size = f"{len(found)} numbers" if several else repr(found)[:60]
+                raise Refused(
+                    f"reward '{name}' gave {size}: expected a list of {len(rows)}, one for each "
+                    "completion"
+                )
+            return [_number(value, name) for value in found]
 
 
 def _examine_columns(name: str, call: Callable[..., Any], named: Mapping[str, Any]) -> None:
@@ -228,7 +231,9 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
         single = resolve_single(given, options)
         assert single is not None
         return Function(single, each=True)
-    found: Any = ORMS.get(given) if isinstance(given, str) else given
+    found: Any = given
+    if isinstance(given, str):  # either decorator may have registered it
+        found = (REWARDS if given in REWARDS and given not in ORMS else ORMS).get(given)
     if isinstance(found, type):
         first = next(iter(inspect.signature(found.__call__).parameters), "self")
         if first == "completions":  # the documents' own example leaves `self` out
@@ -269,12 +274,5 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
 def _number(value: Any, name: str) -> float | None:
     if value is None:
         return None
-    try:
-        number = value if isinstance(value, Value) else float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"reward function '{name}' gave {value!r:.60}: expected a number or None"
-        ) from error
-    if not math.isfinite(number):
-        raise ValueError(f"reward function '{name}' gave {value!r}: expected a finite number")
-    return number
+    found = number(value, f"reward '{name}' gave")
+    return value if isinstance(value, Value) else found

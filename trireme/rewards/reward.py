@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +17,12 @@ from typing import Any
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.rewards.names import REWARDS, reward
 from trireme.task import Task
+from trireme.usercode import Refused, UserCode
 
 __all__ = ["REWARDS", "RewardFn", "resolve", "reward", "score"]
 
 
+_LARGEST = 3.4e38  # of the float32 in which rewards are compared
 _GIVEN = ("response_token", "auxiliary_models")
 """What is given by name, and is no option."""
 
@@ -71,11 +72,45 @@ async def score(
     tokens: Sequence[int] = (),
     models: Sequence[Any] = (),
 ) -> dict[str, float]:
-    """The parts that `reward` gives an answer. Raises ValueError for what is not finite numbers.
+    """The parts that `reward` gives an answer. Raises Refused for what is not finite numbers.
 
     `tokens` are the ids that were sampled, `models` the auxiliary ones.
     """
     name = _name(reward)
+    with UserCode(f"reward '{name}'", reward) as _:
+        found = await _asked(task, answer, reward, tokens, models)
+        parts = found if isinstance(found, Mapping) else {name: found}
+        whose = f"reward '{name}' gave"
+        return {
+            str(part): number(value, f"{whose} for '{part}'" if len(parts) > 1 else whose)
+            for part, value in parts.items()
+        }
+
+
+def number(value: Any, whose: str, refused: type[Refused] = Refused) -> float:
+    """A finite number: Python's (a bool is 0 or 1), numpy's, or a tensor of one; never text.
+
+    Raises `refused`, with `whose` in front, for anything else.
+    """
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise refused(f"{whose} {value!r:.60}: expected a number") from error
+    if not abs(found) <= _LARGEST:
+        raise refused(f"{whose} {found!r}: expected a finite number")
+    return found
+
+
+async def _asked(
+    task: Task,
+    answer: str,
+    reward: Callable[..., Any],
+    tokens: Sequence[int],
+    models: Sequence[Any],
+) -> Any:
+    """What `reward` returns, called in the way of its form."""
     more = {"response_token": tokens, "auxiliary_models": models}
     if _is_function(reward):
         named = {k: v for k, v in more.items() if k in parameters_of(_inner(reward))}
@@ -83,22 +118,7 @@ async def score(
     else:
         there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
         found = reward(**_wanted(there, more, reward))
-    if inspect.isawaitable(found):
-        found = await found
-    parts = found if isinstance(found, Mapping) else {name: found}
-    out = {}
-    for part, value in parts.items():
-        try:
-            out[str(part)] = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"reward '{name}' gave {value!r:.60} for '{part}': expected a number"
-            ) from error
-        if not math.isfinite(out[str(part)]):
-            raise ValueError(
-                f"reward '{name}' gave {value!r} for '{part}': expected a finite number"
-            )
-    return out
+    return await found if inspect.isawaitable(found) else found
 
 
 def option_names(reward: Any) -> list[str]:

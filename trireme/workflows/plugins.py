@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from trireme.config.problem import ConfigError, Problem
+from trireme.usercode import UserCode, fault_of, with_place
 from trireme.workflows.swift import no_counterpart, stand_in
 
 ENTRY_POINTS = "trireme.plugins"
@@ -24,7 +24,7 @@ ENTRY_POINTS = "trireme.plugins"
 def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
     """Load files, folders of `*.py`, the folders in TRINITY_PLUGIN_DIRS and installed packages.
 
-    Returns the names of the modules. Raises ConfigError with the traceback of the first that fails.
+    Returns the names of the modules. Raises ConfigError for the first that fails, with its line.
     """
     stand_in()
     from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
@@ -84,12 +84,13 @@ def _origin(module: ModuleType) -> Path | None:
 
 
 def _guarded(what: str, load: object) -> None:
-    """Run foreign code; whatever it raises becomes one error that shows where."""
+    """Run foreign code; whatever it raises becomes one sentence and the line that raised it."""
     assert callable(load)
     try:
-        load()
+        with UserCode(what):
+            load()
     except Exception as error:
-        trace = traceback.format_exc().rstrip()
-        hint = no_counterpart(error)
-        text = f"has {what}, which fails to load: {type(error).__name__}: {error}{hint}\n{trace}"
-        raise ConfigError([Problem("plugins", text)]) from error
+        fault = fault_of(error, what)
+        assert fault is not None
+        text = f"has {what}, which fails to load: {fault.text}{no_counterpart(error)}"
+        raise ConfigError([Problem("plugins", with_place(text, fault.place))]) from error

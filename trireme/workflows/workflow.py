@@ -13,10 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trireme.experience import Experience
+from torch import Tensor
+
+from trireme.experience import TOKEN_FIELDS, Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
+from trireme.rewards.reward import number
 from trireme.task import Task
+from trireme.usercode import Refused
 from trireme.workflows.classes import Workflow, run_method
 from trireme.workflows.names import WORKFLOWS, workflow
 
@@ -31,12 +35,16 @@ __all__ = [
 ]
 
 
-class WrongExperience(TypeError):
-    """A workflow returned something else than a list of experiences, or wrong run ids."""
+class WrongExperience(Refused):
+    """A workflow returned something else than a list of experiences, or one that cannot be
+    trained.
+    """
 
 
-class NoExperience(ValueError):
+class NoExperience(Refused):
     """A workflow returned nothing."""
+
+    lasting = False  # of another reply something may come
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class WorkflowSpec:
 
     name: str
     blocking: bool
-    """Its code waits: it needs a thread of its own, and a BlockingModel."""
+    """Its code may wait: it needs a thread of its own, and a BlockingModel."""
     can_repeat: bool
     """One call gives all n runs; each experience says by `eid.run` which it belongs to."""
     call: Callable[[Task, Any, int, int], Any]
@@ -55,6 +63,13 @@ class WorkflowSpec:
     auxiliary models."""
     examine: Callable[[Task], None] | None = None
     """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
+    code: Any = None
+    """The function or class that the user wrote."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return f"workflow '{self.name}'"
 
 
 def resolve(workflow: Any) -> WorkflowSpec:
@@ -84,8 +99,10 @@ def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) 
             "that is `async def`; make it `async def` too, and await it"
         )
     if not isinstance(found, list | tuple):
+        given = repr(found) if found is None or isinstance(found, int | float) else ""
         raise WrongExperience(
-            f"workflow '{name}' returned {type(found).__name__}: expected a list of Experience"
+            f"workflow '{name}' returned {given or type(found).__name__}: expected a list of "
+            "Experience; end with `return model.experiences(reward=...)`"
         )
     for place, experience in enumerate(found):
         if not isinstance(experience, Experience):
@@ -93,8 +110,12 @@ def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) 
                 f"workflow '{name}' returned a list with {type(experience).__name__} "
                 f"at place {place}: expected Experience"
             )
+        _check_numbers(experience, f"workflow '{name}' returned an experience (place {place})")
     if not found:
-        raise NoExperience(f"workflow '{name}' returned no experience")
+        raise NoExperience(
+            f"workflow '{name}' returned no experience: expected one at least; a call of the model "
+            "that was not awaited is not recorded"
+        )
     if runs is not None and {e.eid.run for e in found} != set(runs):
         raise WrongExperience(
             f"workflow '{name}' can repeat and returned the runs "
@@ -102,6 +123,39 @@ def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) 
             "(eid=EID(run=run_id_base + i))"
         )
     return list(found)
+
+
+def _check_numbers(experience: Experience, whose: str) -> None:
+    """Raise WrongExperience for fields that do not fit its tokens, and for what is no number.
+
+    Code that has changed an experience may have left it in a state that its constructor refuses.
+    """
+    if not isinstance(experience.tokens, Tensor) or experience.tokens.dim() != 1:
+        raise WrongExperience(f"{whose} whose tokens are no tensor of ids [T]")
+    size = len(experience.tokens)
+    for field in TOKEN_FIELDS:
+        values = getattr(experience, field)
+        if values is None:
+            continue
+        if not isinstance(values, Tensor) or values.shape != (size,):
+            given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise WrongExperience(
+                f"{whose} whose {field} is {given}: expected [{size}], its tokens'"
+            )
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            place = int((~values.isfinite()).nonzero()[0])
+            value = float(values[place])
+            raise WrongExperience(
+                f"{whose} whose {field}[{place}] is {value}: expected a finite number"
+            )
+    if experience.reward is not None:
+        experience.reward = number(experience.reward, f"{whose} with the reward", WrongExperience)
+    if not isinstance(experience.metrics, dict):
+        kind = type(experience.metrics).__name__
+        raise WrongExperience(f"{whose} whose metrics are {kind}: expected a dict of numbers")
+    for key, value in experience.metrics.items():
+        what = f"{whose} with the metric {key!r}"
+        experience.metrics[key] = number(value, what, WrongExperience)
 
 
 def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
@@ -129,6 +183,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
         call=blocking if waits else call,
         judge=getattr(function, "judge", None),
         examine=getattr(function, "examine", None),
+        code=function,
     )
 
 
@@ -168,6 +223,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
         call=call if is_async else blocking,
         judge=_class_method(cls, "judge"),
         examine=_class_method(cls, "examine"),
+        code=cls,
     )
 
 

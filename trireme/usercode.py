@@ -1,0 +1,179 @@
+"""User code: what failed when code of a user's raised, where in their own files, and whether to
+try it again.
+
+A call of a user's workflow, reward, operator, environment or plug-in stands in
+`with UserCode("reward 'price'", function):`. What it raises keeps its type and goes on; `fault_of`
+reads from it what people are told: one sentence, then file, line and code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+_MARK = "__trireme_user_code__"
+_NOT_THEIRS = (
+    str(Path(__file__).resolve().parent),
+    *(os.path.realpath(sysconfig.get_paths()[key]) for key in ("stdlib", "platstdlib")),
+)
+_LASTING = (
+    *(TypeError, LookupError, AttributeError, NameError, ImportError, SyntaxError),
+    *(AssertionError, ArithmeticError, NotImplementedError, RecursionError),
+)
+"""Errors of the code itself: tried again, it raises them again."""
+
+
+class Refused(ValueError):
+    """What a user's code gave back cannot be used; its text says what was expected."""
+
+    lasting = True
+
+
+class Escaped(RuntimeError):
+    """A user's code raised what is no Exception (SystemExit, KeyboardInterrupt, a Rust panic)."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error as people are told of it."""
+
+    what: str
+    """Whose: `reward 'price'`."""
+    text: str
+    """`KeyError: 'no price for eggs'`."""
+    place: str
+    """`/home/me/price.py:12: return prices[item]`; empty where no line is the user's own."""
+    lasting: bool
+    """Tried again, it would fail again."""
+
+    def __str__(self) -> str:
+        """The sentence, and below it the place."""
+        return with_place(f"{self.what} failed: {self.text}", self.place)
+
+
+class UserCode(AbstractContextManager["UserCode"]):
+    """Marks what is raised inside with whose code it comes from; the innermost mark stays."""
+
+    def __init__(self, what: str, code: Any = None) -> None:
+        """`code` is the function, class or object that is called."""
+        self.what = what
+        self.code = code
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Mark it; what is no Exception would end the event loop, and becomes one."""
+        if error is None or isinstance(error, asyncio.CancelledError):
+            return
+        if isinstance(error, Exception):
+            self._mark(error)
+            return
+        escaped = Escaped(_described(error))
+        self._mark(escaped)
+        raise escaped from error
+
+    def _mark(self, error: Exception) -> None:
+        if not hasattr(error, _MARK):
+            with suppress(AttributeError, TypeError):  # a class that takes no attributes
+                setattr(error, _MARK, (self.what, _defined(self.code)))
+
+
+def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | None:
+    """Who is to blame for an error; `what` and `code` where nobody has marked it, else None."""
+    marked = getattr(error, _MARK, None) or ((what, _defined(code)) if what else None)
+    if marked is None:
+        return None
+    what, defined = marked
+    raised = error.__cause__ if isinstance(error, Escaped) and error.__cause__ else error
+    lasting = getattr(error, "lasting", isinstance(error, (*_LASTING, Escaped)))
+    text = str(error) if isinstance(error, Escaped) else _described(error)
+    return Fault(what, text.removeprefix(f"{what} "), _raised_at(raised) or defined, lasting)
+
+
+def with_place(sentence: str, place: str) -> str:
+    """A sentence, and in a line of its own where in the user's code that is."""
+    return f"{sentence}\n  {place}" if place else sentence
+
+
+def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
+    """Of a stack that runs: which `UserCode` it is in, and its deepest line that is the user's."""
+    place = ""
+    while frame is not None:
+        if not place and _is_theirs(frame.f_code.co_filename):
+            place = _line(frame.f_code.co_filename, frame.f_lineno)
+        for value in frame.f_locals.values() if not _is_theirs(frame.f_code.co_filename) else ():
+            if isinstance(value, UserCode):
+                return value, place
+        frame = frame.f_back
+    return None, place
+
+
+def _described(error: BaseException) -> str:
+    """Kind and message in one line, with a hint where Python's own words mislead."""
+    lines = str(error).strip().splitlines() or [""]
+    text = f"{lines[0]} …" if len(lines) > 1 else lines[0]
+    if isinstance(error, Refused):
+        return text
+    if re.search(r"'coroutine' object|of type 'coroutine'|coroutine object", text):
+        text += ": an `await` is missing, as in `reply = await model.chat(...)`"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _raised_at(error: BaseException) -> str:
+    """The deepest line of the user's own that the error went through."""
+    if isinstance(error, SyntaxError) and error.filename and _is_theirs(error.filename):
+        return _line(error.filename, error.lineno or 1)
+    frames = traceback.walk_tb(error.__traceback__)
+    theirs = [(f.f_code.co_filename, n) for f, n in frames if _is_theirs(f.f_code.co_filename)]
+    return _line(*theirs[-1]) if theirs else ""
+
+
+def _defined(code: Any) -> str:
+    """Where a function, class or object of the user's is written."""
+    for thing in _unwrapped(code):
+        try:
+            file = inspect.getsourcefile(thing)
+            lines, first = inspect.getsourcelines(thing)
+        except (TypeError, OSError):
+            continue
+        if file is None or not _is_theirs(file):
+            return ""
+        heads = [n for n, line in enumerate(lines) if re.match(r"\s*(async def|def|class)\b", line)]
+        return _line(file, first + (heads[0] if heads else 0))
+    return ""
+
+
+def _unwrapped(code: Any) -> Iterator[Any]:
+    """The code itself, what a `partial` holds, and the class of an object."""
+    if code is not None:
+        code = inspect.unwrap(getattr(code, "func", code))
+        yield code
+        yield type(code)
+
+
+def _line(file: str, number: int) -> str:
+    code = linecache.getline(file, number).strip()
+    return f"{file}:{number}: {code}" if code else f"{file}:{number}"
+
+
+def _is_theirs(file: str) -> bool:
+    """Whether a file is neither ours nor a library's."""
+    if file.startswith("<"):
+        return False
+    path = os.path.realpath(file)
+    libraries = {"site-packages", "dist-packages"} & set(Path(path).parts)
+    return not libraries and not path.startswith(tuple(f"{p}{os.sep}" for p in _NOT_THEIRS))
