@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +43,21 @@ def test_run_takes_a_config_overrides_and_plugin_folders(called: dict[str, Any])
                   "--plugin-dir", "q")  # fmt: skip
     assert code == 3
     assert called["run"] == (Path("x.yaml"), ["a.b=1", "c=d"], [Path("p"), Path("q")])
+
+
+def test_the_yaml_may_be_a_plain_word(called: dict[str, Any]) -> None:
+    assert invoke("run", "x.yaml", "a.b=1") == 3
+    assert called["run"] == (Path("x.yaml"), ["a.b=1"], [])
+    assert invoke("check", "a.b=1", "x.yml") == 3
+    assert called["check"] == (Path("x.yml"), ["a.b=1"])
+
+
+def test_the_version_is_told_also_by_the_module() -> None:
+    words = [sys.executable, "-m", "trireme", "--version"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+    assert (
+        said == CliRunner().invoke(app, ["--version"]).output == f"trireme {version('trireme')}\n"
+    )
 
 
 def test_run_alone_is_the_demo(called: dict[str, Any]) -> None:

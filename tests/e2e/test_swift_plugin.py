@@ -77,7 +77,7 @@ loss_scale_map['last_turn'] = LastTurn
 '''
 FLAGS = (
     *("--external_plugins", "plugin.py", "--multi_turn_scheduler", "again", "--max_turns", "2"),
-    *("--reward_funcs", "letters", "--reward_funcs", "own_brief"),
+    *("--reward_funcs", "letters", "own_brief", "--reward_weights", "1", "0.5"),
     *("--loss_scale", "last_turn"),
 )
 

@@ -12,22 +12,28 @@ from typing import Annotated, Optional
 
 import typer
 
+from trireme.cli.flags import WithFlags, yaml_and_keys
 from trireme.log import LEVELS
 
-DEMO = Path(__file__).parents[1] / "demo" / "arithmetic.yaml"
-
 app = typer.Typer(
-    help="Fine-tune language models by reinforcement from what agents live through.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-Overrides = Annotated[
+Words = Annotated[
     Optional[list[str]],  # noqa: UP045 (typer evaluates it on Python 3.10)
-    typer.Argument(metavar="KEY=VALUE", help="Keys to set, as in trainer.grad_clip=0.5."),
+    typer.Argument(
+        metavar="[YAML] [KEY=VALUE]...",
+        help="The run's YAML; keys of it to set, as in trainer.grad_clip=0.5.",
+    ),
 ]
+FLAGS_HELP = (
+    "Flags of ms-swift's are taken too: --multi_turn_scheduler, --max_turns, --loss_scale, "
+    "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
+    "docs/ms_swift.md"
+)
 PluginDirs = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option("--plugin-dir", help="A folder of *.py files to load first; may be repeated."),
@@ -38,69 +44,54 @@ OptionalConfig = Annotated[
 ]
 
 
-@app.command()
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"trireme {version('trireme')}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print it, and end."),
+    ] = False,
+) -> None:
+    """Fine-tune language models by reinforcement from what agents live through."""
+
+
+@app.command(cls=WithFlags, epilog=FLAGS_HELP)
 def run(
-    overrides: Overrides = None,
+    ctx: typer.Context,
+    words: Words = None,
     config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
-    multi_turn_scheduler: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--multi_turn_scheduler", help="Scheduler of all tasksets."),
-    ] = None,
-    max_turns: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--max_turns", "--multi_turns", min=0, help="Most turns; 0: no limit."),
-    ] = None,
-    loss_scale: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--loss_scale", help="default, last_round, all, or another scale."),
-    ] = None,
-    reward_funcs: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--reward_funcs", help="Reward function; may be repeated."),
-    ] = None,
-    reward_weights: Annotated[
-        Optional[list[float]],  # noqa: UP045
-        typer.Option("--reward_weights", help="Its weight; may be repeated."),
-    ] = None,
-    external_plugins: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option("--external_plugins", help="A Python file to load first; may be repeated."),
-    ] = None,
-    base_url: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--vllm_server_base_url", help="A rollout server; may be repeated."),
-    ] = None,
 ) -> None:
     """Run an experiment, or the built-in demo."""
-    from trireme.cli.flags import SchedulerFlags
     from trireme.cli.run import run as command
 
-    flags = SchedulerFlags(
-        multi_turn_scheduler,
-        max_turns,
-        loss_scale,
-        reward_funcs or (),
-        reward_weights or (),
-        external_plugins or (),
-        base_url or (),
-    )
-    given = [*flags.overrides(config or DEMO), *(overrides or [])]
-    raise typer.Exit(command(config, given, plugin_dir or []))
+    config, keys = yaml_and_keys(config, words, ctx.obj)
+    raise typer.Exit(command(config, keys, plugin_dir or []))
 
 
-@app.command()
+@app.command(cls=WithFlags, epilog=FLAGS_HELP)
 def check(
-    config: Annotated[Path, typer.Option("--config", "-c", help="The YAML of the run.")],
-    overrides: Overrides = None,
+    ctx: typer.Context,
+    words: Words = None,
+    config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
 ) -> None:
     """Print what a YAML comes to, and its problems."""
     from trireme.cli.check import check as command
     from trireme.cli.run import add_plugin_dirs
 
+    config, keys = yaml_and_keys(config, words, ctx.obj)
+    if config is None:
+        raise typer.BadParameter("expected a YAML: trireme check my.yaml")
     add_plugin_dirs(plugin_dir or [])
-    raise typer.Exit(command(config, overrides or []))
+    raise typer.Exit(command(config, keys))
 
 
 @app.command()

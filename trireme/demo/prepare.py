@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trireme.demo import YAML
 from trireme.files import write_text
 
 NUM_TRAIN = 2000
@@ -65,7 +66,7 @@ def demo_config(overrides: Sequence[str]) -> Path:
     folder = prepare(assets_folder(seed), seed)
     os.environ["TRINITY_MODEL_PATH"] = str(folder / "model")
     os.environ["TRINITY_TASKSET_PATH"] = str(folder)
-    return Path(__file__).with_name("arithmetic.yaml")
+    return YAML
 
 
 if __name__ == "__main__":

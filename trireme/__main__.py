@@ -1,0 +1,5 @@
+"""`python -m trireme`: the command line."""
+
+from trireme.cli.main import main
+
+main()
