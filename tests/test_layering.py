@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent / "trireme"
 
 # From top to bottom. Parts of one layer do not import each other, except in the last but one.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("cli",),
     ("launch", "demo"),
     ("explorer", "trainer", "server"),
