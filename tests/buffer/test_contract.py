@@ -176,6 +176,34 @@ def test_failing_wakes_everyone_with_the_cause(make: Make) -> None:
     run(main())
 
 
+def test_demand_is_unmet_only_once_a_take_has_looked_in_vain_since_the_last_put(
+    make: Make,
+) -> None:
+    async def main() -> None:
+        buffer = make()
+        said: list[bool] = []
+        for step in (1, 2, 3):  # a slow store's looks and puts fall into many orders
+            take = asyncio.create_task(buffer.take(8))
+            await until(lambda: buffer.demand.unmet)
+            await buffer.put(step_of(2 * step))
+            await until(lambda: buffer.demand.unmet)
+            buffer.demand.changed = lambda: said.append(buffer.demand.unmet)
+            await buffer.put(step_of(2 * step + 1))
+            while not take.done():
+                assert not buffer.demand.unmet, "the batch is there, taken or not"
+                await asyncio.sleep(0)
+            assert said == [False] and len(await take) == 8
+            said.clear()
+            buffer.demand.changed = lambda: None
+
+    run(main())
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    while not ready():
+        await asyncio.sleep(0.001)
+
+
 def test_a_put_waits_while_the_buffer_is_full(make: Make) -> None:
     async def main() -> None:
         buffer = make(capacity=1)

@@ -124,6 +124,9 @@ def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
     assert plan.schedule_steps == 4
 
 
+STORE = "buffer.trainer_input.experience_buffer"
+
+
 @pytest.mark.parametrize(
     ("override", "shared", "deterministic"),
     [
@@ -135,6 +138,11 @@ def test_a_users_workflow_leaves_the_train_steps_open(tmp_path):
         ("model.lora_configs=[{lora_rank: 8}]", False, True),
         ("deterministic=false", True, False),
         ("buffer.train_batch_size=16", False, False),
+        (f"{STORE}.storage_type=sql", True, True),
+        (f"{STORE}.replay_buffer={{enable: true}}", True, True),
+        (f"{STORE}.replay_buffer={{enable: true, reuse_cooldown_time: 1}}", False, False),
+        (f"{STORE}={{storage_type: sql, replay_buffer: {{enable: true}}}}", False, False),
+        ("explorer.dynamic_timeout.enable=true", True, False),
     ],
 )
 def test_tensors_are_shared_only_in_lock_step(tmp_path, override, shared, deterministic):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trireme.buffer.waiting import Demand
 from trireme.sync.synchronizer import Synchronizer, is_due
 
 
@@ -48,30 +49,63 @@ def test_fixed_waits_for_the_train_step_that_is_offset_behind() -> None:
 
 def test_lock_step_goes_on_only_when_the_trainer_has_nothing_left() -> None:
     async def main() -> None:
-        held = [8]
-        sync, pushes = make("fixed", lock_step=True, short=lambda: held[0] < 8)
-        sync.waiting(True)
+        demand = Demand()
+        sync, pushes = make("fixed", lock_step=True, demand=demand)
         pull = asyncio.ensure_future(sync.pull(1))
         await asyncio.sleep(0)
-        assert not pull.done(), "the buffer holds a batch: the trainer is about to take it"
-        held[0] = 0
-        sync.waiting(False)
         await sync.trained(1)
         await asyncio.sleep(0)
         assert not pull.done() and pushes.versions == []
-        sync.waiting(True)
+        demand.set(True)
         await asyncio.wait_for(pull, 1)
         assert pushes.versions == [1] and sync.version == 1
 
     asyncio.run(main())
 
 
+def test_in_lock_step_a_batch_waits_until_the_explorer_has_ended_its_turn() -> None:
+    async def main() -> None:
+        demand = Demand()
+        sync, _ = make("fixed", lock_step=True, demand=demand)
+        for step in (1, 2, 3):
+            train = asyncio.ensure_future(sync.trainers_turn())
+            if step < 3:  # else both begin to wait in one go
+                await asyncio.sleep(0.01)
+            assert not train.done(), "the explorer generates"
+            pull = asyncio.ensure_future(sync.pull(step))
+            await asyncio.wait_for(train, 1)
+            await sync.trained(step)
+            demand.set(True)
+            await asyncio.wait_for(pull, 1)
+            demand.set(False)
+        with pytest.raises(TimeoutError, match=r"with the batch of train step 4 for the explorer"):
+            await sync.trainers_turn()
+        sync.explored()
+        await asyncio.wait_for(sync.trainers_turn(), 1)
+
+    asyncio.run(main())
+
+
+def test_a_resume_pushes_what_the_engine_did_not_have_yet() -> None:
+    async def main() -> None:
+        demand = Demand()
+        demand.set(True)
+        sync, pushes = make(
+            "fixed", lock_step=True, demand=demand, version=4, step=5, pushed_step=4
+        )
+        await sync.pull(5)
+        assert pushes.versions == [5] and sync.pushed_step == 5
+
+    asyncio.run(main())
+
+
 def test_a_starved_trainer_lets_the_explorer_go_on_with_the_old_weights() -> None:
     async def main() -> None:
-        sync, pushes = make("fixed")
+        demand = Demand()
+        sync, pushes = make("fixed", demand=demand)
         pull = asyncio.ensure_future(sync.pull(1))
         await asyncio.sleep(0)
-        sync.waiting(True)
+        demand.set(True)
         await asyncio.wait_for(pull, 1)
         assert pushes.versions == [] and sync.metrics()["sync/skipped"] == 1
 

@@ -101,9 +101,6 @@ class Sync:
         self.events.append(f"trained {step}")
         return {"sync/version": step}
 
-    def waiting(self, for_experiences: bool) -> None:
-        self.events.append("starving" if for_experiences else "fed")
-
     async def stopped(self, step: int) -> None:
         self.events.append(f"stopped {step}")
 
@@ -123,11 +120,10 @@ async def make(
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
-    sync = options["sync"]
     trainer = Trainer(
         backend=backend,
         recipe=SFT,
-        supply=BufferSupply(buffer, SFT, 2, waiting=sync.waiting if sync else None),
+        supply=BufferSupply(buffer, SFT, 2),
         device=Device(1),
         checkpointer=Folder(events, buffer),
         report=lambda part, step, metrics: reports.append((part, step, metrics)),
@@ -177,7 +173,7 @@ def test_a_run_that_made_no_step_has_failed_after_its_checkpoint() -> None:
         made.trainer.device.close()
         return made.events
 
-    events = ["starving", "fed", "save 0, 0 left, the last", "commit", "stopped 0"]
+    events = ["save 0, 0 left, the last", "commit", "stopped 0"]
     assert asyncio.run(main()) == events
 
 
@@ -200,34 +196,6 @@ def test_what_was_taken_is_committed_after_each_save_and_not_before() -> None:
         "trained 2", "save 2", "commit",
         "trained 3", "save 3", "commit", "stopped 3",
     ]  # fmt: skip
-
-
-def test_the_synchronizer_knows_while_the_trainer_starves() -> None:
-    async def main() -> list[str]:
-        made = await make(3, closed=False)
-        training = asyncio.ensure_future(made.trainer.train())
-        while "starving" not in made.events:
-            await asyncio.sleep(0.001)
-        assert made.events == ["trained 1", "starving"], "the first batch was there at once"
-        await made.buffer.put(samples(1))
-        await made.buffer.close()
-        await asyncio.wait_for(training, 10)
-        made.trainer.device.close()
-        return made.events[:4]
-
-    assert asyncio.run(main()) == ["trained 1", "starving", "fed", "trained 2"]
-
-
-def test_a_time_out_of_the_buffer_ends_starving_and_the_run() -> None:
-    async def main() -> list[str]:
-        made = await make(1, closed=False)
-        made.buffer._timeout = 0.05
-        with pytest.raises(TimeoutError, match="wanted 2 experiences of buffer 'store', which has"):
-            await made.trainer.train()
-        made.trainer.device.close()
-        return made.events
-
-    assert asyncio.run(main()) == ["starving", "fed"]
 
 
 def test_an_error_of_a_step_is_not_caught_and_nothing_is_saved_or_committed() -> None:

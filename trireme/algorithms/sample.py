@@ -84,9 +84,8 @@ async def mix(
             f"{sft_dataset_name}, which is not given"
         )
     share = own_share(num, expert_data_ratio)
-    # First: between the take from the explorer's buffer and the train step nobody may wait.
-    experts = await auxiliary[sft_dataset_name].take(num - share)
     own = await buffer.take(share)
+    experts = await auxiliary[sft_dataset_name].take(num - share)
     for expert in experts:
         nothing = torch.zeros(len(expert.tokens))
         expert.info["is_expert"] = True

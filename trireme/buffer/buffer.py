@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from trireme.buffer.waiting import Demand
 from trireme.experience import Experience
 
 
@@ -23,6 +24,9 @@ class OtherSideFailed(RuntimeError):
 
 class Buffer(Protocol):
     """Three verbs, and what a resume needs."""
+
+    demand: Demand
+    """Whether a take waits."""
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """Add the experiences of one explore step, whole groups, in one transaction.

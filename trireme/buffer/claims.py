@@ -17,6 +17,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     and_,
+    delete,
     func,
     insert,
     or_,
@@ -34,7 +35,7 @@ CHUNK = 500
 class Reuse:
     """Priority replay in a database: version - decay * uses, the highest first.
 
-    Differs from the queue's in one point: the noise is drawn once for each group.
+    Differs from the queue's in one point: the noise is drawn once for each group, by its id.
     """
 
     decay: float = 2.0
@@ -60,7 +61,6 @@ class Claims:
         self.table: Table = experience_table(name, metadata)
         self._reader = reader
         self._reuse = reuse
-        self._noise = random.Random()
 
     def add(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> int:
         """Put whole groups in; how many of them were there already, and are not put again."""
@@ -140,6 +140,20 @@ class Claims:
         for part in _chunks([i for i in connection.scalars(mine) if i not in kept]):
             connection.execute(update(table).where(table.c.id.in_(part)).values(**_FREE))
 
+    def newest(self, connection: Connection) -> int:
+        """The id of the row that was put last; 0 where there is none."""
+        return connection.scalar(select(func.max(self.table.c.id))) or 0
+
+    def rewind(self, connection: Connection, newest: int) -> None:
+        """Remove what the explorer of a whole run put after that row: it makes it again.
+
+        What other explorers put has their names in its source, and stays; so does what was used.
+        """
+        table = self.table
+        unused = and_(table.c.consumed <= 0, table.c.claimed_by.is_(None))
+        own = and_(table.c.id > newest, ~table.c.source.contains("/"))
+        connection.execute(delete(table).where(own, unused))
+
     def release_of(self, connection: Connection, readers: Iterable[str]) -> int:
         """Give back what those readers hold and no checkpoint of theirs may have; how many."""
         table = self.table
@@ -160,8 +174,7 @@ class Claims:
 
     def changes(self, connection: Connection) -> int:
         """A number that changes when anything is put or taken."""
-        newest = connection.scalar(select(func.max(self.table.c.id))) or 0
-        return 2 * newest - self.count(connection)
+        return 2 * self.newest(connection) - self.count(connection)
 
     def _count(self, connection: Connection, chosen: ColumnElement[bool], most: int = 0) -> int:
         rows = select(self.table.c.id).where(chosen)
@@ -196,9 +209,10 @@ class Claims:
             if version >= 0:
                 oldest[group] = min(version, oldest.get(group, version))
         sigma = self._reuse.sigma if self._reuse else 0.0
-        noise = {row["task_id"]: self._noise.gauss(0.0, sigma) if sigma else 0.0 for row in rows}
         for row in rows:
-            row["priority"] = oldest.get(row["task_id"], 0.0) + noise[row["task_id"]]
+            group = row["task_id"]
+            noise = random.Random(group).gauss(0.0, sigma) if sigma else 0.0
+            row["priority"] = oldest.get(group, 0.0) + noise
 
 
 _FREE: dict[str, Any] = {"claimed_by": None, "used": 0, "sealed": None, "ready_at": 0.0}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trireme.buffer.buffer import Closed
+from trireme.buffer.waiting import Demand
 from trireme.data.selectors import Order
 from trireme.experience import EID, Experience
 from trireme.log import get_logger
@@ -47,6 +48,7 @@ class FileBuffer:
     ) -> None:
         """`total_epochs` None: without end, where the trainer counts its steps."""
         self.name = name
+        self.demand = Demand()
         self._format = format
         self._order = Order(len(format), selector="shuffle" if shuffle else "sequential", seed=seed)
         self._end = None if total_epochs is None else total_epochs * len(format)

@@ -17,7 +17,7 @@ from typing import Any
 
 from trireme.buffer.buffer import Closed, OtherSideFailed
 from trireme.buffer.record import Record
-from trireme.buffer.waiting import Bell, Clock, WallClock
+from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience
 from trireme.serialize import decode, encode
 
@@ -41,6 +41,7 @@ class QueueBuffer:
         self._record = record
         self._clock = clock or WallClock()
         self._bell = Bell(self._clock)
+        self.demand = Demand()
         self._puts: deque[deque[Experience]] = deque()
         self._wanted = 0
         self._closed = False
@@ -70,6 +71,7 @@ class QueueBuffer:
         # go finds a step either still under way or here, never both.
         self._puts.append(deque(experiences))
         self._last_put = self._clock.now()
+        self.demand.set(self._wanted > len(self))
         self._bell.ring()
 
     async def take(self, n: int) -> list[Experience]:
@@ -91,6 +93,7 @@ class QueueBuffer:
         begun = self._clock.now()
         self._wanted = n
         if len(self) < n:
+            self.demand.set(True)
             self._bell.ring()  # a put that waits for room may be what we need
         try:
             await self._bell.until(
@@ -104,6 +107,7 @@ class QueueBuffer:
             )
         finally:
             self._wanted = 0
+            self.demand.set(False)
         self._stop_if_failed()
         if not self._puts:
             raise Closed(f"buffer '{self.name}' is closed and empty")

@@ -19,7 +19,7 @@ from typing import Any
 
 from trireme.buffer.buffer import Closed, OtherSideFailed
 from trireme.buffer.record import Record
-from trireme.buffer.waiting import Bell, Clock, WallClock
+from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience, group_by
 from trireme.serialize import decode, encode
 
@@ -89,6 +89,7 @@ class ReplayBuffer:
         self._record = record
         self._clock = clock or WallClock()
         self._bell = Bell(self._clock)
+        self.demand = Demand()
         self._heap: list[_Group] = []
         self._resting: list[_Group] = []
         self._begun: list[Experience] = []
@@ -109,6 +110,7 @@ class ReplayBuffer:
             version = min((e.version for e in members if e.version >= 0), default=0)
             self._add(_Group(members, version))
         self._last_put = self._clock.now()
+        self.demand.set(False)  # until the take that waits has looked
         self._bell.ring()
 
     async def take(self, n: int) -> list[Experience]:
@@ -122,8 +124,10 @@ class ReplayBuffer:
                     f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
                     f"{len(self)}, and no new one came for {self._timeout:g} s (max_read_timeout)"
                 )
+            self.demand.set(True)
             rested = min((g.ready_at - now for g in self._resting), default=left)
             await self._bell.wait(min(left, max(rested, 0.0)))
+        self.demand.set(False)
         self._stop_if_failed()
         taken: list[Experience] = []
         while len(taken) < n and (self._begun or self._heap):

@@ -6,6 +6,8 @@ Invariants:
 - A take claims its rows in one transaction, so that several readers never share one. `state` seals
   what is claimed for the checkpoint being made, and `commit` makes it final; `load_state` makes
   final what its checkpoint sealed and gives back all else that this reader had claimed.
+- `load_state` of a whole run (role `both`) also removes what its explorer has put since: it goes
+  back to that step and makes them again.
 - A reader that is not heard from for `lease_time` seconds loses what it has not sealed to the
   others; should it come back, it is told so instead of learning twice.
 - Who has closed or failed stands in the table of parties, where the other process sees it.
@@ -29,7 +31,7 @@ from trireme.buffer.claims import Claims, Reuse
 from trireme.buffer.heartbeat import Heartbeat
 from trireme.buffer.parties import Parties
 from trireme.buffer.table import open_database, row_of
-from trireme.buffer.waiting import Bell, Clock, WallClock
+from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.serialize import decode
@@ -74,10 +76,12 @@ class SqlBuffer:
         self._timeout = max_read_timeout
         self._lease = lease_time
         self._reuse = reuse
+        self._role = role
         self._retries = retries
         self._retry_seconds = retry_seconds
         self._clock = clock or WallClock()
         self._bell = Bell(self._clock)
+        self.demand = Demand()
         metadata = MetaData()
         party = party or "default"
         roles = ("explore", "train") if role == "both" else (role,)
@@ -110,6 +114,7 @@ class SqlBuffer:
 
         rows = await asyncio.to_thread(lambda: [row_of(e) for e in experiences])
         await self._poll(lambda connection: self._try_put(connection, rows), full)
+        self.demand.set(False)  # until a look that begins now has found too few
         self._bell.ring()
 
     async def take(self, n: int) -> list[Experience]:
@@ -122,7 +127,14 @@ class SqlBuffer:
                 f"(max_read_timeout){self._missing('explore')}"
             )
 
-        found = await self._poll(lambda connection: self._try_take(connection, n), waited_for)
+        try:
+            found = await self._poll(
+                lambda connection: self._try_take(connection, n),
+                waited_for,
+                in_vain=lambda: self.demand.set(True),
+            )
+        finally:
+            self.demand.set(False)
         self._bell.ring()
         if not found:
             raise Closed(f"buffer '{self.name}' is closed and empty")
@@ -164,7 +176,7 @@ class SqlBuffer:
         seal = self._seal or secrets.token_hex(8)
         wanted = self._sealed + len(self._held)
 
-        def attempt(connection: Connection) -> None:
+        def attempt(connection: Connection) -> int:
             self._stop_if_replaced(connection)  # what that process holds is held in our name
             gone = wanted - self._claims.seal(connection, seal)
             if gone > 0:  # the error undoes the transaction
@@ -173,11 +185,12 @@ class SqlBuffer:
                     f"{self._lease:g} s (lease_time), and {gone} of the {wanted} experiences that "
                     f"it had taken went to others: start it again from its last checkpoint"
                 )
+            return self._claims.newest(connection)
 
-        self._transact(attempt)
+        newest = self._transact(attempt)
         self._seal, self._sealed = seal, wanted
         self._held.clear()
-        return {"seal": seal}
+        return {"seal": seal, "newest": newest}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Buffer."""
@@ -185,6 +198,8 @@ class SqlBuffer:
         def attempt(connection: Connection) -> None:
             self._claims.consume(connection, state["seal"])
             self._claims.release(connection)
+            if self._role == "both" and "newest" in state:
+                self._claims.rewind(connection, state["newest"])
 
         self._transact(attempt)
         self._held.clear()
@@ -216,9 +231,15 @@ class SqlBuffer:
         raise AssertionError("the last try returns or raises")
 
     async def _poll(
-        self, attempt: Callable[[Connection], Result | None], waited_for: Callable[[], str]
+        self,
+        attempt: Callable[[Connection], Result | None],
+        waited_for: Callable[[], str],
+        in_vain: Callable[[], None] = lambda: None,
     ) -> Result:
-        """`attempt` in transactions of its own until it gives something; ever less often."""
+        """`attempt` in transactions of its own until it gives something; ever less often.
+
+        `in_vain()` follows an attempt that gave nothing, where nobody rang meanwhile.
+        """
         seen = -1
         since = self._clock.now()
         pause = POLL_FIRST
@@ -228,9 +249,13 @@ class SqlBuffer:
             return result, self._claims.changes(connection) if result is None else 0
 
         while True:
+            rings = self._bell.rings
             result, changes = await asyncio.to_thread(self._transact, look)
             if result is not None:
                 return result
+            if self._bell.rings != rings:
+                continue  # what was put meanwhile that look may not have seen
+            in_vain()
             if changes != seen:
                 seen, since, pause = changes, self._clock.now(), POLL_FIRST
             left = since + self._timeout - self._clock.now()

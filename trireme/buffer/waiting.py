@@ -1,4 +1,5 @@
-"""Waiting: how a buffer's put and take wait: woken by a change, never longer than they may.
+"""Waiting: how a buffer's put and take wait: woken by a change, never longer than they may; and
+whether a take waits for more than there is.
 
 All time comes from a clock that a test can replace.
 """
@@ -35,15 +36,37 @@ class WallClock:
         await asyncio.sleep(seconds)
 
 
+class Demand:
+    """Whether a take waits for more than there is.
+
+    The store says so on the event loop: a look that found too few makes it so, if nothing was put
+    since that look began, and the next put or the take's end makes it not so. What another thread
+    or the clock does never shows in between.
+    """
+
+    def __init__(self) -> None:
+        self.unmet = False
+        self.changed: Callable[[], None] = lambda: None
+        """Called at every change; whoever looks at `unmet` sets it."""
+
+    def set(self, unmet: bool) -> None:
+        """From the event loop's own thread."""
+        if unmet != self.unmet:
+            self.unmet = unmet
+            self.changed()
+
+
 class Bell:
     """Wakes all who wait on it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._rung: set[asyncio.Event] = set()
+        self.rings = 0
 
     def ring(self) -> None:
         """Wake everyone, from the event loop's own thread."""
+        self.rings += 1
         for event in self._rung:
             event.set()
 

@@ -118,9 +118,11 @@ def _explore_step(plan: Plan) -> str:
 
 def _train_step(plan: Plan) -> str:
     micro = f"micro-batches of up to {plan.max_token_len} tokens"
-    size = "what an explore step left"
-    if plan.least_batch == plan.train_batch_size:
-        size = f"{plan.train_batch_size} experiences"
+    size = f"{plan.train_batch_size} experiences"
+    if plan.whole_steps:
+        size = "what an explore step left"
+    elif plan.own_batch < plan.train_batch_size:
+        size += f" ({plan.train_batch_size - plan.own_batch} of them an expert's)"
     return f"{size}, {micro}"
 
 

@@ -39,12 +39,11 @@ def derive(stage: Stage, root: Path) -> Plan:
     note_places(stage, places, gpus)
     lengths = lengths_of(stage)
     steps = steps_of(stage)
-    whole = stage.whole_steps
     style = _style(stage, steps.own_batch)
     method = _method(stage, on_ray, hosts)
     lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
     _check_whole_steps(stage)
-    _check_beat(stage, style, lock_step)
+    _check_beat(stage, style, _is_exact(stage, lock_step))
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
     _note_engine(stage, on_ray or hosts > 0)
@@ -63,7 +62,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         model_path=config.model.model_path,
         batch_size=config.buffer.batch_size,
         repeat_times=config.algorithm.repeat_times,
-        least_batch=1 if whole else steps.own_batch,
+        whole_steps=stage.whole_steps,
         runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
         engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
         engine_key=explorer.rollout_model.api_key,
@@ -73,8 +72,9 @@ def derive(stage: Stage, root: Path) -> Plan:
         sync_style=style,
         sync_interval=sync.sync_interval,
         sync_offset=sync.sync_offset,
+        lock_step=lock_step,
         share_tensors=lock_step and not config.model.lora_configs,
-        deterministic=(lock_step or (stage.reads_file and not on_ray))
+        deterministic=(_is_exact(stage, lock_step) or (stage.reads_file and not on_ray))
         and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
@@ -214,8 +214,14 @@ def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
 
 
 def _lock_step(stage: Stage, train_batch_size: int, method: SyncMethod) -> bool:
-    """Whether engine and trainer can be proved never to work at the same time."""
-    sync = stage.config.synchronizer
+    """Whether explorer and trainer take turns, so that what each has done is all that the other
+    sees. Not where time brings experiences back: a trainer that is always given more never ends
+    its turn. Nor with replay in a database, which cannot take back what it has dropped.
+    """
+    sync, store = stage.config.synchronizer, stage.config.buffer.trainer_input.experience_buffer
+    replay = store.replay_buffer
+    if replay.enable and (replay.reuse_cooldown_time is not None or store.storage_type == "sql"):
+        return False
     return (
         stage.config.mode == "both"
         and not stage.reads_file
@@ -226,6 +232,13 @@ def _lock_step(stage: Stage, train_batch_size: int, method: SyncMethod) -> bool:
         and method == "memory"
         and (stage.whole_steps or train_batch_size == stage.rollouts)
     )
+
+
+def _is_exact(stage: Stage, lock_step: bool) -> bool:
+    """Whether nothing but the seed decides what is learned: no clock, and no other program."""
+    explorer = stage.config.explorer
+    external = any(model.base_urls for model in explorer.auxiliary_models)
+    return lock_step and not explorer.dynamic_timeout.enable and not external
 
 
 def _check_whole_steps(stage: Stage) -> None:
@@ -246,7 +259,7 @@ def _check_whole_steps(stage: Stage) -> None:
         stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
 
 
-def _check_beat(stage: Stage, style: SyncStyle, lock_step: bool) -> None:
+def _check_beat(stage: Stage, style: SyncStyle, exact: bool) -> None:
     """Over-rollout needs a beat that is not fixed, and determinism one that is."""
     config = stage.config
     ratio = config.explorer.over_rollout.ratio
@@ -256,10 +269,11 @@ def _check_beat(stage: Stage, style: SyncStyle, lock_step: bool) -> None:
             f"is {ratio:g}: with synchronizer.sync_style fixed a step without its slowest tasks "
             f"leaves the trainer waiting; expected another style",
         )
-    if config.deterministic and not lock_step and not stage.reads_file:
+    if config.deterministic and not exact and not stage.reads_file:
         stage.problem(
             "deterministic",
             "is true: expected one process (cluster.launcher local), mode both, sync_style fixed, "
-            "sync_interval 1, sync_offset 0, sync_method nccl or memory, and a train_batch_size of "
-            "batch_size x repeat_times",
+            "sync_interval 1, sync_offset 0, sync_method nccl or memory, a train_batch_size of "
+            "batch_size x repeat_times, and neither explorer.dynamic_timeout, models on other "
+            "servers, nor a replay_buffer in a database or with a reuse_cooldown_time",
         )

@@ -42,8 +42,8 @@ class Plan:
     train_batch_size: int
     own_batch: int
     """Experiences of a train step that the explorer makes; the rest is an expert's."""
-    least_batch: int
-    """Experiences without which a train step has to wait."""
+    whole_steps: bool
+    """A train step learns from one explore step, whatever that left."""
     explore_steps: int | None
     """None: there is no exploring, or only the loaded data tells."""
     train_steps: int | None
@@ -64,8 +64,10 @@ class Plan:
     sync_style: SyncStyle
     sync_interval: int
     sync_offset: int
+    lock_step: bool
+    """Explorer and trainer take turns: neither works while the other does."""
     share_tensors: bool
-    """The engine reads the trainer's own tensors: proved to run in lock-step."""
+    """The engine reads the trainer's own tensors: only in lock-step."""
     deterministic: bool
     """Equal seeds give byte-equal weights."""
     buffer_type: BufferType

@@ -6,6 +6,7 @@ Invariants:
 - Evaluation uses the weights of its step's window and puts nothing into the buffer.
 - A step in which every rollout failed stops the run with the first cause.
 - Steps are put in their order, each as soon as it has ended, while later ones are under way.
+- A resume begins with the meeting at the synchronizer that its last step may not have had.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Explorer:
         try:
             if self.eval_on_startup and self.step == 0:
                 await self.evaluate(0)
+            if self.step and self.sync.due(self.step):
+                await self.sync.pull(self.step)
             while not self.sync.finished and await self._begin_step():
                 await self._ended(collector, most=self.max_pending - 1)
                 if self.sync.due(self.step):

@@ -91,10 +91,15 @@ async def run_both(session: Session) -> StageResult:
     sync = session.synchronizer
     explorer, trainer = session.explorer(sync), session.trainer(sync)
     restarts_by(sync, session.engine)
+
+    async def explore() -> None:
+        await explorer.explore()
+        sync.explored()
+
     try:
         if session.resumed or session.engine_urls:
             await sync.persist(lambda: session.refresh_engine(sync.version))
-        await first_failure_ends_all(explorer.explore(), trainer.train())
+        await first_failure_ends_all(explore(), trainer.train())
         await sync.final_push()
         await explorer.evaluate_last(trainer.step)
     finally:

@@ -314,9 +314,10 @@ class Session(AbstractContextManager["Session"]):
         return make_synchronizer(
             plan,
             own,
-            short=lambda: len(self.buffer) < plan.least_batch,
+            demand=self.buffer.demand,
             version=state["version"],
             step=step,
+            pushed_step=state.get("pushed_step"),
         )
 
     def polled_sync(self) -> PolledSync:
@@ -365,14 +366,12 @@ class Session(AbstractContextManager["Session"]):
         """Where the trainer's batches come from."""
         if self.elsewhere.supply is not None:
             return self.elsewhere.supply
-        waiting = None if self._reads_file else self.synchronizer.waiting
         return BufferSupply(
             self.buffer,
             self.recipe,
             self.plan.train_batch_size,
-            least_batch=self.plan.least_batch,
             auxiliary=self.auxiliary,
-            waiting=waiting,
+            turn=None if self._reads_file else self.synchronizer.trainers_turn,
         )
 
     def trainer(self, sync: TrainerSync | None) -> Trainer:
@@ -420,6 +419,7 @@ class Session(AbstractContextManager["Session"]):
         }
         if not self.recipe.from_data:
             state["version"] = self.synchronizer.version
+            state["pushed_step"] = self.synchronizer.pushed_step
         if self._explorer is not None and self.plan.mode == "both":
             state["explorer"] = self._explorer.state()
         return state

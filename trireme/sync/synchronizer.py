@@ -11,8 +11,9 @@ Styles:
 Invariants:
 - The version counts pushes. The explorer never waits for a trainer that has stopped, or that waits
   itself for experiences: then it goes on with the weights it has, and that is counted.
-- In lock-step (shared tensors) the explorer goes on only when the trainer has nothing left to
-  train.
+- In lock-step explorer and trainer take turns, and neither begins before the other has ended its
+  own: the explorer ends its turn in `pull` and has it again when the trainer has nothing left to
+  train; a batch that the trainer gets during the explorer's turn waits in `trainers_turn`.
 - Every push is followed by a probe; a probe that fails stops the run.
 - A push that failed for want of an engine is done again once that is there again, and an engine
   that was started again gets the newest weights by a push of its own.
@@ -25,6 +26,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from trireme.buffer.waiting import Bell, Demand, WallClock
 from trireme.log import get_logger
 
 logger = get_logger("synchronizer")
@@ -90,14 +92,15 @@ class Synchronizer:
         offset: int = 0,
         timeout: float = 3600.0,
         lock_step: bool = False,
-        short: Callable[[], bool] = lambda: True,
+        demand: Demand | None = None,
         version: int = 0,
         step: int = 0,
+        pushed_step: int | None = None,
     ) -> None:
         """`push(version)` brings the trainer's weights to the engine and probes them.
 
-        `short()`: the buffer holds less than a train batch, so that a waiting trainer really
-        starves.
+        `demand` is the buffer's: whether the trainer starves. `step` has been trained already, and
+        the engine has the weights of `pushed_step`, which is the same where it is not given.
         """
         self._push = push
         self.style = style
@@ -107,13 +110,14 @@ class Synchronizer:
         self.lock_step = lock_step
         self.version = version
         self.trained_step = step
-        self.pushed_step = step
+        self.pushed_step = step if pushed_step is None else pushed_step
         self.finished = False
         self.skipped = 0
-        self._starved = False
         self._waited = 0.0
-        self._short = short
-        self._bell = asyncio.Event()
+        self._explorers_turn = lock_step
+        self._bell = Bell(WallClock())
+        self._demand = demand or Demand()
+        self._demand.changed = self._bell.ring
         self._pushing = asyncio.Lock()
         self.persist: Persist = once
 
@@ -129,6 +133,7 @@ class Synchronizer:
     async def pull(self, step: int) -> None:
         """See ExplorerSync. Raises TimeoutError naming what did not come."""
         started = time.monotonic()
+        self.explored()
         await self._wait_for_trainer(step)
         self._waited = time.monotonic() - started
         if self.trained_step > self.pushed_step:
@@ -138,26 +143,40 @@ class Synchronizer:
             logger.info(
                 "explore step %d: no new weights, going on with version %d", step, self.version
             )
+        self._explorers_turn = self.lock_step
+
+    def explored(self) -> None:
+        """The explorer generates no more: not before its next turn, or never where it has ended."""
+        self._explorers_turn = False
+        self._bell.ring()
+
+    async def trainers_turn(self) -> None:
+        """Wait until the explorer's turn is over. Raises TimeoutError where it does not end."""
+        begun = time.monotonic()
+        await self._bell.until(
+            lambda: not self._explorers_turn,
+            timeout=self.timeout,
+            since=lambda: begun,
+            waited_for=lambda: (
+                f"the trainer waited {self.timeout:g} s (synchronizer.sync_timeout) with the batch "
+                f"of train step {self.trained_step + 1} for the explorer to end its step"
+            ),
+        )
 
     async def trained(self, step: int) -> dict[str, float]:
         """See TrainerSync."""
         self.trained_step = step
-        self._bell.set()
+        self._bell.ring()
         metrics: dict[str, float] = {}
         publishes = self.pushes_by_itself or (self.style == "fixed" and not self.lock_step)
         if publishes and step % self.interval == 0:
             metrics = await self._publish()
         return metrics | {"sync/version": self.version}
 
-    def waiting(self, for_experiences: bool) -> None:
-        """The trainer begins (True) or ends (False) to wait for a batch that is not there."""
-        self._starved = for_experiences
-        self._bell.set()
-
     async def stopped(self, step: int) -> None:
         """See TrainerSync."""
         self.trained_step, self.finished = step, True
-        self._bell.set()
+        self._bell.ring()
 
     async def final_push(self) -> None:
         """Bring the last weights to the engine, for the evaluation at the end."""
@@ -176,24 +195,22 @@ class Synchronizer:
         wanted = step - self.offset
 
         def ready() -> bool:
-            if self.finished or (self._starved and self._short()):
+            if self.finished or self._demand.unmet:
                 return True
             if self.lock_step:
                 return False  # the trainer works: it may change the tensors that we read
             return self.style == "explorer_driven" or self.pushed_step >= wanted
 
-        deadline = time.monotonic() + self.timeout
-        while not ready():
-            self._bell.clear()
-            try:
-                await asyncio.wait_for(self._bell.wait(), deadline - time.monotonic())
-            except asyncio.TimeoutError as error:
-                raise TimeoutError(
-                    f"explore step {step} waited {self.timeout:g} s "
-                    "(synchronizer.sync_timeout) for "
-                    f"the weights of train step {wanted}; the trainer is at step "
-                    f"{self.trained_step}"
-                ) from error
+        begun = time.monotonic()
+        await self._bell.until(
+            ready,
+            timeout=self.timeout,
+            since=lambda: begun,
+            waited_for=lambda: (
+                f"explore step {step} waited {self.timeout:g} s (synchronizer.sync_timeout) for "
+                f"the weights of train step {wanted}; the trainer is at step {self.trained_step}"
+            ),
+        )
 
     async def renew(self, lacking: Callable[[], bool]) -> None:
         """Push, unless another push has meanwhile brought what an engine is `lacking`."""
@@ -208,7 +225,7 @@ class Synchronizer:
             metrics = await self.persist(lambda: self._push(self.version + 1))
             self.version += 1
             self.pushed_step = step
-            self._bell.set()
+            self._bell.ring()
             logger.info("version %d: the weights of train step %d", self.version, step)
             return metrics
 

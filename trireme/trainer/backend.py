@@ -133,8 +133,11 @@ class TorchBackend:
         reference_path: str | Path | None = None,
         share_prefix: bool = True,
         trust_remote_code: bool = False,
+        seed: int = 0,
     ) -> None:
-        """`reference` keeps the model as it is now (or that of `reference_path`) for KL terms."""
+        """`reference` keeps the model as it is now (or that of `reference_path`) for KL terms, and
+        `seed` is of all that training draws.
+        """
         self.device = torch.device(device)
         self.module = load_model(model_path, device=device, trust_remote_code=trust_remote_code)
         self.adapter: Adapter | None = None
@@ -146,6 +149,7 @@ class TorchBackend:
             ).requires_grad_(False)
         elif reference and lora is None:
             self._reference = copy.deepcopy(self.module).requires_grad_(False)
+        torch.manual_seed(seed)  # an adapter's first weights, and dropout
         if lora is not None:
             self.adapter = Adapter(self.module, lora)
         # Dropout in an adapter and checkpointing are the only things that tell training apart.

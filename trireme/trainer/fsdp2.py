@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,15 +58,13 @@ class Fsdp2Backend:
         share_prefix: bool = True,
         offload: bool = False,
         trust_remote_code: bool = False,
+        seed: int = 0,
         orders: Orders | None = None,
     ) -> None:
         """See TorchBackend. `orders`: how rank 0 has the others follow; None: they call alike."""
         self.ranks = ranks
         self.device = ranks.device
         half = dtype == "bfloat16" and self.device.type == "cuda"
-        # Adapters begin at random: alike on every rank, and as rank 0 alone would have begun.
-        torch.set_rng_state(_from_first(torch.get_rng_state()))
-
         self._sequence = ranks.sequence
 
         def load(path: str | Path) -> PreTrainedModel:
@@ -82,6 +79,7 @@ class Fsdp2Backend:
             model = load(reference_path or model_path).requires_grad_(False)
             self._reference = shard(model, ranks.mesh, half=half, offload=offload).eval()
         self.module = load(model_path)
+        torch.manual_seed(seed)  # adapters begin alike on every rank
         self.adapter: Adapter | None = None if lora is None else Adapter(self.module, lora)
         self._train_mode = gradient_checkpointing or bool(lora and lora.dropout)
         if gradient_checkpointing:
@@ -275,9 +273,3 @@ class Fsdp2Backend:
                 if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
-
-
-def _from_first(tensor: Tensor) -> Tensor:
-    """Rank 0's tensor on every rank. Collective."""
-    dist.broadcast(tensor, 0)
-    return tensor

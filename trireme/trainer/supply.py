@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from trireme.algorithms.recipes import Recipe
@@ -38,35 +38,27 @@ class BufferSupply:
         recipe: Recipe,
         batch_size: int,
         *,
-        least_batch: int | None = None,
         auxiliary: Mapping[str, Buffer] | None = None,
-        waiting: Callable[[bool], None] | None = None,
+        turn: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """A batch of `batch_size` needs `least_batch` experiences of the buffer (all where not
-        given); the rest is from `auxiliary`.
+        """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
 
-        `waiting(True)` is told when a take begins to wait for experiences that are not there.
+        `turn()` returns when the trainer may work on what it has got.
         """
         self.buffer = buffer
         self._recipe = recipe
         self._batch_size = batch_size
-        self._least_batch = batch_size if least_batch is None else least_batch
         self._auxiliary = auxiliary or {}
-        self._waiting = waiting or (lambda _: None)
+        self._turn = turn
 
     async def take(self, version: int) -> Sample:
-        """See Supply. Nobody may look between the take and the word that it waits no more."""
-        short = len(self.buffer) < self._least_batch
-        if short:
-            self._waiting(True)
-        try:
-            batch, metrics = await self._recipe.take(
-                self.buffer, self._batch_size, version, self._auxiliary
-            )
-            return batch, metrics | self.buffer.metrics()
-        finally:
-            if short:
-                self._waiting(False)
+        """See Supply."""
+        batch, metrics = await self._recipe.take(
+            self.buffer, self._batch_size, version, self._auxiliary
+        )
+        if self._turn is not None:
+            await self._turn()
+        return batch, metrics | self.buffer.metrics()
 
     async def commit(self) -> None:
         """See Supply."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trireme.buffer.waiting import Demand
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.engines.device import Device
@@ -18,11 +19,16 @@ from trireme.trainer.fsdp2 import Fsdp2Backend
 
 
 def make_synchronizer(
-    plan: Plan, push: Push, *, short: Callable[[], bool], version: int, step: int
+    plan: Plan,
+    push: Push,
+    *,
+    demand: Demand,
+    version: int,
+    step: int,
+    pushed_step: int | None,
 ) -> Synchronizer:
-    """Both sides in this process, or the trainer's side for explorers elsewhere.
-
-    `short`: whether the trainer waits for experiences. `version` and `step`: where it begins.
+    """Both sides in this process, or the trainer's side for explorers elsewhere; begins at
+    `version`, `step` and `pushed_step`.
     """
     return Synchronizer(
         push,
@@ -30,10 +36,11 @@ def make_synchronizer(
         interval=plan.sync_interval,
         offset=plan.sync_offset,
         timeout=plan.config.synchronizer.sync_timeout,
-        lock_step=plan.share_tensors,
-        short=short,
+        lock_step=plan.lock_step,
+        demand=demand,
         version=version,
         step=step,
+        pushed_step=pushed_step,
     )
 
 

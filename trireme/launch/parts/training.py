@@ -60,6 +60,7 @@ def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "gradient_checkpointing": config.trainer.enable_gradient_checkpointing,
         "reference": recipe.needs_reference,
         "trust_remote_code": config.model.trust_remote_code,
+        "seed": plan.seed,
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trireme.algorithms.sample import Sample
+from trireme.buffer.waiting import Demand
 from trireme.config import Plan
 from trireme.experience import Experience
 from trireme.launch.ray.host import Peer, answer
@@ -28,6 +29,7 @@ class PutSide:
         self._coordinator = coordinator
         self._sync = sync
         self._explorer_state = explorer_state
+        self.demand = Demand()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """See Buffer."""
