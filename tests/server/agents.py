@@ -34,7 +34,7 @@ def make_client(
 ) -> httpx.AsyncClient:
     app = create_app(rollouts, key=key, sessions=sessions)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://server")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def asks(text: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ async def client_of(rollouts: Rollouts, **options: Any) -> AsyncIterator[httpx.A
     """A client of the app, without a port."""
     transport = httpx.ASGITransport(create_app(rollouts, **options), raise_app_exceptions=False)
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://server", timeout=60
+        transport=transport, base_url="http://localhost", timeout=60
     ) as client:
         yield client
 

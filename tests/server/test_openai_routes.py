@@ -34,7 +34,7 @@ async def agent(
     async with client_of(rollouts) as http:
         client = openai.AsyncOpenAI(
             api_key="x",
-            base_url=f"http://server/s/{session}/v1",
+            base_url=f"http://localhost/s/{session}/v1",
             http_client=cast(Any, http),
             max_retries=0,
         )

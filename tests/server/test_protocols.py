@@ -103,8 +103,7 @@ def test_a_message_says_why_it_ended(stream: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"messages": None}, "has no 'messages'"),
-        ({"thinkin": 1}, "unknown key 'thinkin'"),
+        ({"messages": None}, "messages: Input should be a valid list, and it is None"),
         ({"tool_choice": {"type": "any"}}, "tool_choice 'any' is not served"),
         ({"tools": [{}]}, "a tool needs 'name'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'"),
@@ -140,7 +139,7 @@ def test_responses_with_tools_go_on_from_the_sampled_ids(stream: bool, by_id: bo
         engine, made = rollouts(f"I look.{CALL}", "A cat.")
         async with client_of(made) as http:
             client = openai.AsyncOpenAI(
-                api_key="x", base_url="http://server/s/one/v1", http_client=cast(Any, http)
+                api_key="x", base_url="http://localhost/s/one/v1", http_client=cast(Any, http)
             )
             options: dict[str, Any] = {
                 "instructions": "Be brief.",
@@ -175,8 +174,7 @@ def test_a_response_that_cannot_be_served_is_refused() -> None:
         _, made = rollouts()
         async with client_of(made) as http:
             for body, message in (
-                ({"input": 3}, "'input' must be text"),
-                ({"input": "a", "inputs": 1}, "unknown key 'inputs'"),
+                ({"input": 3}, "the request's input.str: Input should be a valid string"),
                 ({"input": "a", "previous_response_id": "x"}, "reply 'x' is not known"),
                 ({"input": [{"type": "image"}]}, "of type 'image'"),
                 ({"input": "a", "tools": [{"type": "web"}]}, "a tool of type 'web'"),

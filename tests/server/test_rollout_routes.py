@@ -169,7 +169,7 @@ def test_a_failing_scheduler_is_told_and_the_others_of_its_request_end(tiny_dir:
         options: dict[str, Any] = {"scheduler": {"scheduler": Broken, "max_turns": 3}}
         async with torch_rollouts(tiny_dir, **options) as rollouts, client_of(rollouts) as client:
             answer = await client.post("/infer/", json=asked("one", "two"))
-            assert answer.status_code == 400
+            assert answer.status_code == 500  # the scheduler's fault, and not the client's
             assert "Broken.step returned" in answer.json()["error"]["message"]
             assert rollouts.engine.health().running == 0
 

@@ -24,3 +24,13 @@ def fingerprint(weights: Mapping[str, Tensor], dtype: str) -> dict[str, float]:
         values = sample.to(getattr(torch, dtype)).cpu().double()
         out[name] = float((values * torch.arange(1, len(values) + 1)).sum())
     return out
+
+
+def refuse_unusable(weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, naming it, for a tensor that no model can compute with."""
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"weight '{name}' is of {tensor.dtype}: expected floating point")
+        wide = tensor.float() if tensor.itemsize == 1 else tensor
+        if not bool(torch.isfinite(wide).all()):
+            raise ValueError(f"weight '{name}' holds NaN or an infinite number")

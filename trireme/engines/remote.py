@@ -54,6 +54,7 @@ class RemoteEngine:
         self.turns: Turns | None = None
         """With a trainer that has the same accelerator."""
         self._version = 0
+        self._begun = False
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
         self._generated = self._prefilled = 0
         self._paused = self._closed = False
@@ -125,12 +126,13 @@ class RemoteEngine:
             raise ValueError("a remote engine has its own weights: update_weights needs a source")
         await self.connect()
         if isinstance(source, str | Path):
-            body = {"version": version, "path": str(Path(source).resolve())}
+            body: dict[str, Any] = {"path": str(Path(source).resolve())}
         else:
-            body = {"version": version}
+            body = {}
             for part in _buckets(source):
                 data = save(part)
                 await self._all(self._post(url, "/engine/weights", data) for url in self.urls)
+        body |= self.as_version(version)
         await self._all(self._post(url, "/engine/weights/commit", body) for url in self.urls)
         self.now_at(version)
 
@@ -162,8 +164,13 @@ class RemoteEngine:
         pairs = zip(self.urls, own, strict=True)
         return await self._all(self._post(url, path, body) for url, body in pairs)
 
+    def as_version(self, version: int) -> dict[str, Any]:
+        """How new weights are called; the first ones take servers over from another run."""
+        return {"version": version, "begin": not self._begun}
+
     def now_at(self, version: int) -> None:
         """All servers have taken new weights."""
+        self._begun = True
         self._version = version
         self.servers.complete()
 
@@ -243,7 +250,9 @@ class RemoteEngine:
         return await self._heard(url, "/engine/stream", outbox.ask(body))
 
     async def _post(self, url: str, path: str, body: Any) -> Any:
-        sent: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
+        sent: dict[str, Any] = {"json": body}
+        if isinstance(body, bytes):
+            sent = {"content": body, "headers": {"content-type": "application/octet-stream"}}
         return await self._ask(url, path, self._client.post(f"{url}{path}", **sent))
 
     async def _ask(self, url: str, path: str, call: Awaitable[httpx.Response]) -> Any:

@@ -38,12 +38,16 @@ class Stream:
     BLOCK = 128
 
     def __init__(self, seed: int, key: tuple[Any, ...], sample: int) -> None:
-        digest = hashlib.sha256(repr((seed, key, sample)).encode()).digest()
-        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        self._name = repr((seed, key, sample))
+        self._generator: torch.Generator | None = None
         self._block: list[float] = []
 
     def next(self) -> float:
         """The next number in [0, 1)."""
+        if self._generator is None:  # not before it is its turn: many may wait, and some go
+            digest = hashlib.sha256(self._name.encode()).digest()
+            number = int.from_bytes(digest[:8], "little") >> 1
+            self._generator = torch.Generator().manual_seed(number)
         if not self._block:
             block = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64)
             self._block = block.tolist()[::-1]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.engines.store import open_store
+from trireme.engines.store import gloo_group, open_store
 
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT_S = 120.0
@@ -88,7 +88,7 @@ class WeightGroup:
             options._timeout = self._timeout
             self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
         else:
-            self._group = c10d.ProcessGroupGloo(store, m.rank, m.world_size, self._timeout)
+            self._group = gloo_group(store, m.rank, m.world_size, timeout=m.timeout, address=m.host)
 
     def send(
         self,

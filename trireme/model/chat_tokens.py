@@ -20,6 +20,8 @@ from typing import Any
 
 from trireme.model.message import Message
 
+_CHARACTERS = 8
+"""Of a token, about: what a long text's beginning is cut to, before the whole is encoded."""
 _HEAD, _TAIL = 4, 8
 """Patterns of more turns than these are shortened in the middle before they are tried."""
 
@@ -67,12 +69,25 @@ class ChatTokens:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
         # n rollouts of a task begin with the same prompt
-        self._encode_prompt = lru_cache(maxsize=256)(lambda text: tuple(self.encode(text)))
+        self._encode_prompt = lru_cache(maxsize=256)(
+            lambda text, most: tuple(self.encode(text, most=most))
+        )
         self._preserves = lru_cache(maxsize=4096)(self._try_pattern)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of rendered text, which holds its own special tokens."""
-        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+    def encode(self, text: str, *, most: int | None = None, special: bool = False) -> list[int]:
+        """Ids of rendered text, which holds its own special tokens; else `special` adds them.
+
+        Of a text of more than `most` tokens only the beginning is encoded, a little more than that.
+        """
+        if not text:
+            return []
+        size = len(text) if most is None else _CHARACTERS * (most + _CHARACTERS)
+        while size < len(text):
+            ids = self.tokenizer.encode(text[:size], add_special_tokens=special)
+            if most is not None and len(ids) > most + _CHARACTERS:
+                return ids
+            size *= _CHARACTERS
+        return self.tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of ids."""
@@ -99,8 +114,6 @@ class ChatTokens:
                 "the model's tokenizer has no chat template, so it cannot chat: "
                 "set model.chat_template_path, or let the workflow call generate"
             )
-        from jinja2 import TemplateError
-
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -109,10 +122,11 @@ class ChatTokens:
                 add_generation_prompt=generate,
                 **self._options,
             )
-        except TemplateError as error:
+        except Exception as error:  # the template is the model's code
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
-                f"the chat template refuses a conversation of {roles}: {error}"
+                f"the chat template refuses a conversation of {roles:.200}: "
+                f"{error or type(error).__name__}"
             ) from error
         return text + prefix
 
@@ -121,14 +135,16 @@ class ChatTokens:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         continuing: Recorded | None = None,
+        *,
+        most: int | None = None,
     ) -> Prompt:
-        """Ids to sample the next reply from."""
+        """Ids to sample the next reply from; `most`: see `encode`."""
         if continuing is not None:
-            between = self._after(continuing, messages, tools, generate=True)
+            between = self._after(continuing, messages, tools, generate=True, most=most)
             if between is not None:
                 return Prompt(between, extends=True)
         text = self.render(messages, tools)
-        return Prompt(list(self._encode_prompt(text)), text=text)
+        return Prompt(list(self._encode_prompt(text, most)), text=text)
 
     def tail(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, continuing: Recorded
@@ -146,6 +162,7 @@ class ChatTokens:
         tools: Sequence[Any] | None,
         *,
         generate: bool,
+        most: int | None = None,
     ) -> list[int] | None:
         """Ids between the recorded reply and what comes next; None where history is rewritten."""
         new = messages[len(recorded.messages) :]
@@ -158,7 +175,7 @@ class ChatTokens:
         text = self._text_after(old[-2:], new, tools, generate)
         if text is None:
             return None
-        return self._without_doubled_end(recorded, self.encode(text))
+        return self._without_doubled_end(recorded, self.encode(text, most=most))
 
     def _text_after(
         self,

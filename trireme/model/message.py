@@ -22,14 +22,28 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = plain.get("content")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text":
+            texts = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            if not texts or part.get("type") != "text":
                 raise ValueError(f"a message holds {part!r:.60}: only text is supported")
         plain["content"] = "".join(part["text"] for part in content)
     elif content is None:
         plain["content"] = ""
     elif not isinstance(content, str):
         raise ValueError(f"a message's content must be text, not {type(content).__name__}")
+    if "tool_calls" in plain:
+        _check_tool_calls(plain["tool_calls"])
     return plain
+
+
+def _check_tool_calls(calls: Any) -> None:
+    """Raise ValueError for what chat templates could not read."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"a message's tool_calls hold {call!r:.60}: expected a list of "
+                "{id, type, function: {name, arguments}}"
+            )
 
 
 def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[str, Any]]:

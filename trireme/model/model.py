@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trireme.engines.engine import Completion, Engine, OnToken, Sampling
 from trireme.experience import Experience
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
     from trireme.model.blocking import BlockingModel
+
+
+T = TypeVar("T")
+MANY_CHARACTERS = 2**16
+"""More than these are encoded in a thread."""
 
 
 class Revoked(RuntimeError):
@@ -124,7 +130,9 @@ class Model:
             parent, prompt, begun = known[0], Prompt(known[1], extends=True), True
         else:
             asked = [*given, {"role": "assistant", "content": prefix}] if goes_on else given
-            parent, prompt, begun = self._prompt(asked, tools)
+            parent, prompt, begun = await _off_loop(
+                lambda: self._prompt(asked, tools), _size(given, prefix, tools)
+            )
         # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
         calls = await self._sample(parent, prompt, options, limit, on_token)
@@ -144,8 +152,11 @@ class Model:
         """`n` independent continuations of plain text, or of ids."""
         options = with_options(self.sampling, sampling)
         text = prompt if isinstance(prompt, str) else None
-        encode = self.chat_tokens.tokenizer.encode
-        ids: list[int] = encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            encode = partial(self.chat_tokens.encode, most=self.max_model_len, special=True)
+            ids = await _off_loop(lambda: encode(prompt), len(prompt))
+        else:
+            ids = list(prompt)
         if not ids:
             raise ValueError("generate needs a prompt of at least one token")
         parent, size = self.recorder.by_ids(ids)
@@ -153,6 +164,15 @@ class Model:
         return self._record(
             await self._sample(parent, Prompt(ids[size:], text=text), options, limit, on_token)
         )
+
+    async def prompt_tokens(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> int:
+        """How long the prompt of a conversation is that nobody has begun yet."""
+        given = [plain_message(message) for message in messages]
+        tokens = self.chat_tokens
+        prompt = await _off_loop(lambda: tokens.prompt(given, tools), _size(given, "", tools))
+        return len(prompt.ids)
 
     async def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
         """log p(token t | earlier) of given ids under the present weights; index 0 is 0."""
@@ -298,7 +318,9 @@ class Model:
         its beginning is known, be it that the template has rewritten it since.
         """
         known = self.recorder.by_messages(given, tools)
-        prompt = self.chat_tokens.prompt(given, tools, known.recorded() if known else None)
+        prompt = self.chat_tokens.prompt(
+            given, tools, known.recorded() if known else None, most=self.max_model_len
+        )
         if prompt.extends:
             return known, prompt, True
         parent, size = self.recorder.by_ids(prompt.ids)
@@ -389,6 +411,17 @@ class Model:
                 f"rollout {'/'.join(str(part) for part in self.key)} is over: its model takes no "
                 "more calls"
             )
+
+
+def _size(messages: Sequence[Message], prefix: str, tools: Sequence[Any] | None) -> int:
+    """Characters that a template is given, about."""
+    texts = sum(len(message["content"]) for message in messages) + len(prefix)
+    return texts + sum(len(str(tool)) for tool in tools or ())
+
+
+async def _off_loop(function: Callable[[], T], characters: int) -> T:
+    """`function()`, in a thread where so much text would keep others waiting."""
+    return function() if characters < MANY_CHARACTERS else await asyncio.to_thread(function)
 
 
 def _only(replies: list[Reply], many: str) -> Reply:

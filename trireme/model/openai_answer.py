@@ -7,9 +7,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trireme.engines.engine import OnToken
+from trireme.engines.engine import OnToken, Sampling
 from trireme.model.openai_wire import (
+    ChatBody,
+    TextBody,
     chat_response,
+    checked,
     new_id,
     options_of,
     text_logprobs,
@@ -17,6 +20,7 @@ from trireme.model.openai_wire import (
     token_row,
 )
 from trireme.model.pieces import Pieces
+from trireme.model.sampling import with_options
 from trireme.model.tool_calls import OPENING, record_tool_calls, wants_tool_calls
 
 if TYPE_CHECKING:
@@ -30,7 +34,7 @@ async def respond(
     model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
 ) -> dict[str, Any]:
     """The whole response. Raises ValueError for what cannot be served."""
-    replies = await _ask(model, body, chat, None)
+    replies = await _ask(model, body, chat, sampling_of(body, chat=chat), None)
     make = chat_response if chat else text_response
     response = make(replies, body, model.model_path, model.chat_tokens.decode)
     if note is not None:
@@ -42,10 +46,11 @@ async def stream(
     model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
 ) -> AsyncIterator[dict[str, Any]]:
     """The response in chunks, each as soon as its text is known. Ending early aborts."""
+    sampling = sampling_of(body, chat=chat)
     tokens: asyncio.Queue[tuple[int, int, float, dict[int, float]] | None] = asyncio.Queue()
-    work = asyncio.ensure_future(_ask(model, body, chat, lambda *t: tokens.put_nowait(t)))
+    work = asyncio.ensure_future(_ask(model, body, chat, sampling, lambda *t: tokens.put_nowait(t)))
     work.add_done_callback(lambda _: tokens.put_nowait(None))
-    chunks = _Chunks(model, body, chat)
+    chunks = _Chunks(model, body, chat, with_options(model.sampling, sampling).stop)
     try:
         while (token := await tokens.get()) is not None:
             chunk = chunks.add(*token)
@@ -66,20 +71,29 @@ async def stream(
         yield {**chunks.base, "choices": [], "usage": response["usage"]}
 
 
-async def _ask(
-    model: Model, body: Mapping[str, Any], chat: bool, on_token: OnToken | None
-) -> list[Reply]:
+def sampling_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """The sampling options of a body. Raises ValueError for whatever is wrong with it."""
+    checked(ChatBody if chat else TextBody, body)
     options = options_of(body, chat=chat)
+    with_options(Sampling(), options)
+    return options
+
+
+async def _ask(
+    model: Model,
+    body: Mapping[str, Any],
+    chat: bool,
+    options: Mapping[str, Any],
+    on_token: OnToken | None,
+) -> list[Reply]:
     if not chat:
-        prompts = _prompts(body.get("prompt"))
+        prompts = _prompts(body["prompt"])
         if len(prompts) > 1 and on_token is not None:
             raise ValueError("'stream' is served for one prompt only")
         asked = (model.generate_samples(p, on_token=on_token, **options) for p in prompts)
         return [reply for replies in await asyncio.gather(*asked) for reply in replies]
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        raise ValueError("the request has no 'messages'")
-    replies = await model.chat_samples(messages, body.get("tools"), on_token=on_token, **options)
+    messages, tools = body["messages"], body.get("tools")
+    replies = await model.chat_samples(messages, tools, on_token=on_token, **options)
     if wants_tool_calls(body):
         for reply in replies:
             record_tool_calls(reply.call)
@@ -89,22 +103,18 @@ async def _ask(
 def _prompts(given: Any) -> list[str | list[int]]:
     """One or several prompts, each a text or ids."""
     several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-    prompts = given if several else [given]
-    for prompt in prompts:
-        is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
-        if not isinstance(prompt, str) and not is_ids:
-            raise ValueError("'prompt' must be a text, a list of token ids, or a list of either")
-    return prompts
+    return given if several else [given]
 
 
 class _Chunks:
     """The chunks of one response."""
 
-    def __init__(self, model: Model, body: Mapping[str, Any], chat: bool) -> None:
+    def __init__(
+        self, model: Model, body: Mapping[str, Any], chat: bool, stop: Sequence[str]
+    ) -> None:
         self._chat = chat
         self._decode = model.chat_tokens.decode
-        stop = body.get("stop") or ()
-        self._barriers = [*([stop] if isinstance(stop, str) else stop)]
+        self._barriers = [*stop]
         if chat and wants_tool_calls(body):
             self._barriers.append(OPENING)
         logprobs = body.get("logprobs")

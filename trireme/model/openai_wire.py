@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trireme.model.sampling import what_is_wrong
 from trireme.model.tool_calls import OPENING
 from trireme.nearest import did_you_mean
 
@@ -20,6 +23,58 @@ class Decode(Protocol):
     def __call__(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """With `skip_special` without the special ones."""
         ...
+
+
+_B = TypeVar("_B", bound=BaseModel)
+MOST_PROMPTS = 1024
+"""Of one request for text completions."""
+
+
+class Wire(BaseModel):
+    """A request's body, of which the sampling options are looked at where they become a Sampling.
+
+    What is not declared is kept: whether it is served each API says.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+
+
+class ChatBody(Wire):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class TextBody(Wire):
+    """`/v1/completions`."""
+
+    prompt: (
+        str
+        | list[int]
+        | Annotated[list[str], Field(max_length=MOST_PROMPTS)]
+        | Annotated[list[list[int]], Field(max_length=MOST_PROMPTS)]
+    )
+    stream_options: dict[str, Any] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=64)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+def checked(kind: type[_B], body: Any) -> _B:
+    """A body as its kind. Raises ValueError that names the field, what it is and what it may be."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise ValueError(what_is_wrong(error.errors())) from None
 
 
 _SAME = (
@@ -70,7 +125,7 @@ def options_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
             raise ValueError(f"the request has an unknown key '{name}'{hint}")
     wanted = body.get("top_logprobs") if chat else body.get("logprobs")
     if wanted:
-        options["logprobs"] = int(wanted)
+        options["logprobs"] = wanted
     return options
 
 

@@ -6,7 +6,7 @@ Every way to an engine makes its Sampling here, so that all of them refuse the s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,3 +36,12 @@ def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
         raise ValueError(
             f"sampling {name} is {options.get(name)!r:.80}: expected {fields[name].description}"
         ) from None
+
+
+def what_is_wrong(errors: Sequence[Any]) -> str:
+    """The first of a request's errors in one sentence: the field, what was given and expected."""
+    first = errors[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    if first["type"] == "missing":
+        return f"the request's {field}: {first['msg']}"
+    return f"the request's {field}: {first['msg']}, and it is {first.get('input')!r:.80}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, Field
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from trireme.engines.engine import Sampling
+from trireme.engines.engine import Engine, Sampling
+from trireme.engines.fingerprint import refuse_unusable
 from trireme.model.sampling import with_options
-from trireme.server.app import until_gone
+from trireme.server.app import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
 
 
@@ -27,8 +30,8 @@ class GenerateBody(BaseModel):
 class LogprobsBody(BaseModel):
     """Rows to be scored."""
 
-    ids: list[list[int]]
-    temperature: float = 1.0
+    ids: list[list[int]] = Field(max_length=1024)
+    temperature: float = Field(default=1.0, allow_inf_nan=False)
 
 
 class KeyBody(BaseModel):
@@ -40,13 +43,15 @@ class KeyBody(BaseModel):
 class CommitBody(BaseModel):
     """Weights that were sent before, or a folder of safetensors that the server can read."""
 
-    version: int
+    version: int = Field(ge=0, lt=2**53)
     path: str | None = None
+    begin: bool = False
+    """Whether a new run takes the server over, whose versions may be lower than the last one's."""
 
 
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
-    router = APIRouter(prefix="/engine")
+    router = APIRouter(prefix="/engine", route_class=JsonRoute)
     engine = rollouts.engine
     sent: dict[str, Tensor] = {}
 
@@ -72,12 +77,24 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     @router.post("/weights")
     async def weights(request: Request) -> dict[str, int]:
         """A part of the weights as a safetensors body; `weights/commit` puts them to use."""
-        part = load(await request.body())
+        try:
+            part = await asyncio.to_thread(load, await request.body())
+        except SafetensorError as error:
+            raise ValueError(f"the body holds no safetensors: {error}") from error
+        await asyncio.to_thread(refuse_unusable, part)
+        size = sum(tensor.nbytes for tensor in (sent | part).values())
+        if size > rollouts.max_weight_bytes:
+            raise HTTPException(
+                413,
+                f"{size} bytes of weights were sent and not put to use: expected at most "
+                f"{rollouts.max_weight_bytes}, for this model (POST /engine/weights/commit)",
+            )
         sent.update(part)
         return {"tensors": len(part)}
 
     @router.post("/weights/commit")
     async def commit(body: CommitBody) -> dict[str, int]:
+        refuse_older(engine, body.version, begin=body.begin)
         source: Any = body.path if body.path is not None else dict(sent)
         sent.clear()
         await engine.update_weights(source, body.version)
@@ -102,3 +119,14 @@ def make_router(rollouts: Rollouts) -> APIRouter:
         return {"message": "resumed"}
 
     return router
+
+
+def refuse_older(engine: Engine, version: int, *, begin: bool) -> None:
+    """Raise HTTPException for weights that the engine has left behind."""
+    present = engine.health().version
+    if version < present and not begin:
+        raise HTTPException(
+            409,
+            f"version is {version}: expected {present}, which the engine serves, or a later one "
+            "(begin: true, where a new run takes the server over)",
+        )

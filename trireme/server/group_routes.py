@@ -10,19 +10,25 @@ from dataclasses import asdict
 from typing import Any, Protocol, cast
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from trireme.engines.engine import Engine
 from trireme.engines.weight_group import Meeting, WeightGroup
+from trireme.server.app import JsonRoute
+from trireme.server.engine_routes import refuse_older
 from trireme.server.rollouts import Rollouts
 from trireme.threads import in_thread
+
+MAX_TIMEOUT_S = 86400.0
 
 
 class VersionBody(BaseModel):
     """What the new weights are called."""
 
-    version: int
+    version: int = Field(ge=0, lt=2**53)
+    begin: bool = False
+    """See engine_routes.CommitBody."""
 
 
 class GroupEngine(Protocol):
@@ -86,7 +92,7 @@ class EmbeddedGroup:
 
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
-    router = APIRouter(prefix="/engine/group")
+    router = APIRouter(prefix="/engine/group", route_class=JsonRoute)
     own: Any = rollouts.engine
     engine = cast(GroupEngine, own) if hasattr(own, "group_size") else EmbeddedGroup(own)
 
@@ -96,6 +102,17 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/join")
     async def join(meeting: Meeting) -> dict[str, Any]:
+        if not 1 <= meeting.rank < meeting.world_size:  # rank 0 is the trainer, and opens a port
+            raise ValueError(f"rank is {meeting.rank}: expected 1 to world_size - 1")
+        if not 0 < meeting.timeout <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout is {meeting.timeout}: expected 0 to {MAX_TIMEOUT_S:g} seconds"
+            )
+        if not 1 <= meeting.port <= 65535 or meeting.backend not in ("gloo", "nccl"):
+            raise ValueError(
+                f"port is {meeting.port}, backend {meeting.backend!r:.40}: expected 1 to 65535, "
+                "and gloo or nccl"
+            )
         await engine.join_group(meeting)
         return asdict(meeting)
 
@@ -106,6 +123,7 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/commit")
     async def commit(body: VersionBody) -> dict[str, int]:
+        refuse_older(own, body.version, begin=body.begin)
         await engine.commit_weights(body.version)
         return {"version": body.version}
 

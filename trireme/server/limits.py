@@ -1,52 +1,97 @@
-"""Limits: who may ask, how much at once, and what errors look like. Plain ASGI, for all routes."""
+"""Limits: who may ask, how much at once, and what errors look like. Plain ASGI, for all routes.
+
+- A request takes a slot when its body is there, and not before: slow clients hold up nobody.
+- A web page cannot drive a server of this machine: browsers name the page in Origin and the name
+  that they looked up in Host, and what a page may post unasked is not `application/json`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 import json
+import time
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trireme.engines.servers import INSTANCE
 
 MAX_BODY = 64 * 2**20
 """Bytes of a request, weights aside."""
+MAX_HELD = 2 * 2**30
+"""Bytes of all bodies that are in memory at once; the first one may be larger."""
+BODY_S, BODY_RATE = 30.0, 2**20
+"""A body may take this long, and a second more for so many bytes that have come."""
 OPEN_PATHS = ("/health", "/health/", "/docs", "/openapi.json")
+WEIGHTS = "/engine/weights"
+"""Its bodies are safetensors; all others are JSON."""
+
+
+class Refused(Exception):
+    """A request that no route sees: the status of the answer, and what is wrong."""
 
 
 class Limits:
-    """Refuses requests without the key (401), too many at once (429) and too large ones (413)."""
+    """Refuses requests without the key (401), from web pages (403), of another content type (415),
+    too large (413) or too slow ones (408), and too many at once (429).
+    """
 
-    def __init__(self, app: ASGIApp, *, key: str | None, most: int, instance: str) -> None:
+    def __init__(
+        self, app: ASGIApp, *, key: str | None, most: int, instance: str, max_weights: int
+    ) -> None:
         """`most`: requests in flight; looks at health are not counted. `instance` is new with every
         start, and goes with every answer: a client so sees that its weights are gone.
+        `max_weights`: bytes of a body of weights.
         """
         self._app = app
         self._key = key
         self._most = most
         self._instance = instance.encode()
+        self._max_weights = max_weights
+        self._held = 0
         self.running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await _answer(send, *refusal)
-            return
-        size = 0
+        held = 0
 
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > MAX_BODY and not _weights(scope):  # no length was announced
-                raise HTTPException(413, _too_large(size))
-            return message
+        def hold(size: int) -> None:
+            nonlocal held
+            held += size
+            self._held += size
+            if self._held > max(MAX_HELD, held):
+                raise Refused(429, "the bodies in flight fill the memory set aside: try again")
+
+        try:
+            headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
+            self._look_at_page(headers)
+            if scope["path"] not in OPEN_PATHS:
+                self._look_at(scope, headers)
+                body = await self._whole(scope, receive, hold)
+                if body is None:
+                    return  # the client has gone in the middle of it
+                _look_at_kind(scope, headers, body)
+                self._look_for_room()
+                await self._serve(scope, body, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        except Refused as refusal:
+            await _answer(send, *refusal.args)
+        finally:
+            self._held -= held
+
+    async def _serve(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return rest.pop() if rest else await receive()
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -56,30 +101,89 @@ class Limits:
 
         self.running += 1
         try:
-            await self._app(scope, counted, marked)
+            await self._app(scope, replayed, marked)
         finally:
             self.running -= 1
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"]}
+    def _look_at_page(self, headers: Mapping[str, str]) -> None:
+        """Raise Refused for what a browser sends for a page that is not ours."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise Refused(403, f"a page of {origin!r:.80} may not ask this server (Origin)")
+        if self._key is None and not _is_loopback(host):
+            raise Refused(
+                403,
+                f"Host is {host!r:.80}: expected localhost or a loopback address, since this "
+                "server has no key (give it one by TRIREME_API_KEY, and any name will do)",
+            )
+
+    def _look_at(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Raise Refused for what can be seen before the body."""
         if self._key is not None:
             given = headers.get("x-api-key") or headers.get("authorization", "")
             if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), self._key.encode()):
-                return 401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
+                raise Refused(
+                    401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
+                )
         size = headers.get("content-length", "0")
-        if not _weights(scope) and size.isdigit() and int(size) > MAX_BODY:
-            return 413, _too_large(int(size))
+        if size.isdecimal() and int(size) > self._largest(scope):
+            raise Refused(413, _too_large(int(size), self._largest(scope)))
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
         if self.running >= self._most:
-            return 429, f"{self.running} requests are in flight, as many as may be: try again"
-        return None
+            raise Refused(
+                429, f"{self.running} requests are in flight, as many as may be: try again"
+            )
+
+    async def _whole(self, scope: Scope, receive: Receive, hold: Any) -> bytes | None:
+        """The body, when all of it is there; None where the client has gone."""
+        parts: list[bytes] = []
+        size, most = 0, self._largest(scope)
+        start = time.monotonic()
+        while True:
+            seconds = BODY_S + size / BODY_RATE
+            try:
+                left = max(start + seconds - time.monotonic(), 0)
+                message = await asyncio.wait_for(receive(), left)
+            except asyncio.TimeoutError:  # noqa: UP041, another one in Python 3.10
+                raise Refused(
+                    408, f"the body was not there in {seconds:.0f} s: {size} bytes had come"
+                ) from None
+            if message["type"] != "http.request":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:  # no length was announced
+                raise Refused(413, _too_large(size, most))
+            hold(len(part))
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _largest(self, scope: Scope) -> int:
+        return self._max_weights if scope["path"] == WEIGHTS else MAX_BODY
 
 
-def _weights(scope: Scope) -> bool:
-    return scope["path"].startswith("/engine/weights")
+def _look_at_kind(scope: Scope, headers: Mapping[str, str], body: bytes) -> None:
+    """Raise Refused for a body of another content type than its route reads."""
+    given = headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    expected = "application/octet-stream" if scope["path"] == WEIGHTS else "application/json"
+    if body and kind != expected:
+        raise Refused(415, f"content-type is {given!r:.80}: expected {expected}")
 
 
-def _too_large(size: int) -> str:
-    return f"the request has {size} bytes or more: expected at most {MAX_BODY}"
+def _is_loopback(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _too_large(size: int, most: int) -> str:
+    return f"the request has {size} bytes or more: expected at most {most}"
 
 
 async def _answer(send: Send, status: int, message: str) -> None:
@@ -87,6 +191,8 @@ async def _answer(send: Send, status: int, message: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 429:
         headers.append((b"retry-after", b"1"))
+    if status == 408:
+        headers.append((b"connection", b"close"))
     start: Message = {"type": "http.response.start", "status": status, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
@@ -95,4 +201,5 @@ async def _answer(send: Send, status: int, message: str) -> None:
 def error_body(status: int, message: str) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    text = message.encode("utf-8", "replace").decode()  # it may quote half of a surrogate pair
+    return {"error": {"message": text, "type": kind, "param": None, "code": status}}

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from trireme.model.openai_wire import Wire
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
+KNOWN = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata"} | {
+    *("thinking", "service_tier"),
+}
+
+
+class MessagesBody(Wire):
+    """`/v1/messages` and `/v1/messages/count_tokens`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    stop_sequences: list[str] | None = None
+
+
 def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request as one for chat completions. Raises ValueError for what is not served."""
-    known = {*_SAME, "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata"}
-    for name in sorted(set(body) - known - {"thinking", "service_tier"}):
-        raise ValueError(f"the request has an unknown key '{name}'")
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        raise ValueError("the request has no 'messages'")
+    """The request, a MessagesBody, as one for chat completions, without what is not in KNOWN.
+
+    Raises ValueError for what is not served.
+    """
     chat: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
-    chat["messages"] = [m for message in messages for m in _messages(message)]
+    chat["messages"] = [m for message in body["messages"] for m in _messages(message)]
     if body.get("system"):
         system = {"role": "system", "content": _text(body["system"])}
         chat["messages"].insert(0, system)
@@ -91,16 +107,16 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(content, str) or content is None:
         return [{"role": message.get("role"), "content": content or ""}]
     out, texts, calls = [], [], []
-    for block in content:
+    for block in _blocks(content):
         match block.get("type"):
             case "text":
-                texts.append(block["text"])
+                texts.append(text_in(block, "text"))
             case "tool_use":
                 arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
-                function = {"name": block["name"], "arguments": arguments}
-                calls.append({"id": block["id"], "type": "function", "function": function})
+                function = {"name": text_in(block, "name"), "arguments": arguments}
+                calls.append({"id": text_in(block, "id"), "type": "function", "function": function})
             case "tool_result":
-                result = {"role": "tool", "tool_call_id": block["tool_use_id"]}
+                result = {"role": "tool", "tool_call_id": text_in(block, "tool_use_id")}
                 out.append({**result, "content": _text(block.get("content") or "")})
             case kind:
                 raise ValueError(f"a message holds '{kind}': expected text, tool_use, tool_result")
@@ -113,15 +129,30 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    for block in content:
+    blocks = _blocks(content)
+    for block in blocks:
         if block.get("type") != "text":
-            raise ValueError(f"only text is supported, and this holds '{block.get('type')}'")
-    return "".join(block["text"] for block in content)
+            raise ValueError(f"only text is supported, and this holds '{block.get('type')!s:.40}'")
+    return "".join(text_in(block, "text") for block in blocks)
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise ValueError(f"content is {content!r:.60}: expected text, or a list of blocks")
+    return content
+
+
+def text_in(block: Mapping[str, Any], name: str) -> str:
+    """A field of a block or an item. Raises ValueError where it is no text."""
+    if not isinstance(block.get(name), str):
+        kind = block.get("type", "item")
+        raise ValueError(f"'{name}' of a {kind!s:.40} is {block.get(name)!r:.60}: expected text")
+    return block[name]
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if "name" not in tool or "input_schema" not in tool:
-        raise ValueError("a tool needs 'name' and 'input_schema'")
+    if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
+        raise ValueError(f"a tool is {tool!r:.60}: a tool needs 'name' and 'input_schema'")
     function = {"name": tool["name"], "description": tool.get("description", "")}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
+from trireme.log import get_logger
 from trireme.model.model import Reply
 from trireme.model.openai_answer import respond, stream
 from trireme.model.openai_client import DONE, event
+from trireme.model.openai_wire import ChatBody, TextBody, Wire, checked
 from trireme.server import messages, responses
-from trireme.server.app import until_gone
+from trireme.server.app import Answer, JsonRoute, until_gone
 from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts, experience_to_wire
 from trireme.server.sessions import Sessions
+
+logger = get_logger("engine")
+
+APIS: dict[str, type[Wire]] = {
+    "chat/completions": ChatBody,
+    "completions": TextBody,
+    "messages": messages.MessagesBody,
+    "messages/count_tokens": messages.MessagesBody,
+    "responses": responses.ResponsesBody,
+}
+"""What agent programs speak: paths behind `/v1/`, and the bodies that are posted there."""
+SAID = 100
+"""How many names of keys without effect are logged, once each."""
 
 
 class FeedbackBody(BaseModel):
@@ -39,10 +54,11 @@ class CommitBody(BaseModel):
 
 def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRouter:
     """`recorded`: whose sessions these are; None: the router's own."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     sessions = Sessions(rollouts.session_model) if recorded is None else recorded
-    _add_apis(router, sessions)
-    _add_figures(router, rollouts, sessions)
+    ignored: Counter[str] = Counter()
+    _add_apis(router, sessions, ignored)
+    _add_figures(router, rollouts, sessions, ignored)
 
     @router.post("/feedback")
     async def feedback(body: FeedbackBody) -> dict[str, int]:
@@ -67,11 +83,17 @@ def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRout
     return router
 
 
-def _add_apis(router: APIRouter, sessions: Sessions) -> None:
-    """What agent programs call."""
+def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> None:
+    """What agent programs call. `ignored` counts keys that have no effect."""
 
     async def serve(request: Request, name: str | None) -> Response:
-        body, path = await _body(request), request.url.path
+        path = request.url.path
+        kind = APIS[path.partition("/v1/")[2]]
+        body = await _body(request, kind)
+        if kind in _TAKES:
+            _note_unknown(body, _TAKES[kind], ignored)
+        if path.endswith("/count_tokens"):
+            return Answer(await until_gone(request, _count(sessions, body)))
         session, before = sessions.open(name), []
         if path.endswith("/responses") and body.get("previous_response_id"):
             session, call = sessions.reply(str(body["previous_response_id"]))
@@ -90,7 +112,7 @@ def _add_apis(router: APIRouter, sessions: Sessions) -> None:
         if not asked.get("stream"):
             work = respond(session.model, asked, chat=chat, note=note)
             found = _whole(path, await until_gone(request, work), body)
-            return JSONResponse(found, headers=headers)
+            return Answer(found, headers=headers)
         chunks = stream(session.model, asked, chat=chat, note=note)
         first = await until_gone(request, anext(chunks))  # what cannot be served is refused here
         events = _events(path, _all_of(first, chunks), body)
@@ -105,12 +127,39 @@ def _add_apis(router: APIRouter, sessions: Sessions) -> None:
     async def of_session(name: str, request: Request) -> Response:
         return await serve(request, name)
 
-    for path in ("chat/completions", "completions", "messages", "responses"):
-        router.add_api_route(f"/v1/{path}", v1, methods=["POST"])
-        router.add_api_route(f"/s/{{name}}/v1/{path}", of_session, methods=["POST"])
+    for path, kind in APIS.items():
+        content = {"application/json": {"schema": kind.model_json_schema()}}
+        extra = {"requestBody": {"required": True, "content": content}}
+        router.add_api_route(f"/v1/{path}", v1, methods=["POST"], openapi_extra=extra)
+        own = f"/s/{{name}}/v1/{path}"
+        router.add_api_route(own, of_session, methods=["POST"], openapi_extra=extra)
 
 
-def _add_figures(router: APIRouter, rollouts: Rollouts, sessions: Sessions) -> None:
+_TAKES = {
+    messages.MessagesBody: messages.KNOWN,
+    responses.ResponsesBody: responses.KNOWN,
+}
+"""What the APIs know whose programs send keys of other servers, too."""
+
+
+def _note_unknown(body: dict[str, Any], known: set[str], ignored: Counter[str]) -> None:
+    """Count, and log at their first time, a body's keys that have no effect."""
+    for name in body.keys() - known:
+        if name not in ignored and len(ignored) < SAID:
+            logger.warning("the key %.60r of a request has no effect here", name)
+        ignored[name if name in ignored or len(ignored) < SAID else "others"] += 1
+
+
+async def _count(sessions: Sessions, body: dict[str, Any]) -> dict[str, int]:
+    """How many tokens a message would have as its prompt; no session hears of it."""
+    chat = messages.chat_body(body)
+    count = await sessions.alone().prompt_tokens(chat["messages"], chat.get("tools"))
+    return {"input_tokens": count}
+
+
+def _add_figures(
+    router: APIRouter, rollouts: Rollouts, sessions: Sessions, ignored: Counter[str]
+) -> None:
     """What may be looked at."""
 
     @router.get("/v1/models")
@@ -132,18 +181,18 @@ def _add_figures(router: APIRouter, rollouts: Rollouts, sessions: Sessions) -> N
             "trireme_tokens_from_prefix_cache_total": ("counter", health.cached_tokens),
             "trireme_sessions_open": ("gauge", len(sessions)),
             "trireme_sessions_dropped_total": ("counter", sessions.dropped),
+            "trireme_request_keys_ignored_total": ("counter", ignored.total()),
         }
         lines = [f"# TYPE {name} {kind}\n{name} {value}" for name, (kind, value) in rows.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.body() or b"{}")
-    except ValueError as error:
-        raise ValueError(f"the request's body is not JSON: {error}") from error
+async def _body(request: Request, kind: type[Wire]) -> dict[str, Any]:
+    """What was posted. Raises ValueError where it is no body of this kind."""
+    body = await request.json()
     if not isinstance(body, dict):
-        raise ValueError("the request's body must be a JSON object")
+        raise ValueError(f"the request's body is {body!r:.60}: it must be a JSON object")
+    checked(kind, body)
     return body
 
 

@@ -6,33 +6,49 @@ import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from trireme.model.openai_wire import Wire
+from trireme.server.messages import text_in
+
 _SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
 _KNOWN = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store"}
 _ASIDE = {"metadata", "user", "truncation", "include", "reasoning", "text", "service_tier"}
 _ids = itertools.count()
 
 
+KNOWN = {*_SAME, *_KNOWN, *_ASIDE}
+
+
+class ResponsesBody(Wire):
+    """`/v1/responses`."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, str] | None = None
+
+
 def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The request as one for chat completions, behind the messages `before`."""
-    for name in sorted(set(body) - {*_SAME, *_KNOWN, *_ASIDE}):
-        raise ValueError(f"the request has an unknown key '{name}'")
+    """The request, a ResponsesBody, as one for chat completions, behind the messages `before`.
+
+    What is not in KNOWN has no effect.
+    """
     chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
     messages = list(before)
     if body.get("instructions"):
         if messages and messages[0]["role"] == "system":
             del messages[0]
         messages.insert(0, {"role": "system", "content": body["instructions"]})
-    given = body.get("input")
+    given = body["input"]
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    if not isinstance(given, list):
-        raise ValueError("the request's 'input' must be text, or a list of items")
     for item in given:
         _add(messages, item)
     chat["messages"] = messages
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in body["tools"]]
-    if body.get("max_output_tokens"):
+    if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
@@ -110,37 +126,44 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     match item.get("type", "message"):
         case "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
-            content = item.get("content")
-            if isinstance(content, list):
-                content = "".join(_part(part) for part in content)
-            messages.append({"role": role, "content": content or ""})
+            messages.append({"role": role, "content": _text(item.get("content"))})
         case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
+            function = {name: text_in(item, name) for name in ("name", "arguments")}
+            call = {"id": text_in(item, "call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             last = messages[-1]
             messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
         case "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else "".join(map(_part, output or ()))
-            result = {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+            text = _text(item.get("output"))
+            result = {"role": "tool", "tool_call_id": text_in(item, "call_id"), "content": text}
             messages.append(result)
         case "reasoning":
             pass
         case kind:
-            raise ValueError(f"an input item of type '{kind}' is not served")
+            raise ValueError(f"an input item of type '{kind!s:.40}' is not served")
 
 
-def _part(part: Mapping[str, Any]) -> str:
-    if part.get("type") not in ("input_text", "output_text", "text"):
-        raise ValueError(f"only text is supported, and this holds '{part.get('type')}'")
-    return part["text"]
+def _text(content: Any) -> str:
+    """Text, or a list of parts. Raises ValueError where it is neither."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError(f"an item holds {content!r:.60}: expected text, or a list of parts")
+    return "".join(map(_part, content))
+
+
+def _part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else part
+    if kind not in ("input_text", "output_text", "text"):
+        raise ValueError(f"only text is supported, and this holds '{kind!s:.40}'")
+    return text_in(part, "text")
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise ValueError(f"a tool of type '{tool.get('type')}' is not served: expected function")
+    text_in(tool, "name")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
 

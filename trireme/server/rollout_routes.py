@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from trireme.server.app import until_gone
-from trireme.server.rollouts import Rollouts, as_key
+from trireme.server.app import JsonRoute, until_gone
+from trireme.server.rollouts import MOST_SAMPLES, Rollouts, as_key
 from trireme.server.weights import Part, WeightGroup
 from trireme.workflows.scheduler import RolloutInferRequest
 
@@ -31,7 +31,7 @@ class InferRequest(BaseModel):
 class InferBody(BaseModel):
     """Conversations, and how to sample all of them."""
 
-    infer_requests: list[InferRequest]
+    infer_requests: list[InferRequest] = Field(max_length=MOST_SAMPLES)
     request_config: dict[str, Any] | None = None
     use_tqdm: bool | None = None
     key: list[Any] = Field(default_factory=list)
@@ -57,8 +57,8 @@ class GroupBody(BaseModel):
     """Where the trainer's process group meets."""
 
     host: str
-    port: int
-    world_size: int = 2
+    port: int = Field(ge=1, le=65535)
+    world_size: int = Field(default=2, ge=2, le=2)
 
 
 class ParameterBody(BaseModel):
@@ -111,8 +111,10 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
 
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
-    router = APIRouter()
-    group = WeightGroup(rollouts.engine, model_path=rollouts.model_path)
+    router = APIRouter(route_class=JsonRoute)
+    group = WeightGroup(
+        rollouts.engine, model_path=rollouts.model_path, max_bytes=rollouts.max_weight_bytes
+    )
 
     @router.get("/get_world_size/")
     async def world_size() -> dict[str, int]:
@@ -133,7 +135,7 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/infer/")
     async def infer(body: InferBody, request: Request) -> list[dict[str, Any]]:
-        await group.ready()
+        await group.settled()
         requests = [RolloutInferRequest(**r.model_dump()) for r in body.infer_requests]
         options = sampling_of(body.request_config)
         key = as_key(body.key)
@@ -142,12 +144,12 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/generate/")
     async def generate(body: PromptsBody, request: Request) -> dict[str, Any]:
-        await group.ready()
+        await group.settled()
         return await until_gone(request, _complete(rollouts, body, chat=False))
 
     @router.post("/chat/")
     async def chat(body: PromptsBody, request: Request) -> dict[str, Any]:
-        await group.ready()
+        await group.settled()
         return await until_gone(request, _complete(rollouts, body, chat=True))
 
     _add_weights(router, group)
@@ -158,8 +160,9 @@ def _add_weights(router: APIRouter, group: WeightGroup) -> None:
     """How new weights come."""
 
     @router.post("/init_communicator/")
-    async def init_communicator(body: GroupBody) -> dict[str, str]:
-        await group.join(body.host, body.port)
+    async def init_communicator(body: GroupBody, request: Request) -> dict[str, str]:
+        reached, _ = request.scope.get("server") or ("127.0.0.1", 0)
+        await group.join(body.host, body.port, reached=reached)
         return {"message": "the group is being made"}
 
     @router.post("/update_named_param/")

@@ -10,6 +10,8 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from trireme.engines.engine import Engine, Sampling
@@ -22,6 +24,11 @@ from trireme.workflows.scheduled import make_scheduler, samples
 from trireme.workflows.scheduler import RolloutInferRequest
 from trireme.workflows.turns import TurnBarrier, play
 
+MOST_SAMPLES = 16384
+"""Of one request, over all of its prompts."""
+WEIGHTS_SLACK, WEIGHTS_UNKNOWN = 64 * 2**20, 2**36
+"""Bytes of weights that a client may send beyond four times a model's files, or of another model
+than a folder's."""
 TOKEN_FIELDS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
 
 
@@ -43,6 +50,13 @@ class Rollouts:
     """Further options of each Model."""
     _count: Any = field(default_factory=itertools.count)
     _one_batch: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @cached_property
+    def max_weight_bytes(self) -> int:
+        """Of weights that were sent and not put to use; the model may be stored in half of them."""
+        files = Path(self.model_path).glob("*.safetensors")
+        stored = sum(file.stat().st_size for file in files)
+        return 4 * stored + WEIGHTS_SLACK if stored else WEIGHTS_UNKNOWN
 
     @property
     def multi_turn(self) -> bool:

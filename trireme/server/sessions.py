@@ -119,6 +119,10 @@ class Sessions:
         session.touched = time.monotonic()
         return session
 
+    def alone(self) -> Model:
+        """A Model of no session, for what nobody will reward."""
+        return self._make("", 0)
+
     def note(self, session: Session, reply_id: str, calls: Sequence[Call]) -> None:
         """Remember which calls a response with this id came from."""
         if self._sessions.get(session.name) is session:

@@ -13,37 +13,39 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from trireme.engines.engine import Completion, Sampling
 from trireme.model.sampling import with_options
-from trireme.server.rollouts import Rollouts, as_key
+from trireme.server.app import JsonRoute
+from trireme.server.engine_routes import GenerateBody
+from trireme.server.rollouts import MOST_SAMPLES, Rollouts, as_key
 
 Tasks = list[asyncio.Task[list[Completion]]]
 
 
 class StreamBody(BaseModel):
-    """Generations with a name for all of them. Each has `ids`, `sampling` and `key`."""
+    """Generations with a name for all of them."""
 
     id: str
-    requests: list[dict[str, Any]]
+    requests: list[GenerateBody] = Field(max_length=MOST_SAMPLES)
 
 
 class CancelBody(BaseModel):
     """One generation of a stream."""
 
     id: str
-    index: int
+    index: int = Field(ge=0)
 
 
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
-    router = APIRouter(prefix="/engine")
+    router = APIRouter(prefix="/engine", route_class=JsonRoute)
     streams: dict[str, Tasks] = {}
 
-    async def generate(request: dict[str, Any]) -> list[Completion]:
-        sampling = with_options(Sampling(), request["sampling"])
-        return await rollouts.engine.generate(request["ids"], sampling, key=as_key(request["key"]))
+    async def generate(request: GenerateBody) -> list[Completion]:
+        sampling = with_options(Sampling(), request.sampling)
+        return await rollouts.engine.generate(request.ids, sampling, key=as_key(request.key))
 
     @router.post("/stream")
     async def stream(body: StreamBody) -> StreamingResponse:
@@ -90,5 +92,5 @@ def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:
     error = task.exception()
     if error is None:
         return {"index": index, "completions": [vars(c) for c in task.result()]}
-    status = 400 if isinstance(error, ValueError | KeyError | TypeError) else 500
+    status = 400 if isinstance(error, ValueError) else 500
     return {"index": index, "error": str(error), "status": status}

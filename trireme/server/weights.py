@@ -8,6 +8,8 @@ when the client ends its update. A failed broadcast is told there.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trireme.engines.engine import Engine
+from trireme.engines.store import gloo_group, open_store
 from trireme.server.adapter import base_weights, merge_adapter
 from trireme.threads import in_thread
 
@@ -39,28 +42,52 @@ class WeightGroup:
     """The server's side of the group: rank 0 of two, the trainer is the last."""
 
     def __init__(
-        self, engine: Engine, *, model_path: str = "", timeout: float | None = None
+        self,
+        engine: Engine,
+        *,
+        model_path: str = "",
+        timeout: float | None = None,
+        max_bytes: int = 2**36,
     ) -> None:
-        """`model_path`: what adapters belong to until full weights come."""
+        """`model_path`: what adapters belong to until full weights come; `max_bytes`: of tensors
+        that are not in use yet.
+        """
+        self._max_bytes = max_bytes
         self._engine = engine
         self._model_path = model_path
         self._base: dict[str, Tensor] | None = None
         self._adapter: Mapping[str, Any] | None = None
         self._timeout = timedelta(seconds=timeout or TIMEOUT_S)
         self._group: Any = None
+        self._joining: asyncio.Future[None] | None = None
         self._last: asyncio.Future[None] | None = None
+        """The broadcast that was announced last."""
         self._tensors: dict[str, Tensor] = {}
         self._one_by_one = asyncio.Lock()
 
-    async def join(self, host: str, port: int) -> None:
-        """Open the meeting point and wait for the trainer there, in the background."""
+    async def join(self, host: str, port: int, *, reached: str = "127.0.0.1") -> None:
+        """Open the meeting point and wait for the trainer there, in the background.
+
+        `reached`: our address as the client has it, which stands for `0.0.0.0`. Raises ValueError
+        for another address where the client is of this machine: others could come to it.
+        """
+        address = await _address(host)
+        if address.is_unspecified:
+            host = reached
+        elif (await _address(reached)).is_loopback and not address.is_loopback:
+            raise ValueError(
+                f"host is {host}: expected {reached}, where this client has asked; the weight "
+                "group's port has no key"
+            )
         async with self._one_by_one:
             await self._apply()
-            self._background(lambda: self._connect(host, port))
+            self._joining = asyncio.ensure_future(
+                in_thread(lambda: self._connect(host, port), name="weights")
+            )
 
     async def receive_tensor(self, name: str, dtype: str, shape: Sequence[int]) -> None:
         """Wait for one tensor, in the background."""
-        empty = torch.empty(tuple(shape), dtype=_dtype(dtype))
+        empty = self._empty(name, dtype, shape)
 
         def receive() -> None:
             self._broadcast(empty)
@@ -76,15 +103,18 @@ class WeightGroup:
         """Wait for a bucket of bytes, in the background. `adapter`: they are LoRA weights of this
         configuration.
         """
-        bucket = torch.empty(max((p.end_idx for p in parts), default=0), dtype=torch.uint8)
-        empty = {p.name: torch.empty(tuple(p.shape), dtype=_dtype(p.dtype)) for p in parts}
+        empty = {p.name: self._empty(p.name, p.dtype, p.shape) for p in parts}
         for p in parts:
-            expected = empty[p.name].numel() * empty[p.name].element_size()
-            if p.end_idx - p.start_idx != expected:
+            expected = empty[p.name].nbytes
+            if p.start_idx < 0 or p.end_idx - p.start_idx != expected:
                 raise ValueError(
                     f"bucket: {p.name} has bytes {p.start_idx} to {p.end_idx}: expected {expected} "
                     f"bytes for {p.dtype} {list(p.shape)}"
                 )
+
+        size = max((p.end_idx for p in parts), default=0)
+        self._look_at_size(size, "the bucket")
+        bucket = torch.empty(size, dtype=torch.uint8)
 
         def receive() -> None:
             self._broadcast(bucket)
@@ -108,6 +138,17 @@ class WeightGroup:
             await self._apply()
         return self._engine.health().version
 
+    async def settled(self) -> None:
+        """Before a rollout: `ready`, where weights were announced. Raises RuntimeError where they
+        cannot be used, which is not the fault of whoever asks for a rollout.
+        """
+        if self._last is None and not self._tensors:
+            return
+        try:
+            await self.ready()
+        except ValueError as error:
+            raise RuntimeError(f"the weights that a trainer sent are of no use: {error}") from error
+
     async def close(self) -> None:
         """Leave the group; what has come is put to use before."""
         async with self._one_by_one:
@@ -115,6 +156,23 @@ class WeightGroup:
                 await self._apply()
             finally:
                 self._group = None
+
+    def _empty(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """Room for a tensor. Raises ValueError for one that cannot be this model's."""
+        kind, size = _dtype(dtype), math.prod(shape)
+        if any(not 0 <= length < 2**40 for length in shape):
+            raise ValueError(f"shape of {name} is {list(shape)!s:.80}: expected sizes of a tensor")
+        self._look_at_size(size * kind.itemsize, name)
+        return torch.empty(tuple(shape), dtype=kind)
+
+    def _look_at_size(self, size: int, what: str) -> None:
+        """Raise ValueError for more than the model can take."""
+        held = sum(tensor.nbytes for tensor in self._tensors.values())
+        if held + size > self._max_bytes:
+            raise ValueError(
+                f"{what} has {size} bytes, behind {held} that are not in use yet: expected at most "
+                f"{self._max_bytes} for this model"
+            )
 
     async def _apply(self) -> None:
         await self._after_last()
@@ -129,11 +187,14 @@ class WeightGroup:
             await self._engine.update_weights(tensors, self._engine.health().version + 1)
 
     def _connect(self, host: str, port: int) -> None:
-        from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
-
+        seconds = self._timeout.total_seconds()
         try:
-            store = TCPStore(host, port, 2, is_master=True, timeout=self._timeout)
-            self._group = ProcessGroupGloo(store, 0, 2, self._timeout)
+            store = open_store(host, port, serve=True, timeout=seconds)
+            self._group = gloo_group(store, 0, 2, timeout=seconds, address=host)
+        except OSError as error:
+            raise RuntimeError(
+                f"the group's port {host}:{port} cannot be opened: {error}"
+            ) from error
         except RuntimeError as error:
             raise RuntimeError(
                 f"no trainer came to the group at {host}:{port} in "
@@ -159,14 +220,24 @@ class WeightGroup:
 
     async def _after_last(self) -> None:
         """Until what is under way has come. Raises, once, what it has raised."""
-        if self._last is not None:
-            await asyncio.wait({self._last})  # a client that goes away does not end it
-            last, self._last = self._last, None
-            last.result()
+        for name in ("_joining", "_last"):
+            task: asyncio.Future[None] | None = getattr(self, name)
+            if task is not None:
+                await asyncio.wait({task})  # a client that goes away does not end it
+                setattr(self, name, None)
+                task.result()
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+async def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None)
+        return ipaddress.ip_address(found[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host is {host!r:.80}: expected an address of this machine") from error
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -68,7 +68,7 @@ class GroupSync:
             await self._engine.call_all("/engine/group/receive")
 
         (marks, expected), _ = await together(self._device.run(self._send, group, tell), receive())
-        await self._engine.call_all("/engine/group/commit", {"version": version})
+        await self._engine.call_all("/engine/group/commit", self._engine.as_version(version))
         self._engine.now_at(version)
         compare_weights(await self._engine.fingerprint(), marks, version=version)
         [scored] = await self._engine.logprobs([self._probe])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trireme.engines.fingerprint import refuse_unusable
 from trireme.engines.torch import rows
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -68,7 +69,9 @@ def refuse_recurrent(config: Any) -> None:
 
 
 def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | Path) -> None:
-    """Overwrite the weights in place. Raises ValueError where names or shapes are others."""
+    """Overwrite the weights in place. Raises ValueError, and changes nothing, where names or
+    shapes are others, or numbers are not finite.
+    """
     given = _read(Path(source)) if isinstance(source, str | Path) else dict(source)
     own = module.state_dict()
     pointers = {own[name].data_ptr() for name in given if name in own}
@@ -84,6 +87,7 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
             raise ValueError(
                 f"weight '{name}' is {list(tensor.shape)}: expected {list(own[name].shape)}"
             )
+    refuse_unusable({n: t for n, t in given.items() if own[n].is_floating_point()})
     with torch.no_grad():
         for name, tensor in given.items():
             own[name].copy_(tensor)
