@@ -31,6 +31,22 @@ import trireme
         ),
         ("trinity.common.models.model:ModelWrapper", "trireme.model.blocking:BlockingModel"),
         ("trinity.common.config:load_config", "trireme.config:load_config"),
+        (
+            "trinity.common.workflows:WebShopWorkflow",
+            "trireme.workflows.webshop:WebShopWorkflow",
+        ),
+        (
+            "trinity.common.workflows.envs.alfworld.alfworld_workflow:parse_action",
+            "trireme.workflows.episode:parse_action",
+        ),
+        (
+            "trinity.common.workflows.envs.alfworld.alfworld_workflow:format_observation",
+            "trireme.workflows.alfworld:format_observation",
+        ),
+        (
+            "trinity.common.workflows.envs.webshop.webshop_workflow:format_observation",
+            "trireme.workflows.webshop:format_observation",
+        ),
         ("trinity.utils.registry:Registry", "trireme.registry:Registry"),
         ("trinity.utils.log:get_logger", "trireme.log:get_logger"),
     ],
@@ -50,3 +66,18 @@ def test_every_public_name_can_be_used() -> None:
         assert getattr(trireme, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         trireme.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("AlfworldWorkflow", "MultiTurnWorkflow"),
+        ("WebShopWorkflow", "MultiTurnWorkflow"),
+        ("StepWiseAlfworldWorkflow", "RewardPropagationWorkflow"),
+        ("MathWorkflow", "SimpleWorkflow"),
+        ("MathBoxedWorkflow", "SimpleWorkflow"),
+    ],
+)
+def test_built_in_classes_are_what_the_documents_derive_them_from(name: str, base: str) -> None:
+    workflows = importlib.import_module("trinity.common.workflows")
+    assert issubclass(getattr(workflows, name), getattr(workflows, base))

@@ -80,6 +80,12 @@ class Registry:
             self._registered[module_name] = module_cls
         return module_cls
 
+    def adopt(self, other: Registry) -> None:
+        """Take over what another registry of the same kind knows."""
+        self._built_in.update(other._built_in)
+        for name, thing in other._registered.items():
+            self.register_module(name, thing)
+
     def register(self, name: str) -> Callable[[Any], Any]:
         """Decorator form of `register_module`, for our own short decorators."""
         return self.register_module(name)

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.workflows.test_workflow import call
 from trireme.envs.env import Seen
+from trireme.experience import Experience
 from trireme.task import Task
-from trireme.workflows.alfworld import HINT, AlfworldWorkflow, format_observation, parse_action
+from trireme.workflows.alfworld import (
+    HINT,
+    AlfworldWorkflow,
+    StepWiseAlfworldWorkflow,
+    format_observation,
+    parse_action,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +44,41 @@ def test_the_task_is_said_again_where_that_is_asked_for(remind: bool) -> None:
     assert workflow.format_observation(Seen(first)) == f"Observation: {first}"
     expected = "Observation: Done." + "\nYour task is to: look." * remind
     assert workflow.format_observation(Seen("Done.")) == expected
+
+
+class Room:
+    """Done by the second look."""
+
+    def reset(self) -> Any:
+        self.looks = 0
+        return "a room. Your task is to: look twice.", {}
+
+    def step(self, action: str) -> Any:
+        self.looks += action == "look"
+        return "a room", float(self.looks == 2), self.looks == 2, {}
+
+    def close(self) -> None:
+        self.looks = -1
+
+
+def test_step_by_step_each_step_is_an_experience(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room()
+    monkeypatch.setattr("trireme.workflows.alfworld.create_environment", lambda *given: room)
+    replies = ["<action>look</action>", "wait", "<action>look</action>"]
+    found = call(StepWiseAlfworldWorkflow, replies)
+    assert [e.reward for e in found] == [1.0] * 3
+    assert [e.info["step_reward"] for e in found] == [0.0, 0.0, 1.0]
+    assert found[0].metrics["env_done"] == 1.0 and found[0].metrics["env_rounds"] == 2.0
+    assert found[0].metrics["actual_env_steps"] == 3.0 and room.looks == -1
+
+
+def test_a_subclass_that_gives_the_reward_alone_is_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Counted(StepWiseAlfworldWorkflow):
+        def reward(self, exps: list[Experience]) -> float:
+            return float(len(exps))
+
+    monkeypatch.setattr("trireme.workflows.alfworld.create_environment", lambda *given: Room())
+    found = call(Counted, ["<action>look</action>"] * 2)
+    assert [e.reward for e in found] == [2.0, 2.0]

@@ -10,6 +10,7 @@ import pytest
 from tests.workflows.test_workflow import call
 from trireme.envs.env import Seen, after_reset, after_step
 from trireme.workflows.episode import EpisodeWorkflow
+from trireme.workflows.workflow import resolve
 
 
 class Door:
@@ -125,3 +126,13 @@ def test_other_forms_are_named() -> None:
         after_step("open")
     assert after_reset(("s", {"a": 1})) == Seen("s", info={"a": 1})
     assert after_reset("s") == Seen("s") and after_reset(("s", None)).info == {}
+
+
+def test_a_method_that_nobody_calls_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Steps(Knock):
+        def step(self, step_num: int) -> bool:
+            return False
+
+    resolve(Steps)
+    assert "Steps.step is never called: `run` is that of Knock" in caplog.text
+    assert "generate_env_inference_samples" in caplog.text

@@ -125,6 +125,12 @@ class _Lent:
 class LentEnv(_Lent):
     """To be awaited, from any event loop."""
 
+    def blocking(self) -> BlockingEnv:
+        """The same for a thread; this one is given back."""
+        other = BlockingEnv(self._pool, self._key, self._kwargs)
+        self.close()
+        return other
+
     async def reset(self) -> tuple[Any, ...]:
         """The first observation and its info. Raises EnvError and EnvLost."""
         return _pair(await asyncio.wrap_future(self._reset()))

@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from trireme.envs.env import Seen
-from trireme.envs.pool import shared_pool
+from trireme.envs.env import Seen, after_step
+from trireme.envs.pool import BlockingEnv, EnvPool, shared_pool
+from trireme.experience import Experience
+from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.step_wise import RewardPropagationWorkflow
 
 SYSTEM_PROMPT = """You act in a house that you know only through text. Solve the task that you are \
 given, one action at a time.
@@ -47,10 +51,13 @@ def format_observation(observation: str) -> str:
     return f"{text}\n{HINT}" if "Nothing happens" in observation else text
 
 
+def create_environment(game_file: str, workers: int = 2, timeout_s: float = 120) -> BlockingEnv:
+    """A game in a worker process, for code in a thread of its own."""
+    return _pool(workers, timeout_s).lend_blocking(key=game_file, game_file=game_file)
+
+
 class AlfworldWorkflow(EpisodeWorkflow):
     """One conversation, one experience. A task that is not done in time has reward -0.1."""
-
-    task_said = ""
 
     blocking_env = False  # the pool's calls are coroutines
     max_env_steps = 30
@@ -59,36 +66,102 @@ class AlfworldWorkflow(EpisodeWorkflow):
 
     def make_env(self) -> Any:
         """The game of the task, in a worker process."""
-        args = self.workflow_args
-        pool = shared_pool(
-            "trireme.envs.alfworld.game:Game",
-            workers=int(args.get("env_workers", 2)),
-            timeout_s=float(args.get("env_timeout", 120)),
-        )
+        pool = _pool(*_workers(self.workflow_args))
         return pool.lend(key=str(self.task_desc), game_file=str(self.task_desc))
 
-    def format_observation(self, seen: Seen) -> str:
-        """See the function of this name.
+    def bind(self, task: Task) -> None:
+        """Take the names that users' methods read from the task."""
+        super().bind(task)
+        self._shown = _Shown(task.workflow_args)
 
-        `workflow_args`: `show_admissible` lists what is possible, `remind_task` says the task again
-        with every later observation.
-        """
-        observation = str(seen.observation).strip()
-        text = format_observation(observation)
-        if TASK in observation:
-            self.task_said = observation[observation.index(TASK) :]
-        elif self.workflow_args.get("remind_task"):
-            text += f"\n{self.task_said}"
-        if self.workflow_args.get("show_admissible"):
-            text += f"\nPossible: {', '.join(seen.info.get('admissible_commands', ()))}"
-        return text
+    def format_observation(self, seen: Seen) -> str:
+        """See `_Shown`."""
+        return self._shown(str(seen.observation), seen.info)
 
     def parse_action(self, reply: str) -> str:
         """See the function of this name."""
         return parse_action(reply)
 
 
-class StepWiseAlfworldWorkflow(AlfworldWorkflow):
+class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     """Every step an experience; all of an episode have the reward of its end."""
 
-    per_step = True
+    def open(self) -> None:
+        """Begin the game."""
+        args = self.workflow_args
+        self.env = create_environment(str(self.task_desc), *_workers(args))
+        self.observation, self._info = self.env.reset()
+        self._shown = _Shown(args)
+        self.memory: list[dict[str, Any]] = [
+            {"role": "system", "content": self.system_prompt or SYSTEM_PROMPT}
+        ]
+        self.done, self.no_room, self.final_reward = False, False, -0.1
+        self._rewards: list[float] = []
+
+    def step(self, step_num: int) -> bool:
+        """One action."""
+        shown = self._shown(str(self.observation), self._info)
+        self.memory.append({"role": "user", "content": shown})
+        [reply] = self.model.chat(self.memory)
+        self.no_room = reply.truncate_status == "prompt_truncated"
+        if self.no_room:
+            return False
+        text = reply.response_text or ""
+        self.memory.append({"role": "assistant", "content": text})
+        seen = after_step(self.env.step(parse_action(text)))
+        self.observation, self._info, self.done = seen.observation, seen.info, seen.done
+        self._rewards.append(seen.reward)
+        if self.done:
+            self.final_reward = seen.reward
+        return not self.done
+
+    def reward(self, exps: list[Experience]) -> float:
+        """The last step's, or -0.1 where the task was not done in time."""
+        return self.final_reward
+
+    def _judge_end(self, episode: list[Experience]) -> Any:
+        for experience, reward in zip(episode, self._rewards, strict=False):
+            experience.info["step_reward"] = reward
+        rounds = len({experience.info["env_step"] for experience in episode}) - 1
+        for experience in episode:
+            experience.metrics |= {
+                "env_rounds": float(rounds),
+                "env_done": float(self.done),
+                "env_no_room": float(self.no_room),
+            }
+        return super()._judge_end(episode)
+
+    def close(self) -> None:
+        """Give the game back."""
+        if (env := getattr(self, "env", None)) is not None:
+            env.close()
+
+
+class _Shown:
+    """What the model sees of an observation.
+
+    `workflow_args`: `show_admissible` lists what is possible, `remind_task` says the task again
+    with every later observation.
+    """
+
+    def __init__(self, args: Mapping[str, Any]) -> None:
+        self._args, self._task_said = args, ""
+
+    def __call__(self, observation: str, info: Mapping[str, Any]) -> str:
+        observation = observation.strip()
+        text = format_observation(observation)
+        if TASK in observation:
+            self._task_said = observation[observation.index(TASK) :]
+        elif self._args.get("remind_task"):
+            text += f"\n{self._task_said}"
+        if self._args.get("show_admissible"):
+            text += f"\nPossible: {', '.join(info.get('admissible_commands', ()))}"
+        return text
+
+
+def _workers(args: Mapping[str, Any]) -> tuple[int, float]:
+    return int(args.get("env_workers", 2)), float(args.get("env_timeout", 120))
+
+
+def _pool(workers: int, timeout_s: float) -> EnvPool:
+    return shared_pool("trireme.envs.alfworld.game:Game", workers=workers, timeout_s=timeout_s)

@@ -26,6 +26,8 @@ class Workflow:
     can_reset: bool = False
     can_repeat: bool = False
     is_async: bool = False
+    calls: tuple[str, ...] = ()
+    """Methods that `run` calls, beside those that every workflow has: what a subclass may give."""
 
     def __init__(
         self,

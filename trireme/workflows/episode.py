@@ -13,28 +13,52 @@ from collections.abc import Callable
 from typing import Any
 
 from trireme.envs.env import Seen, after_reset, after_step
+from trireme.envs.pool import LentEnv
 from trireme.experience import Experience
 from trireme.task import Task
 from trireme.threads import OwnThread
-from trireme.workflows.classes import Workflow, settled
+from trireme.workflows.classes import settled
+from trireme.workflows.multi_turn import MultiTurnWorkflow
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 
-class EpisodeWorkflow(Workflow):
-    """Base of workflows over an `Env`. Give `make_env`; all else has a default."""
+class EpisodeWorkflow(MultiTurnWorkflow):
+    """Base of workflows over an `Env`. Give `make_env`; all else has a default.
+
+    A subclass may instead play the episode itself: `generate_env_inference_samples(self, env,
+    rollout_num)`, a plain method; `rollout_num` is 1, for each rollout is an object of its own.
+    """
 
     is_async = True
+    calls = ("generate_env_inference_samples",)
     per_step: bool = False
     """One experience a turn in place of one a conversation."""
-    max_env_steps: int = 30
-    """Most turns; `workflow_args.max_env_steps` goes over it."""
     unfinished_reward: float = -0.1
     """Reward of an episode that did not come to its end."""
     default_system_prompt: str | None = None
     """Where the YAML gives none."""
     blocking_env: bool = True
     """`reset` and `step` take time: they run in a thread, and hold up no other episode."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that plays by itself does so in a thread, like any plain `run`."""
+        super().__init_subclass__(**options)
+        if "generate_env_inference_samples" in vars(cls) and "run" not in vars(cls):
+            cls.is_async = False
+            cls.run = cls._play_by_itself  # type: ignore[method-assign, assignment]
+
+    def _play_by_itself(self) -> list[Experience]:
+        env = self.make_env()
+        env = env.blocking() if isinstance(env, LentEnv) else env
+        try:
+            return self.generate_env_inference_samples(env, self.repeat_times)
+        finally:
+            getattr(env, "close", lambda: None)()
+
+    def generate_env_inference_samples(self, env: Any, rollout_num: int) -> list[Experience]:
+        """Experiences of an episode; by default `run` plays it."""
+        raise NotImplementedError(f"{type(self).__name__} plays its episodes in `run`")
 
     def make_env(self) -> Any:
         """The environment of `self.task`; may be a coroutine."""
@@ -56,7 +80,6 @@ class EpisodeWorkflow(Workflow):
         """Take the names that users' methods read from the task."""
         super().bind(task)
         self.system_prompt = self.system_prompt or self.default_system_prompt
-        self.max_env_steps = int(task.workflow_args.get("max_env_steps", type(self).max_env_steps))
 
     async def run(self) -> list[Experience]:
         """One episode. However it ends, the environment is closed."""

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
+from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+import trireme
 from trireme.config.problem import ConfigError, Problem
+from trireme.registry import Registry
 from trireme.usercode import UserCode, fault_of, with_place
 from trireme.workflows.swift import no_counterpart, stand_in
 
@@ -27,6 +32,7 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
     Returns the names of the modules. Raises ConfigError for the first that fails, with its line.
     """
     stand_in()
+    _load_trinity()
     from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
     places = dict.fromkeys(str(path) for path in (*paths, *filter(None, from_environment)))
     loaded = [_load_file(file) for place in places for file in _files(Path(place))]
@@ -34,6 +40,34 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
         _guarded(f"package entry point '{entry.name}' ({entry.value})", entry.load)
         loaded.append(entry.value)
     return loaded
+
+
+_EDITED = {
+    "trinity.common.workflows": ("WORKFLOWS", "trireme.workflows.names:WORKFLOWS"),
+    "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.rewards.names:REWARDS"),
+    "trinity.buffer.operators": ("EXPERIENCE_OPERATORS", "trireme.pipeline.names:OPERATORS"),
+}
+"""Files in which Trinity's users register: their registry, and ours."""
+
+
+def _load_trinity() -> None:
+    """Import those files: what they import, register, or list in `default_mapping` is known then.
+
+    Another package that is called trinity is left alone.
+    """
+    found = find_spec("trinity")
+    beside = Path(trireme.__file__).parents[1]
+    if found is None or found.origin is None or Path(found.origin).parents[1] != beside:
+        return
+    for name, (attribute, ours) in _EDITED.items():
+        _guarded(f"{name} ({beside / name.replace('.', '/')})", partial(import_module, name))
+        module = sys.modules[name]
+        registry = pkgutil.resolve_name(ours)
+        registry.adopt(Registry(name, getattr(module, "default_mapping", None)))
+        given = vars(module).get(attribute, registry)
+        if given is not registry:  # made anew, as the documents show it
+            registry.adopt(given)
+            setattr(module, attribute, registry)
 
 
 def _files(place: Path) -> Iterator[Path]:

@@ -20,6 +20,8 @@ from trireme.workflows.classes import Workflow, settled
 class _Episode(Workflow):
     """What both forms share: the loop over the steps."""
 
+    calls = ("step", "reward", "step_async", "reward_async")
+
     def __init__(
         self,
         *,
@@ -61,6 +63,9 @@ class _Episode(Workflow):
         """One interaction with the environment, counted from 0. False ends the episode."""
         raise NotImplementedError(f"{type(self).__name__} must define `step(self, step_num)`")
 
+    def open(self) -> None:
+        """Make what the episode needs. Called once, before the first step."""
+
     def close(self) -> None:
         """Give back what the episode holds (an environment, say). Called once, however it ends."""
 
@@ -69,6 +74,7 @@ class _Episode(Workflow):
         step = self.method("step")
         episode: list[Experience] = []
         try:
+            self.open()
             for number in range(self.max_step_num):
                 goes_on = step(self, step_num=number)
                 mine = self._recorded(number)
@@ -86,6 +92,7 @@ class _Episode(Workflow):
         step = self.method("step")
         episode: list[Experience] = []
         try:
+            await settled(self.open())
             for number in range(self.max_step_num):
                 goes_on = await settled(step(self, step_num=number))
                 mine = self._recorded(number)

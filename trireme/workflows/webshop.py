@@ -33,6 +33,11 @@ Choose the options that the instruction asks for before you click[buy now]. An e
 <action>search[navy blue table lamp]</action>"""
 
 
+def format_observation(observation: str) -> str:
+    """The user's message of a page."""
+    return f"Observation: {observation.strip()}"
+
+
 class _Checked:
     """A shop that says why an action is not possible, in place of showing the page again."""
 
@@ -110,7 +115,7 @@ class WebShopWorkflow(EpisodeWorkflow):
 
     def format_observation(self, seen: Seen) -> str:
         """The page."""
-        return f"Observation: {str(seen.observation).strip()}"
+        return format_observation(str(seen.observation))
 
     def parse_action(self, reply: str) -> str:
         """What stands in <action>."""

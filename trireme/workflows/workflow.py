@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +25,8 @@ from trireme.task import Task
 from trireme.usercode import Refused
 from trireme.workflows.classes import Workflow, run_method
 from trireme.workflows.names import WORKFLOWS, workflow
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "WORKFLOWS",
@@ -192,6 +196,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
     method, is_async = run_method(cls)
     if method is None:
         raise ValueError(f"workflow '{name}' ({cls.__name__}) has no method `run`")
+    _warn_of_unused(name, cls, method)
     can_repeat = bool(getattr(cls, "can_repeat", False))
 
     def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
@@ -225,6 +230,25 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
         examine=_class_method(cls, "examine"),
         code=cls,
     )
+
+
+_SEAMS = ("generate_env_inference_samples", "step", "step_async", "reward", "reward_async")
+
+
+@lru_cache(maxsize=256)
+def _warn_of_unused(name: str, cls: type, method: str) -> None:
+    """Say where a class gives a method for which its base has no use."""
+    owner = next(base for base in cls.__mro__ if method in vars(base))
+    played = getattr(owner, method).__module__.startswith("trireme.")
+    given = [seam for seam in _SEAMS if seam in vars(cls)]
+    called = getattr(cls, "calls", ())
+    if played and given and not set(given) & set(called):
+        takes = f", which calls {', '.join(called)}" if called else ""
+        logger.warning(
+            "workflow '%s': %s.%s is never called: `%s` is that of %s%s; give `run`, or take "
+            "another base class",
+            *(name, cls.__name__, given[0], method, cls.__bases__[0].__name__, takes),
+        )
 
 
 def _class_method(cls: type, name: str) -> Any:

@@ -1,8 +1,16 @@
-"""Import path of workflows."""
+"""Import path of workflows, and the place where yours may be registered.
+
+Import the module of a class that registers itself, or give its name and path below: a run loads
+this file before it looks at the names in its YAML.
+"""
 
 from __future__ import annotations
 
 from trireme.lazy import lazy_names
+
+default_mapping: dict[str, str] = {
+    # "my_workflow": "trinity.common.workflows.my_workflow.MyWorkflow",
+}
 
 __getattr__ = lazy_names(
     __name__,
@@ -22,6 +30,7 @@ __getattr__ = lazy_names(
         "RewardPropagationWorkflow": "trireme.workflows.step_wise",
         "AlfworldWorkflow": "trireme.workflows.alfworld",
         "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
+        "WebShopWorkflow": "trireme.workflows.webshop",
         "AsyncStepWiseRewardWorkflow": "trireme.workflows.step_wise:StepWiseRewardWorkflow",
         "AsyncRewardPropagationWorkflow": "trireme.workflows.step_wise:RewardPropagationWorkflow",
     },
