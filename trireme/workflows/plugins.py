@@ -17,7 +17,6 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-import trireme
 from trireme.config.problem import ConfigError, Problem
 from trireme.registry import Registry
 from trireme.usercode import UserCode, fault_of, with_place
@@ -56,7 +55,7 @@ def _load_trinity() -> None:
     Another package that is called trinity is left alone.
     """
     found = find_spec("trinity")
-    beside = Path(trireme.__file__).parents[1]
+    beside = Path(__file__).parents[2]
     if found is None or found.origin is None or Path(found.origin).parents[1] != beside:
         return
     for name, (attribute, ours) in _EDITED.items():
