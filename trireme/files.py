@@ -40,6 +40,10 @@ class CannotWrite(OSError):
     """A full disk, a folder without permission: one sentence that names the path."""
 
 
+class InUse(ValueError):
+    """What one process may do at a time, another one is doing."""
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to; it becomes `path` at the end, or vanishes on an error."""
@@ -115,16 +119,27 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(path: Path, else_say: str) -> Iterator[None]:
-    """One process at a time, by a lock that ends with it. Raises ValueError for the second one."""
+    """One process at a time, by a lock that ends with it. Raises InUse for the second one."""
     with naming(path):
         file = path.open("w")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(else_say) from error
+            raise InUse(else_say) from error
         except OSError:
             pass  # a disk that has no locks
+        yield
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """One process or thread after the other, by a lock on the file `path`, which holds nothing."""
+    with naming(path):
+        file = path.open("w")
+    with file:
+        with suppress(OSError):  # a disk that has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -178,7 +178,22 @@ def test_how_weights_travel_depends_on_the_mode(tmp_path, mode, given, method):
     overrides = [f"mode={mode}", f"synchronizer.sync_method={given}", "buffer.train_batch_size=32"]
     plan = plan_of(tmp_path, *overrides)
     assert plan.sync_method == method
-    assert any("sync_method" in note for note in plan.notes) == (given != "offline")
+    noted = [note for note in plan.notes if "sync_method" in note]
+    assert bool(noted) == (given in ("online", "memory"))  # nccl is the default: nobody's wish
+
+
+def test_a_note_on_weights_says_how_they_travel_to_servers(tmp_path):
+    remote = [
+        "explorer.rollout_model.engine_type=remote",
+        "explorer.rollout_model.base_urls=[http://h:1]",
+    ]
+    assert not [note for note in plan_of(tmp_path, *remote).notes if "sync_method" in note]
+    (noted,) = [
+        note
+        for note in plan_of(tmp_path, *remote, "synchronizer.sync_method=online").notes
+        if "sync_method" in note
+    ]
+    assert noted.endswith("(online): the trainer sends weights to the servers by HTTP")
 
 
 def test_two_processes_meet_in_sqlite(tmp_path):

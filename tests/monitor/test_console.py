@@ -39,7 +39,7 @@ def test_lines_come_first_last_and_every_few_seconds() -> None:
     for step in range(1, 11):
         clock.now += 2
         console.step("explorer", step, {"rollout/reward/mean": step / 10})
-        console.step("trainer", step, {"actor/pg_loss": 0.5})
+        console.step("trainer", step, {"actor/sft_loss": 0.5})
     lines = text.getvalue().splitlines()
     assert lines[0] == "rft: 10 steps"
     assert [line.split()[1] for line in lines[1:]] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
@@ -113,7 +113,7 @@ def test_a_terminal_shows_progress_a_rollout_and_lasting_lines() -> None:
     for step in (1, 2):
         clock.now += 1
         console.step("explorer", step, {"rollout/reward/mean": step / 10})
-        console.step("trainer", step, {"actor/pg_loss": 0.5})
+        console.step("trainer", step, {"actor/sft_loss": 0.5})
     console.rollout(rollout())
     console.note("a note")
     console.finish(Summary(wall_s=3))

@@ -15,9 +15,12 @@ def test_failures_are_shown_only_where_there_are_some() -> None:
     assert figures({"rollout/failed": 3.0}, "training") == [("failed", "3")]
 
 
-def test_the_loss_of_either_algorithm_is_the_loss() -> None:
+def test_a_loss_is_shown_where_it_says_something() -> None:
     assert figures({"actor/sft_loss": 1.25}, "training") == [("loss", "1.25")]
-    assert figures({"actor/pg_loss": -0.5}, "training") == [("loss", "-0.5")]
+    assert figures({"actor/dpo_loss": 0.7}, "training") == [("loss", "0.7")]
+    # on-policy it is minus the mean advantage, about 0: the gradient tells of learning
+    rl = {"actor/pg_loss": -0.002, "actor/grad_norm": 0.125}
+    assert figures(rl, "training") == [("grad", "0.12")]
 
 
 def test_an_evaluation_shows_mean_and_best_but_no_spread() -> None:

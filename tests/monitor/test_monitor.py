@@ -37,12 +37,48 @@ def test_half_a_line_of_a_killed_process_goes_away(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-def test_a_step_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+def steps_in(folder: Path) -> list[tuple[str, int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["part"], row["step"], row["metrics"]["x"]) for row in rows]
+
+
+def test_a_step_that_comes_again_replaces_its_line(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         monitor = JsonLinesMonitor(tmp_path)
         monitor.log({"x": value}, 5, "trainer")
-        monitor.close()
-    assert [row["metrics"]["x"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
+        monitor.log({"x": value + 2}, 5, "trainer")
+    assert steps_in(tmp_path) == [("trainer", 5, 4.0)]
+
+
+def test_a_resume_cuts_the_files_back_to_its_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = open_monitor(tmp_path, keep_until={"explorer": 0, "trainer": 0, "eval": 0})
+    for step in (1, 2, 3):
+        first.log({"x": 1.0}, step, "explorer")
+        first.log({"x": 1.0}, step, "trainer")
+    first.close()  # killed after the metrics of step 3; the checkpoint is of step 1
+    second = open_monitor(tmp_path, keep_until={"explorer": 2, "trainer": 1, "eval": 2})
+    assert [(part, step) for part, step, _ in steps_in(tmp_path)] == [
+        ("explorer", 1), ("trainer", 1), ("explorer", 2),
+    ]  # fmt: skip
+    second.log({"x": 2.0}, 2, "trainer")
+    second.log({"x": 2.0}, 3, "explorer")
+    second.close()
+    for part, values in (("trainer", [1.0, 2.0]), ("explorer", [1.0, 1.0, 2.0])):
+        assert [x for own, _, x in steps_in(tmp_path) if own == part] == values
+        curves = EventAccumulator(str(tmp_path / "tensorboard" / part)).Reload()
+        assert [(e.step, e.value) for e in curves.Scalars("x")] == list(enumerate(values, 1))
+
+
+def test_two_processes_share_the_file_while_one_cuts_its_part(tmp_path: Path) -> None:
+    explorer, trainer = JsonLinesMonitor(tmp_path), JsonLinesMonitor(tmp_path)
+    explorer.log({"x": 1.0}, 1, "explorer")
+    trainer.log({"x": 1.0}, 1, "trainer")
+    again = JsonLinesMonitor(tmp_path)
+    again.keep_until({"trainer": 0})
+    explorer.log({"x": 1.0}, 2, "explorer")
+    assert steps_in(tmp_path) == [("explorer", 1, 1.0), ("explorer", 2, 1.0)]
 
 
 def test_tensorboard_reads_what_is_logged(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Layout: where each file of a job's folder lies.
 
-buffer/   log/   monitor/   log/NAME/   monitor/NAME/ (of one of several explorers)
+buffer/   log/   monitor/   run/   log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
 global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
 global_step_N/critic/model.safetensors, critic/{optim,extra_state}_world_size_W_rank_R.pt
@@ -75,6 +75,11 @@ class JobFolder:
     def monitor(self) -> Path:
         """Metrics."""
         return self.root / "monitor" / self.own
+
+    @property
+    def starts(self) -> Path:
+        """What each start was; the configurations lie beside it."""
+        return self.root / "run" / "starts.json"
 
     @property
     def explorer_meta(self) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.config import ConfigError, Plan, Problem, load_config, make_plans
+from trireme.files import InUse
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 
@@ -57,6 +58,10 @@ def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
         console.close()
         complain(str(error))
         return 2
+    except InUse as error:  # the log in that folder is the other run's
+        console.close()
+        complain(str(error))
+        return 1
     except _EXPECTED as error:
         console.close()
         complain(str(error) or type(error).__name__)

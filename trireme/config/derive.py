@@ -10,6 +10,7 @@ from pathlib import Path
 from trireme.config.engines import choose_engine
 from trireme.config.places import gpus_of, note_places, places_of
 from trireme.config.plan import Plan, SyncMethod, SyncStyle
+from trireme.config.schema.synchronizer import SynchronizerConfig
 from trireme.config.sizes import lengths_of, steps_of
 from trireme.config.stages import Stage
 from trireme.config.store import store_of
@@ -55,6 +56,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         stage_index=stage.index,
         model_from_stage=stage.model_from,
         mode=config.mode,
+        colocated=stage.colocated,
         job_dir=job_dir,
         seed=config.seed,
         device="cuda" if gpus else "cpu",
@@ -204,11 +206,12 @@ def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
     if mode == "both" and (hosts or (on_ray and not stage.remote)):
         return "nccl" if asked == "nccl" else "memory"
     how = "explorer and trainer share one process, so weights are handed over in memory"
-    if on_ray:
-        how = "the trainer sends weights to the engines by HTTP"
+    if stage.remote:
+        how = "the trainer sends weights to the servers by HTTP"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
-    if mode in ("explore", "train", "serve") or (mode == "both" and asked == "nccl"):
+    asked_for = given != SynchronizerConfig().sync_method  # the default is nobody's wish
+    if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
         stage.notes.append(f"synchronizer.sync_method ({given}): {how}")
     return "memory" if mode == "both" else "checkpoint"
 

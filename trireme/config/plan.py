@@ -27,6 +27,8 @@ class Plan:
     model_from_stage: int | None
     """The stage whose last checkpoint is this one's model; None: `model_path`."""
     mode: str
+    colocated: bool
+    """The file says `mode: colocate`; `mode` says what runs."""
     job_dir: Path
     """Where everything of this stage lies; stages lie side by side in the job's folder."""
     seed: int

@@ -15,6 +15,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from trireme.buffer.buffer import Buffer, Closed
@@ -73,7 +74,8 @@ class Explorer:
         max_pending: int = 1 << 30,
         name: str = "explorer",
     ) -> None:
-        """`report(part, step, metrics)` is told of each step; `show` gets a rollout to look at.
+        """`report(part, step, metrics)` is told of each step, evaluations as the part that
+        `eval_prefix` names; `show` gets a rollout to look at.
 
         Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
         it keeps its state in `folder` itself, after every step.
@@ -297,7 +299,7 @@ class Explorer:
             self._look_at_failures(when, outcomes, limit=1.0)
             found[taskset.name] = metrics
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
-            self.report("eval", step, named)
+            self.report(self.eval_prefix, step, named)
         if self.first_evaluation is None and step == 0:
             self.first_evaluation = found
         self.last_evaluation = found
@@ -306,11 +308,10 @@ class Explorer:
     def _load_own_state(self) -> None:
         """Go on where an explorer without a trainer beside it left off."""
         if self.folder is not None and self.folder.state_of(self.name).exists():
-            meta = json.loads(self.folder.state_of(self.name).read_text())
-            self.step = meta["latest_iteration"]
-            if states := meta["taskset_states"]:  # none: a server was the explorer so far
-                own = {key: meta[key] for key in ("feedback",) if key in meta}
-                self.load_state({"step": self.step, "taskset": states[0], **own})
+            state = explorer_state(self.folder.state_of(self.name))
+            self.step = state["step"]
+            if state["taskset"]:  # none: a server was the explorer so far
+                self.load_state(state)
 
     def _keep_own_state(self) -> None:
         """Written after the step's experiences are safe in the store of another process."""
@@ -318,3 +319,11 @@ class Explorer:
             state = self.state()
             meta = {"latest_iteration": state.pop("step"), "taskset_states": [state.pop("taskset")]}
             write_json(self.folder.state_of(self.name), meta | state)
+
+
+def explorer_state(path: Path) -> dict[str, Any]:
+    """Where the file of an explorer without a trainer beside it says that it stands."""
+    meta = json.loads(path.read_text())
+    taskset = meta["taskset_states"][0] if meta["taskset_states"] else {}
+    own = {key: meta[key] for key in ("feedback",) if key in meta}
+    return {"step": meta["latest_iteration"], "taskset": taskset, **own}

@@ -64,8 +64,20 @@ async def run_plan(
         device.close()
     result.seconds = time.monotonic() - started
     if session.resumed is not None and result.steps == session.resumed.step:
-        console.note(f"nothing was left to do: step {result.steps} was this run's last")
+        console.note(nothing_left(plan, result.steps))
     return result
+
+
+def nothing_left(plan: Plan, steps: int) -> str:
+    """What a start did that found its run at its end, and what makes it go on."""
+    config = plan.config
+    keys = {
+        "trainer.total_steps": config.trainer.total_steps,
+        "buffer.total_steps": config.buffer.total_steps,
+    }
+    ends = [f"{key} ({value})" for key, value in keys.items() if value]
+    more = " and ".join(ends) or f"buffer.total_epochs ({config.buffer.total_epochs})"
+    return f"nothing was left to do: step {steps} was this run's last. To train on, raise {more}"
 
 
 async def kept(session: Session, hosts: Sequence[EngineHost], work: Awaitable[T]) -> T:

@@ -6,7 +6,7 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
 from types import TracebackType
@@ -25,7 +25,7 @@ from trireme.engines.device import Device
 from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
-from trireme.explorer.explorer import Explorer
+from trireme.explorer.explorer import Explorer, explorer_state
 from trireme.launch.auxiliary import (
     Auxiliary,
     Served,
@@ -33,6 +33,7 @@ from trireme.launch.auxiliary import (
     make_auxiliary,
     refuse_other_vocabulary,
 )
+from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.parts import rollout, stores, tasks, training
@@ -44,6 +45,7 @@ from trireme.launch.parts.sync import (
 )
 from trireme.launch.parts.text import Text, make_text
 from trireme.launch.stage_result import StageResult
+from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
 from trireme.monitor.monitor import Monitors, open_monitor
@@ -100,6 +102,16 @@ class Session(AbstractContextManager["Session"]):
 
     def __enter__(self) -> Session:
         """Make the folder, open its files, and look for a checkpoint to go on from."""
+        self._close_log: Callable[[], None] = lambda: None
+        self.monitor = Monitors([])
+        try:
+            self._open()
+        except BaseException as error:  # nobody else lets go of lock and files
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def _open(self) -> None:
         plan = self.plan
         self.folder.make()
         if self._is_whole and plan.mode in ("both", "train"):
@@ -108,13 +120,11 @@ class Session(AbstractContextManager["Session"]):
         parts = PARTS if self._is_whole else self.elsewhere.logs
         level = plan.config.log.level
         self._close_log = setup_logging(self.folder.log, level, parts=parts, runners=runners)
-        self.monitor = Monitors([])
         os.environ.update(plan.config.explorer.env_vars)
         if plan.mode in ("both", "train"):
             self.resumed = load_checkpoint(self.folder)
         if self._is_whole:
             self._open_run()
-        return self
 
     def __exit__(
         self,
@@ -135,10 +145,57 @@ class Session(AbstractContextManager["Session"]):
         """What one process does for all parts."""
         for note in self.plan.notes:
             logger.info(note)
-        self.monitor = open_monitor(self.folder.monitor, self.plan.config.monitor.monitor_type)
+        start = this_start(self.plan, self.model_path, self.recipe, self.resumed)
+        told = self._compare(start)
+        kind = self.plan.config.monitor.monitor_type
+        self.monitor = open_monitor(self.folder.monitor, kind, self._steps_that_count())
         self._examine()
+        add_start(self.folder, start)
+        for line in told:
+            logger.info(line)
+            self.console.note(line)
+
+    def _compare(self, start: dict[str, Any]) -> list[str]:
+        """What a resume goes on from, and what has changed. Raises ValueError for what cannot."""
+        plan, folder = self.plan, self.folder
+        state = self.resumed.run_state.get("explorer") if self.resumed else None
+        own = folder.state_of(plan.config.explorer.name)
+        if plan.mode == "explore" and own.exists():
+            state = explorer_state(own)
+        if self.resumed is None and state is None:
+            return []
+        earlier = [old for old in read_starts(folder) if same_part(old, start)]
+        old = earlier[-1] if earlier else None
+        lines = []
         if self.resumed is not None:
-            self.console.note(f"going on from {self.folder.step_dir(self.resumed.step)}")
+            refuse_meaningless(
+                plan, self.model_path, folder, self.resumed.step, self.recipe, old, start
+            )
+            lines = [f"going on from {folder.step_dir(self.resumed.step)}"]
+        if old is None:
+            return [*lines, "what has changed since its last start is not known: no run/ tells it"]
+        step = self.resumed.step if self.resumed else state["step"] if state else 0
+        explored = state["step"] if state else step
+        row = state["taskset"].get("current_index") if state else None
+        found = changes(old, start, train=step + 1, explore=explored + 1, row=row)
+        if not found:
+            return [*lines, "nothing has changed since its last start"]
+        return [
+            *lines,
+            f"changed since its last start ({old['time']}):",
+            *(f"  {f}" for f in found),
+        ]
+
+    def _steps_that_count(self) -> dict[str, int]:
+        """Of each part whose steps come anew from here on, the last that does not."""
+        step = self.resumed.step if self.resumed else 0
+        if self.plan.mode == "train" and not self.recipe.from_data:
+            return {"trainer": step}
+        if self.plan.mode not in ("both", "train"):
+            return {}
+        state = self.resumed.run_state if self.resumed else {}
+        explored = state.get("explorer", {"step": step})["step"]
+        return {"trainer": step, "explorer": explored, "eval": explored}
 
     def _examine(self) -> None:
         """Raise ConfigError for parts and options that cannot be, before a model is loaded."""

@@ -34,8 +34,9 @@ def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = F
     disable_progress_bar()  # the console shows progress; another bar would tear it
     started = time.monotonic()
     job = job_folder(plans)
-    results = finished_stages(job) if len(plans) > 1 else []
-    for plan in plans[len(results) :]:
+    finished = finished_stages(job) if len(plans) > 1 else []
+    results = list(finished)
+    for plan in plans[len(finished) :]:
         by = "trainer" if plan.mode in ("both", "train") else "explorer"
         console.stage(plan.stage_name, plan.train_steps or plan.explore_steps, by=by)
         model, last = model_of(plan, results), plan is plans[-1]
@@ -44,6 +45,8 @@ def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = F
             rows = [dataclasses.asdict(result) for result in results]
             meta = {"latest_stage": len(results) - 1, "finished": rows}
             write_json(JobFolder(job).stage_meta, meta)
+    if len(finished) == len(plans):
+        console.note(f"nothing was left to do: all {len(plans)} stages are done ({job})")
     summary = summarise(results, job, plans)
     if compare_sft and (compared := more_supervised(plans, results, console)):
         summary.accuracy_more_sft = accuracy(compared.last)
@@ -107,8 +110,17 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         name = f"{result.name} " if result.name else ""
         summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
         summary.model_dir = result.model_dir or summary.model_dir
+        summary.steps[result.name or "run"] = result.steps
+        measured = {"first": result.first, "last": result.last or result.first}
+        if result.first or result.last:
+            summary.evaluations[result.name or "run"] = measured
     if summary.model_dir:
-        summary.next_command = f"trireme convert --checkpoint-dir {job}"
+        there = any(Path(summary.model_dir).glob("*.safetensors"))
+        summary.next_command = (
+            f"trireme rollout --model {summary.model_dir}"
+            if there
+            else f"trireme convert --checkpoint-dir {job}"
+        )
     return summary
 
 

@@ -68,8 +68,8 @@ class Console:
             self._display.start()
 
     def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """A part has done a step; `eval` metrics become a lasting line each."""
-        if part == "eval":
+        """A part has done a step; evaluations become a lasting line each."""
+        if part in ("eval", "bench"):
             self._evaluations(step, metrics)
             return
         self._metrics.update(metrics)

@@ -10,7 +10,8 @@ from typing import Literal
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/reward/mean",), ".3f"),
     ("accuracy", ("rollout/accuracy/mean",), ".1%"),
-    ("loss", ("actor/pg_loss", "actor/sft_loss", "actor/loss"), ".3g"),
+    ("loss", ("actor/sft_loss", "actor/dpo_loss"), ".3g"),  # of a policy gradient it means nothing
+    ("grad", ("actor/grad_norm",), ".2g"),
     ("length", ("rollout/response_length/mean",), ".0f"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),
     ("failed", ("rollout/failed",), ".0f"),

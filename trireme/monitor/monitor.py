@@ -1,8 +1,10 @@
 """Monitor: where the numbers of a run go, step by step.
 
 Invariants:
-- `metrics.jsonl` has one whole line a step and part; after a resume a step may have two lines, and
-  the later one holds (`read_metrics`).
+- `metrics.jsonl` has one whole line a step and part: `keep_until` takes away what a resumed run
+  will do again, and a step that comes again nevertheless replaces its own line.
+- Two processes may write the same file: each line is appended under a lock, and nobody keeps it
+  open, since it may be replaced by a shorter one.
 - A number that is not finite is written as null, never as text that JSON does not know.
 """
 
@@ -12,9 +14,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from trireme.files import in_turn, naming, write_text
 
 FILE_NAME = "metrics.jsonl"
 
@@ -23,7 +27,7 @@ class Monitor(Protocol):
     """Takes the metrics of each step of each part."""
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """The metrics of one step; `part` is explorer, trainer or eval."""
+        """The metrics of one step; `part` is explorer, trainer, eval or bench."""
         ...
 
     def close(self) -> None:
@@ -54,44 +58,73 @@ class JsonLinesMonitor:
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_half_line(self.path)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock = self.path.with_name(f".{FILE_NAME}.lock")
+        with in_turn(self._lock):
+            _drop_half_line(self.path)
+            self._steps = {(row["part"], row["step"]) for row in _rows(self.path)}
+
+    def keep_until(self, steps: Mapping[str, int]) -> None:
+        """Take away the lines of each named part that are of later steps than this one."""
+        if any(step > steps.get(part, step) for part, step in self._steps):
+            self._rewrite(lambda row: row["step"] <= steps.get(row["part"], row["step"]))
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """One write call a line: two processes may share the file."""
+        """One write call a line; a line that there was of this step goes."""
         row = {
             "time": round(time.time(), 3),
             "part": part,
             "step": step,
             "metrics": {name: _finite(value) for name, value in metrics.items()},
         }
-        os.write(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
+        if (part, step) in self._steps:
+            self._rewrite(lambda old: (old["part"], old["step"]) != (part, step))
+        self._steps.add((part, step))
+        with in_turn(self._lock), naming(self.path), self.path.open("ab", buffering=0) as file:
+            file.write((json.dumps(row, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+        """Nothing is held open."""
+
+    def _rewrite(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """The file with the wanted lines alone: written whole, then renamed."""
+        with in_turn(self._lock):
+            rows = [row for row in _rows(self.path) if wanted(row)]
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._steps = {(row["part"], row["step"]) for row in rows}
 
 
-def open_monitor(folder: str | Path, monitor_type: str = "tensorboard") -> Monitors:
+def open_monitor(
+    folder: str | Path,
+    monitor_type: str = "tensorboard",
+    keep_until: Mapping[str, int] | None = None,
+) -> Monitors:
     """The monitors of a job: `metrics.jsonl` always, and the one that `monitor.monitor_type` names.
 
+    `keep_until`: the last step of each part that counts, where a run goes on (or begins anew: 0).
     Raises ValueError for a type that is not there.
     """
     if monitor_type != "tensorboard":
         raise ValueError(f"monitor.monitor_type is '{monitor_type}': expected 'tensorboard'")
     from trireme.monitor.tensorboard import TensorBoardMonitor
 
-    return Monitors([JsonLinesMonitor(folder), TensorBoardMonitor(Path(folder) / "tensorboard")])
+    lines = JsonLinesMonitor(folder)
+    lines.keep_until(keep_until or {})
+    curves = TensorBoardMonitor(Path(folder) / "tensorboard", keep_until)
+    return Monitors([lines, curves])
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` in file order, of each (part, step) the last one only."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            row = json.loads(line)
-            rows[row["part"], row["step"]] = row
+    """The rows of a `metrics.jsonl` in file order; of an older run's doubled steps the last."""
+    rows = {(row["part"], row["step"]): row for row in _rows(Path(path))}
     return list(rows.values())
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; none where there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _finite(value: float) -> float | None:

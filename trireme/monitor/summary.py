@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from trireme.files import write_json
 
 FILE_NAME = "summary.json"
 
 
 @dataclass
 class Summary:
-    """Figures of a run over all its stages. Accuracies are shares, 0 to 1; None: not measured."""
+    """Figures of a run over all its stages. Accuracies are shares, 0 to 1; None: not measured, and
+    not written.
+    """
 
     accuracy_before: float | None = None
     """Of the model as it was given."""
@@ -22,6 +26,10 @@ class Summary:
     """After the reinforcement stage."""
     accuracy_more_sft: float | None = None
     """What the reinforcement stage's wall time of more supervised training would have reached."""
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each stage (`run` where there are none) the first and last evaluation, by taskset."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """The step that each stage has come to."""
     wall_s: float = 0.0
     """Seconds from start to end."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -34,13 +42,7 @@ class Summary:
     def write(self, folder: str | Path) -> Path:
         """Write `<folder>/summary.json`, whole or not at all."""
         path = Path(folder) / FILE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{FILE_NAME}.{os.getpid()}")
-        with part.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(self), indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_json(path, {key: value for key, value in asdict(self).items() if value is not None})
         return path
 
     @classmethod

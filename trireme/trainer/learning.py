@@ -84,7 +84,9 @@ class Learning:
     def load_state(self, state: dict[str, Any]) -> None:
         """Back to where `state` was taken."""
         self.steps = state["steps"]
-        self.coefficients |= state["coefficients"]
+        for kind, coefficient in state["coefficients"].items():
+            if self._settings.get(kind, {}).get("adaptive"):  # others are as they are set now
+                self.coefficients[kind] = coefficient
 
 
 def _digest(tokens: Any, positions: Tensor) -> bytes:

@@ -161,6 +161,12 @@ class Descent:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken."""
+        """Back to where `state` was taken; decay rates and the like stay as they are set now."""
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(own)
         self.steps = state["scheduler"]["last_epoch"]

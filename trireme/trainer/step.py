@@ -128,6 +128,8 @@ def batch_loss(
             tally.mean(f"rollout_correction/{name}", values)
     total = policy
     tally.sum("actor/pg_loss", policy * weights)
+    if recipe.schema != "experience":  # its own name: there is no policy gradient
+        tally.sum(f"actor/{recipe.schema}_loss", policy * weights)
     if recipe.kl:
         divergence = recipe.kl(lookup, has)
         total = total + learning.coefficients["kl_loss_fn"] * divergence

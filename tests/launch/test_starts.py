@@ -1,0 +1,182 @@
+"""What a run's folder says of its starts, and what a resume says has changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.job import small_config
+from tests.tiny import make_model
+from trireme.cli.run import run as command
+from trireme.config import load_config, make_plans
+from trireme.launch.changes import changes
+from trireme.launch.starts import hidden_words, resolved, without_secrets
+
+
+def plan_of(folder: Path, config: dict[str, Any], *overrides: str) -> Any:
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return make_plans(load_config(path, overrides))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--api-key", "abc", "--port", "80"], ["--api-key", "***", "--port", "80"]),
+        (["--api-key=abc"], ["--api-key=***"]),
+        (["explorer.rollout_model.api_key=abc"], ["explorer.rollout_model.api_key=***"]),
+        (["explorer.env_vars.OPENAI_API_KEY=abc"], ["explorer.env_vars.OPENAI_API_KEY=***"]),
+        (["--url", "postgresql://u:pw@h/d"], ["--url", "postgresql://u:***@h/d"]),
+        (["a.path=postgresql://u:pw@h/d"], ["a.path=postgresql://u:***@h/d"]),
+        (["note=sk-abcdefghijklmnop"], ["note=***"]),
+        (["model.max_response_tokens=8", "x.prompt_key=q"],) * 2,
+    ],
+)
+def test_a_command_line_is_kept_without_its_secrets(words: list[str], expected: list[str]) -> None:
+    assert hidden_words(words) == expected
+
+
+def test_secrets_of_a_configuration_are_stars_whatever_holds_them() -> None:
+    given = {
+        "api_key": "a",
+        "env_vars": {"HF_TOKEN": "b", "HOME": "c"},
+        "list": [{"password": "d"}],
+    }
+    assert without_secrets(given) == {
+        "api_key": "***",
+        "env_vars": {"HF_TOKEN": "***", "HOME": "c"},
+        "list": [{"password": "***"}],
+    }
+
+
+def test_a_resolved_stage_is_read_again_and_means_the_same_folder(tmp_path: Path) -> None:
+    config = small_config(tmp_path) | {
+        "stages": [{"stage_name": "one"}, {"stage_name": "two", "buffer": {"batch_size": 2}}]
+    }
+    second = plan_of(tmp_path, config)[1]
+    (again,) = plan_of(tmp_path, resolved(second, second.model_path))
+    assert again.job_dir == second.job_dir
+    assert again.batch_size == 2
+    assert again.train_steps == second.train_steps
+
+
+def entry(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "config": config,
+        "data": {},
+        "model": {"path": "m", "weights": "w", "tokenizer": "t"},
+        "plugins": {},
+        "versions": {},
+        "code": {},
+    }
+    return plain | more
+
+
+DATA = "buffer.explorer_input.taskset"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ({}, {}, []),
+        (
+            {"config": {"algorithm": {"optimizer": {"lr": 0.1}}}},
+            {"config": {"algorithm": {"optimizer": {"lr": 0.2}}}},
+            ["algorithm.optimizer.lr: 0.1 -> 0.2: from train step 3 on; the optimizer's moments"],
+        ),
+        (
+            {"config": {"model": {"model_path": "a"}}},
+            {"config": {"model": {"model_path": "b"}}, "model": {"path": "b"}},
+            ["model.model_path: a -> b: its weights are ignored, since the checkpoint's are"],
+        ),
+        (
+            {"data": {DATA: {"path": "d", "rows": 5, "sha256": "x" * 64}}},
+            {"data": {DATA: {"path": "d", "rows": 6, "sha256": "y" * 64}}},
+            [f"{DATA} rows: 5 -> 6: tasks from explore step 4 on: the run goes on at row 12"],
+        ),
+        (
+            {"data": {DATA: {"path": "d", "rows": 5, "sha256": "x" * 64}}},
+            {"data": {DATA: {"path": "d", "rows": 5, "sha256": "y" * 64}}},
+            [f"{DATA} contents differ: tasks from explore step 4 on: the run goes on at row 12"],
+        ),
+        (
+            {"plugins": {"/a/mine.py": "x" * 64}, "code": {"trireme": "c1"}},
+            {"plugins": {"/a/mine.py": "y" * 64}, "code": {"trireme": "c2"}},
+            ["plugins mine.py differ: your own code, from now on", "code.trireme: c1 -> c2: from"],
+        ),
+        (
+            {"config": {"seed": 1}, "versions": {"torch": "2.1"}},
+            {"config": {"seed": 2}, "versions": {"torch": "2.2"}},
+            ["seed: 1 -> 2: what is drawn from explore step 4 on", "versions.torch: 2.1 -> 2.2"],
+        ),
+    ],
+)
+def test_each_change_is_told_with_its_effect(
+    old: dict[str, Any], new: dict[str, Any], told: list[str]
+) -> None:
+    found = changes(entry({}) | old, entry({}) | new, train=3, explore=4, row=12)
+    assert len(found) == len(told), found
+    for line, beginning in zip(found, told, strict=True):
+        assert line.startswith(beginning)
+
+
+def started(
+    folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, expected: int = 0
+) -> tuple[str, str]:
+    """What `trireme run` prints; in this process, where torch is loaded."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(small_config(folder)))
+    capsys.readouterr()
+    code = command(path, overrides, ())
+    output = capsys.readouterr()
+    assert code == expected, output.err
+    return output.out, output.err
+
+
+def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "checkpoints/tests/job"
+    key = "explorer.rollout_model.api_key=secret7"
+    out, _ = started(tmp_path, capsys, "buffer.total_steps=2", key)
+    assert "changed" not in out
+    assert "sync_method" not in out  # nobody has set it
+    make_model(tmp_path / "other", seed=1, max_len=256)
+    other = ("algorithm.optimizer.lr=0.01", f"model.model_path={tmp_path}/other")
+    out, _ = started(tmp_path, capsys, *other)
+    for told in ("algorithm.optimizer.lr: 0.001 -> 0.01: from train step 3", "weights are ignored"):
+        assert told in out
+    out, _ = started(tmp_path, capsys, *other)
+    assert "nothing has changed since its last start" in out
+    assert "step 4 was this run's last. To train on, raise buffer.total_steps (4)" in out
+
+    starts = json.loads((job / "run/starts.json").read_text())["starts"]
+    assert [start["resumed_from"] for start in starts] == [None, 2, 4]
+    assert [s["config_file"] for s in starts] == ["start_1.yaml", "start_2.yaml", "start_2.yaml"]
+    assert starts[0]["data"][DATA]["rows"] == 16
+    assert starts[0]["versions"].keys() >= {"python", "trireme", "torch", "transformers"}
+    assert starts[0]["seed"] == 42
+    assert starts[0]["command"]
+    assert not [
+        path for path in job.rglob("*") if path.is_file() and b"secret7" in path.read_bytes()
+    ]
+    (plan,) = make_plans(load_config(job / "run/start_2.yaml"))
+    assert plan.job_dir == job
+    summary = json.loads((job / "summary.json").read_text())
+    assert None not in summary.values()
+    assert summary["next_command"].startswith("trireme rollout --model")
+
+    make_model(tmp_path / "wide", hidden=64, max_len=256)
+    for override, told in (
+        (f"model.model_path={tmp_path}/wide", "whose hidden_size is 64, and the checkpoint"),
+        ("algorithm.algorithm_type=ppo", "is ppo, which learns a value model, and the checkpoint"),
+        ("buffer.trainer_input.experience_buffer.storage_type=sql", "store queue, and now has sql"),
+        ("algorithm.optimizer.optimizer_type=sgd", "had optimizer adamw, and now has sgd"),
+    ):
+        _, errors = started(tmp_path, capsys, "buffer.total_steps=6", override, expected=1)
+        assert told in errors.splitlines()[0]
+        assert "expected as it was, or another name" in errors

@@ -1,0 +1,273 @@
+"""Starts: what each start of a run was, in the job's folder: `run/starts.json`, `run/start_N.yaml`.
+
+Invariants:
+- One entry a start, in order; a file is written whole. Several processes of a job add theirs in
+  turn.
+- `start_N.yaml` is the whole configuration as it was understood (what the user wrote, defaults,
+  paths of plug-ins) and `trireme run` takes it. An entry whose configuration is that of an earlier
+  one names that one's file.
+- No key, token or password gets into either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trireme.algorithms.recipes import Recipe
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.resume import Loaded
+from trireme.config import Plan
+from trireme.config.data_files import SPLIT, data_files
+from trireme.config.dataset import dataset_facts
+from trireme.config.located import located
+from trireme.config.names import plugin_files
+from trireme.files import in_turn, write_json, write_text
+from trireme.log import hide_passwords
+
+FORMAT = "trireme-starts-1"
+HIDDEN = "***"
+PACKAGES = (
+    "trireme", "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy",
+    "SQLAlchemy", "ray", "vllm",
+)  # fmt: skip
+WHOLE_BYTES = 64 * 2**20
+"""Of larger files a fingerprint reads samples only."""
+SAMPLES, SAMPLE_BYTES = 64, 2**20
+GIT_SECONDS = 5.0
+
+_SECRET = re.compile(
+    r"(^|[_-])(api[_-]?key|access[_-]?key|secret([_-]?key)?|password|passwd|token|credentials?)$",
+    re.IGNORECASE,
+)
+_LOOKS_SECRET = re.compile(r"\b(sk|hf|ghp|glpat|xoxb|wandb)[-_][A-Za-z0-9_-]{12,}\b")
+_NOT_SECRET = ("pad_token", "eos_token", "bos_token")
+
+
+def this_start(
+    plan: Plan, model_path: str, recipe: Recipe, resumed: Loaded | None
+) -> dict[str, Any]:
+    """The entry of the start that is being made; `config` is the configuration itself."""
+    buffer = plan.config.buffer.trainer_input.experience_buffer
+    replay = buffer.replay_buffer.enable and plan.buffer_type != "file"
+    optimizer = plan.config.algorithm.optimizer.optimizer_type
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "mode": plan.mode,
+        "name": plan.explorer_name,
+        "resumed_from": resumed.step if resumed else None,
+        "command": hidden_words(sys.argv),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "seed": plan.seed,
+        "resumes": {
+            "store": f"{plan.buffer_type}{' with replay' * replay}",
+            "schema": recipe.schema,
+            "optimizer": "sgd" if optimizer == "sgd" else "adamw",
+        },
+        "versions": versions(),
+        "code": {"trireme": commit(Path(__file__).parent), "folder": commit(Path.cwd())},
+        "plugins": {str(path): fingerprint([path]) for path in plugin_files(plan.config.plugins)},
+        "model": model_facts(model_path),
+        "data": {key: data_facts(**where) for key, where in data_of(plan)},
+        "config": resolved(plan, model_path),
+    }
+
+
+def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two entries are of the same part of a job: both, the trainer, one explorer."""
+    return (old["mode"], old["name"]) == (new["mode"], new["name"])
+
+
+def read_starts(folder: JobFolder) -> list[dict[str, Any]]:
+    """The entries so far, each with its `config`; none of an older job, or of a damaged file."""
+    try:
+        found = json.loads(folder.starts.read_text(encoding="utf-8"))["starts"]
+        for entry in found:
+            text = (folder.starts.parent / entry["config_file"]).read_text(encoding="utf-8")
+            entry["config"] = yaml.safe_load(text)
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return []
+    return found
+
+
+def add_start(folder: JobFolder, entry: Mapping[str, Any]) -> Path:
+    """Write an entry after those that are there; returns the file of its configuration."""
+    place = folder.starts.parent
+    place.mkdir(parents=True, exist_ok=True)
+    with in_turn(place / ".lock"):
+        starts = read_starts(folder)
+        alike = [old["config_file"] for old in starts if old["config"] == entry["config"]]
+        name = alike[-1] if alike else f"start_{len(starts) + 1}.yaml"
+        if not alike:
+            write_text(place / name, _as_yaml(entry, len(starts) + 1))
+        rows = [*starts, {**entry, "config_file": name}]
+        plain = [{key: row[key] for key in row if key != "config"} for row in rows]
+        write_json(folder.starts, {"format": FORMAT, "starts": plain})
+    return place / name
+
+
+def _as_yaml(entry: Mapping[str, Any], number: int) -> str:
+    head = (
+        f"# The configuration of start {number} ({entry['time']}), defaults included. Relative "
+        f"paths begin at\n# {entry['folder']}. Where a value is '{HIDDEN}' a key or password was.\n"
+    )
+    return head + yaml.safe_dump(entry["config"], sort_keys=False, allow_unicode=True)
+
+
+def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
+    """The configuration of one stage, so that it runs alone and into the same folder."""
+    values: dict[str, Any] = asdict(plan.config)
+    del values["stages"]
+    if plan.colocated:
+        values["mode"] = "colocate"
+    if plan.stage_name is not None:
+        values["name"] = f"{plan.job_dir.parent.name}/{plan.stage_name}"
+    values["model"]["model_path"] = model_path
+    return without_secrets(values)
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """`value` with stars in place of keys, tokens and passwords, by their names or their looks."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner, key) for inner in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if _SECRET.search(key) and key not in _NOT_SECRET:
+        return HIDDEN
+    return _LOOKS_SECRET.sub(HIDDEN, hide_passwords(value))
+
+
+def hidden_words(words: Iterable[str]) -> list[str]:
+    """A command line without secrets: `--api-key X`, `--api-key=X`, `a.b.api_key=X`, URLs."""
+    out: list[str] = []
+    before = ""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals:
+            name = key.lstrip("-").rpartition(".")[2]
+            out.append(f"{key}={without_secrets(value, name)}")
+        else:
+            out.append(without_secrets(word, before))
+        before = key.lstrip("-") if key.startswith("-") and not equals else ""
+    return out
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the machine and the packages that numbers depend on."""
+    out = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of the repository that a folder lies in, `…+` where files differ; None: none."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
+        return done.stdout.strip()
+
+    try:
+        head = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no") if head else ""
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}{'+' if changed else ''}" if head else None
+
+
+def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Key and place of every data set that a stage reads."""
+    read, trained = plan.config.buffer.explorer_input, plan.config.buffer.trainer_input
+    sets = [("taskset", read.taskset)] if read.taskset else []
+    sets += [(f"tasksets[{i}]", one) for i, one in enumerate(read.tasksets)]
+    sets += [(f"eval_tasksets[{i}]", one) for i, one in enumerate(read.eval_tasksets)]
+    found: list[tuple[str, Any]] = [(f"buffer.explorer_input.{key}", one) for key, one in sets]
+    if plan.buffer_type == "file":
+        found.append(("buffer.trainer_input.experience_buffer", trained.experience_buffer))
+    for name, one in trained.auxiliary_buffers.items():
+        found.append((f"buffer.trainer_input.auxiliary_buffers.{name}", one))
+    for key, one in found:
+        if one.path:
+            yield key, {"path": one.path, "subset": one.subset_name, "split": one.split}
+
+
+def data_facts(path: str, subset: str | None, split: str) -> dict[str, Any]:
+    """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here."""
+    facts = dataset_facts(path, subset, split)
+    rows = facts.rows if facts else None
+    try:
+        place = located(path, "datasets")
+    except ValueError:  # made by its name
+        place = None
+    if place is None:
+        return {"path": path, "rows": rows, "sha256": None}
+    part = SPLIT.match(split)
+    try:
+        files = data_files(place, subset, part["name"] if part else split)
+    except (ValueError, NotADirectoryError):
+        files = _files(place)
+    return {"path": path, "rows": rows, "sha256": fingerprint(files)}
+
+
+def model_facts(path: str) -> dict[str, Any]:
+    """Path of a model, and fingerprints of its configuration, weights and tokenizer."""
+    folder = located(path, "models")
+    if folder is None or not folder.is_dir():
+        return {"path": path, "config": None, "weights": None, "tokenizer": None}
+    files = _files(folder)
+    weights = [file for file in files if file.suffix in (".safetensors", ".bin")]
+    tokenizer = [f for f in files if "token" in f.name or f.stem in ("vocab", "merges")]
+    tokenizer += [f for f in files if f.stem.startswith("chat_template")]
+    return {
+        "path": path,
+        "config": fingerprint([folder / "config.json"]),
+        "weights": fingerprint(weights),
+        "tokenizer": fingerprint(sorted(set(tokenizer))),
+    }
+
+
+def fingerprint(files: Iterable[Path]) -> str | None:
+    """SHA-256 of names, sizes and bytes, of large files samples only; None where a file is away."""
+    digest = hashlib.sha256()
+    try:
+        for path in files:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                if size <= WHOLE_BYTES:
+                    digest.update(file.read())
+                    continue
+                for sample in range(SAMPLES):
+                    file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def _files(place: Path) -> list[Path]:
+    """The file itself, or a folder's visible files."""
+    if place.is_file():
+        return [place]
+    return sorted(p for p in place.iterdir() if p.is_file() and not p.name.startswith("."))
