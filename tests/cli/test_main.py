@@ -78,8 +78,19 @@ def test_view_takes_a_number_and_keys(called: dict[str, Any]) -> None:
     assert invoke("view", "--config", "x.yaml", "--sample", "5", "a.b=1", "--no-color") == 3
     *given, options = called["view"]
     assert given == [Path("x.yaml"), None]
-    assert options["count"] == 5 and options["overrides"] == ["a.b=1"] and not options["color"]
+    assert options["wanted"].count == 5 and options["overrides"] == ["a.b=1"]
+    assert not options["color"]
     assert invoke("view", "--url", "x.db", "five") == 2
+
+
+def test_view_takes_a_folder_and_which_experiences(called: dict[str, Any], tmp_path: Path) -> None:
+    assert invoke("view", str(tmp_path), "--step", "7", "--best", "2") == 3
+    *_, options = called["view"]
+    assert options["folder"] == tmp_path
+    assert (options["wanted"].count, options["wanted"].step) == (2, 7)
+    assert options["wanted"].order == "best"
+    assert invoke("view", str(tmp_path), "--best", "--worst") == 2
+    assert invoke("view", str(tmp_path / "none")) == 2
 
 
 def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from tests.tiny import make_model
 from trireme.buffer.record import Record
-from trireme.cli.view import Sample, _coloured, view
+from trireme.cli.view import Sample, Wanted, _coloured, view
 from trireme.experience import EID, Experience
 
 CHAT = [
@@ -70,9 +70,44 @@ def test_stored_experiences_and_lines(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no table 'other': it has experiences" in capsys.readouterr().err
 
 
+def test_a_runs_folder_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job"
+    make_model(job / "global_step_2/actor/huggingface")
+    record = Record(database=f"sqlite:///{job}/buffer/explorer_output.db")
+    rewards = [0.5, 1.0, 0.0, None]
+    record._write(
+        [
+            Experience([20, 21, 22], mask=[False, True, True], eid=EID(step, 0), reward=reward)
+            for step, reward in enumerate(rewards, 1)
+        ]
+    )
+    record.close()
+
+    def shown(**options: Any) -> list[str]:
+        assert view(None, None, folder=job, color=False, wanted=Wanted(**options)) == 0
+        out = capsys.readouterr().out
+        assert "3 tokens, 2 trained" in out  # counted with the run's own tokenizer
+        return [line.split("/")[0].removeprefix("--- ") for line in out.splitlines()[::2]]
+
+    assert shown() == ["4", "3", "2"]
+    assert shown(order="best", count=9) == ["2", "1", "3"]
+    assert shown(order="worst", count=1) == ["3"]
+    assert shown(step=1) == ["1"]
+    store = str(job / "buffer/explorer_output.db")
+    assert view(None, store, color=False) == 0  # the tokenizer is found from here too
+    assert "3 tokens, 2 trained" in capsys.readouterr().out
+    for place in (None, store):
+        folder = job if place is None else None
+        assert view(None, place, folder=folder, wanted=Wanted(step=7)) == 1
+        told = "error: the store has no experiences of step 7: it has steps 1 to 4"
+        assert told in capsys.readouterr().err
+    assert view(None, None, folder=job / "global_step_2") == 1
+    assert "holds neither stored experiences" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert view(None, None) == 1
-    assert "view needs --config (a run), or --url" in capsys.readouterr().err
+    assert "view needs the folder of a run, --config" in capsys.readouterr().err
     assert view(None, str(tmp_path / "none.db")) == 1
     assert "none.db: has the run stored experiences yet?" in capsys.readouterr().err
     for name, told in (("x.yaml", "is no database to read"), ("x.jsonl", "that no run stored")):

@@ -254,7 +254,10 @@ def log(
 def view(
     rest: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[N] [KEY=VALUE]...", help="How many; keys of the YAML to set."),
+        typer.Argument(
+            metavar="[FOLDER] [N] [KEY=VALUE]...",
+            help="A run's folder (or a store); how many; keys of the YAML to set.",
+        ),
     ] = None,
     config: Annotated[
         Optional[Path],  # noqa: UP045
@@ -272,24 +275,47 @@ def view(
         Optional[str],  # noqa: UP045
         typer.Option("--tokenizer", help="Of stored experiences; without it, the run's model."),
     ] = None,
+    step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--step", min=0, help="Of stored experiences: those of this explore step."),
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Print samples: the default.")] = True,
     no_color: Annotated[bool, typer.Option("--no-color", help="[[trained]] in plain text.")] = (
         False
     ),
 ) -> None:
     """Show what is trained on: rows of a data set, or stored experiences, with their masks."""
+    from trireme.cli.view import Wanted
     from trireme.cli.view import view as command
 
     words = rest or []
-    numbers = [word for word in words if word.isdigit()]
-    if odd := [word for word in words if not word.isdigit() and "=" not in word]:
-        raise typer.BadParameter(f"{odd[0]}: expected a number, or KEY=VALUE")
-    count = int(numbers[0]) if numbers else 3
-    keys = [word for word in words if "=" in word]
+    places = [word for word in words if not word.isdigit() and "=" not in word]
+    if len(places) > 1 or (places and (config or url)):
+        raise typer.BadParameter(f"{places[-1]}: expected one place: a folder, --config or --url")
+    if places and not Path(places[0]).is_dir():
+        if not Path(places[0]).exists():
+            raise typer.BadParameter(
+                f"{places[0]}: expected a number, KEY=VALUE, or a run's folder, and there is none"
+            )
+        url = places.pop()
+    if best and worst:
+        raise typer.BadParameter("--best and --worst: expected one of them")
+    numbers = [int(word) for word in words if word.isdigit()]
+    order = "best" if best else "worst" if worst else "newest"
     raise typer.Exit(
-        command(config, url, overrides=keys, table=table, tokenizer=tokenizer, count=count,
-                color=not no_color)
-    )  # fmt: skip
+        command(
+            config,
+            url,
+            folder=Path(places[0]) if places else None,
+            overrides=[word for word in words if "=" in word],
+            table=table,
+            tokenizer=tokenizer,
+            wanted=Wanted(numbers[0] if numbers else 3, step, order),
+            color=not no_color,
+        )
+    )
 
 
 def main() -> None:

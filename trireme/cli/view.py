@@ -1,7 +1,7 @@
 """`trireme view`: what a model is trained on, token for token, with what is masked.
 
 Rows of a run's SFT, DPO or cpt data set (only the tokenizer is loaded), or experiences that a run
-has stored.
+has stored, found by the run's folder, its YAML, or their own address.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from rich.console import Console
 from rich.text import Text
 
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, load_config, make_plans
 from trireme.log import hide_passwords
 
@@ -33,20 +34,33 @@ class Sample:
     """Text, its weight (0: not trained), and whether it is special tokens alone."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which of a store's experiences are to be shown; the newest where nothing else is said."""
+
+    count: int = 3
+    step: int | None = None
+    """Of this explore step only."""
+    order: Literal["newest", "best", "worst"] = "newest"
+    """By reward, or by age."""
+
+
 def view(
     config: Path | None,
     url: str | None,
     *,
+    folder: Path | None = None,
     overrides: Sequence[str] = (),
     table: str | None = None,
     tokenizer: str | None = None,
-    count: int = 3,
+    wanted: Wanted | None = None,
     color: bool = True,
 ) -> int:
-    """Print `count` samples of a run's data set or of a store; the exit code is 1 for an error."""
+    """Print samples of a run's data set or of what it stored; the exit code is 1 for an error."""
     try:
-        plan = _plan(config, overrides) if config else None
-        samples = list(_samples(plan, url, table, tokenizer, count))
+        samples = list(
+            _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
+        )
     except (ValueError, OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -66,28 +80,77 @@ def view(
     return 0
 
 
-def _plan(config: Path, overrides: Sequence[str]) -> Plan:
-    """The first stage that reads a data set, else the last one."""
-    plans = make_plans(load_config(config, overrides))
-    return next((plan for plan in plans if plan.buffer_type == "file"), plans[-1])
-
-
 def _samples(
-    plan: Plan | None, url: str | None, table: str | None, tokenizer: str | None, count: int
+    folder: Path | None,
+    config: Path | None,
+    overrides: Sequence[str],
+    url: str | None,
+    table: str | None,
+    tokenizer: str | None,
+    wanted: Wanted,
 ) -> Iterator[Sample]:
-    if plan is not None and url is None and plan.buffer_type == "file":
-        return _of_data(plan, count)
-    if url is None and plan is not None:
-        url = str(plan.job_dir / "buffer" / "explorer_output.db")
+    """The samples of the first of these that is named: a store, a run's folder, a run's YAML."""
+    plans = make_plans(load_config(config, overrides)) if config else []
+    plan = next((plan for plan in plans if plan.buffer_type == "file"), (plans or [None])[-1])
+    if url is None and plan is not None and plan.buffer_type == "file":
+        return _of_data(plan, wanted.count)
+    if url is None and (folder is not None or plan is not None):
+        job = folder or cast(Plan, plan).job_dir
+        store = store_of(job)
+        if store is None:
+            return _of_data(_plan_of(job), wanted.count)
+        url = str(store)
     if url is None:
-        raise ValueError("view needs --config (a run), or --url (a database or a .jsonl file)")
+        raise ValueError(
+            "view needs the folder of a run, --config (its YAML), or --url (a database or .jsonl)"
+        )
     path = url.removeprefix("sqlite:///")
     if "://" not in path and not Path(path).exists():
         raise ValueError(f"there is no {path}: has the run stored experiences yet?")
     if path.endswith(".jsonl"):
-        return _of_lines(Path(path), count)
-    named = tokenizer or (plan.model_path if plan else None)
-    return _of_store(url if "://" in url else f"sqlite:///{path}", table, named, count)
+        return _of_lines(Path(path), wanted)
+    beside = None if "://" in path else tokenizer_of(Path(path).absolute().parents[1])
+    named = tokenizer or beside or (plan.model_path if plan else None)
+    return _of_store(url if "://" in url else f"sqlite:///{path}", table, named, wanted)
+
+
+def store_of(job: Path) -> Path | None:
+    """The newest database of experiences in a run's folder or its stages', else its lines."""
+    if not job.is_dir():
+        raise ValueError(f"there is no folder {job}: has the run begun?")
+    for pattern in ("buffer/*.db", "*/buffer/*.db", "buffer/*.jsonl", "*/buffer/*.jsonl"):
+        # explorer_output.db is what the model did, before anything was left out
+        found = sorted(job.glob(pattern), key=lambda p: (p.stem == "explorer_output", _age(p)))
+        if found:
+            newest = max(found, key=lambda p: (_age(p.parent.parent), found.index(p)))
+            return newest
+    return None
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def tokenizer_of(job: Path) -> str | None:
+    """Where the tokenizer of a run lies: in its newest checkpoint, else where its model was."""
+    folder = JobFolder(job)
+    for step in reversed(folder.steps()):
+        if (folder.hf_dir(step) / "tokenizer_config.json").is_file():
+            return str(folder.hf_dir(step))
+    if not folder.starts.is_file():
+        return None
+    return json.loads(folder.starts.read_text(encoding="utf-8"))["starts"][-1]["model"]["path"]
+
+
+def _plan_of(job: Path) -> Plan:
+    """The plan of the run that wrote a folder, of its first stage that has one."""
+    for starts in (job / "run", *sorted(job.glob("*/run"))):
+        if (starts / "starts.json").is_file():
+            entries = json.loads((starts / "starts.json").read_text(encoding="utf-8"))["starts"]
+            plan = make_plans(load_config(starts / entries[-1]["config_file"]))[0]
+            if plan.buffer_type == "file":
+                return plan
+    raise ValueError(f"{job} holds neither stored experiences (buffer/) nor a run that read data")
 
 
 def _of_data(plan: Plan, count: int) -> Iterator[Sample]:
@@ -143,9 +206,9 @@ def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer:
     return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts)
 
 
-def _of_store(url: str, table: str | None, name: str | None, count: int) -> Iterator[Sample]:
-    """The newest experiences of a database. Raises ValueError for a table that it has not."""
-    from sqlalchemy import create_engine, inspect, text
+def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> Iterator[Sample]:
+    """Experiences of a database. Raises ValueError for a table or a step that it has not."""
+    from sqlalchemy import create_engine, inspect
 
     from trireme.serialize import decode
 
@@ -159,8 +222,7 @@ def _of_store(url: str, table: str | None, name: str | None, count: int) -> Iter
             raise ValueError(f"{url} has {what}: it has {', '.join(tables) or 'none'}")
         chosen = engine.dialect.identifier_preparer.quote(table or tables[0])
         with engine.connect() as connection:
-            query = text(f"SELECT {_BYTES} FROM {chosen} ORDER BY id DESC LIMIT :count")
-            found = [row[0] for row in connection.execute(query, {"count": count})]
+            found = _payloads(connection, chosen, wanted)
     finally:
         engine.dispose()
     tokenizer = None
@@ -177,13 +239,44 @@ def _of_store(url: str, table: str | None, name: str | None, count: int) -> Iter
                 yield _of_texts(title, e.prompt_text, e.response_text)
 
 
-def _of_lines(path: Path, count: int) -> Iterator[Sample]:
-    """The newest lines of a run's `experience_buffer.jsonl`."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for line in lines[: -count - 1 : -1]:
-        row = json.loads(line)
-        if not isinstance(row, dict) or "eid" not in row:
-            raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")
+def _payloads(connection: Any, table: str, wanted: Wanted) -> list[Any]:
+    """The rows' bytes, in the order that is wanted. Raises ValueError where a step has none."""
+    from sqlalchemy import text
+
+    order = {"newest": "id DESC", "best": "reward DESC, id DESC", "worst": "reward, id DESC"}
+    where = [] if wanted.step is None else ["batch = :step"]
+    where += [] if wanted.order == "newest" else ["reward IS NOT NULL"]
+    query = (
+        f"SELECT {_BYTES} FROM {table} {'WHERE ' * bool(where)}{' AND '.join(where)} "
+        f"ORDER BY {order[wanted.order]} LIMIT :count"
+    )
+    values = {"count": wanted.count} | ({} if wanted.step is None else {"step": wanted.step})
+    found = [row[0] for row in connection.execute(text(query), values)]
+    if not found:
+        first, last = connection.execute(text(f"SELECT min(batch), max(batch) FROM {table}")).one()
+        raise ValueError(_none_there(wanted, first, last))
+    return found
+
+
+def _none_there(wanted: Wanted, first: Any, last: Any) -> str:
+    what = "" if wanted.step is None else f" of step {wanted.step}"
+    there = "it is empty" if first is None else f"it has steps {first} to {last}"
+    return f"the store has no experiences{what}: {there}"
+
+
+def _of_lines(path: Path, wanted: Wanted) -> Iterator[Sample]:
+    """Lines of a run's `experience_buffer.jsonl`."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][::-1]
+    if any(not isinstance(row, dict) or "eid" not in row for row in rows):
+        raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")
+    found = [row for row in rows if wanted.step in (None, row.get("step"))]
+    if wanted.order != "newest":
+        found = [row for row in found if row.get("reward") is not None]
+        found.sort(key=lambda row: row["reward"], reverse=wanted.order == "best")
+    if not found:
+        steps = sorted(row.get("step", 0) for row in rows) or [None]
+        raise ValueError(_none_there(wanted, steps[0], steps[-1]))
+    for row in found[: wanted.count]:
         title = f"{row.get('eid')}, reward {row.get('reward')}"
         yield _of_texts(title, row.get("prompt"), row.get("response"))
 
