@@ -1,23 +1,28 @@
-"""Serialize: experiences as bytes and back, as one safetensors block with a JSON header.
+"""Serialize: experiences as bytes and back, as one safetensors block with JSON in it.
 
-No pickle: what comes from a disk or a wire can hold tensors and JSON values and nothing else.
-Rows are laid end to end (one tensor per field, not per experience), so that thousands cost one
-copy.
+No pickle: what comes from a disk or a wire can hold tensors and JSON values and nothing else. All
+rows of numbers lie end to end in one tensor of 4-byte words, each in the shortest of three forms
+(as it is; runs of equal words; what is not 0, and where), bit for bit; text is compressed, since
+a reply stands in it both as text and in its messages. What version 1 wrote is still read.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 
 from trireme.experience import EID, TOKEN_FIELDS, Experience
 
-FORMAT = "trireme-experiences-1"
-_SIDE_TENSORS = ("chosen", "rejected")
+FORMAT = "trireme-experiences-2"
+_FORMAT_1 = "trireme-experiences-1"
+_ROWS = ("tokens", *TOKEN_FIELDS, "chosen", "rejected")
+Words = np.ndarray[Any, np.dtype[np.int32]]
 _PLAIN = (
     "prompt_length",
     "reward",
@@ -36,17 +41,22 @@ _PLAIN = (
 def encode(experiences: Sequence[Experience]) -> bytes:
     """All experiences as bytes. Raises TypeError, naming the id, where `info` is not plain JSON."""
     tensors: dict[str, torch.Tensor] = {}
-    if experiences:
-        tensors["tokens"] = torch.cat([e.tokens for e in experiences])
-    for name in (*TOKEN_FIELDS, *_SIDE_TENSORS):
-        rows = [row for e in experiences if (row := getattr(e, name)) is not None]
-        if rows:
-            tensors[name] = torch.cat(rows)
     for index, e in enumerate(experiences):
         for key, value in (e.multi_modal_inputs or {}).items():
             tensors[f"mm/{index}/{key}"] = value.contiguous()
-    header = json.dumps([_header(e) for e in experiences])
-    return save(tensors, metadata={"format": FORMAT, "experiences": header})
+    forms, words = [], []
+    for name in _ROWS:
+        rows = [row for e in experiences if (row := getattr(e, name)) is not None]
+        if rows:
+            form, packed = _packed(rows[0] if len(rows) == 1 else torch.cat(rows))
+            forms.append([name, form, len(packed)])
+            words.append(packed)
+    header = {"rows": forms, "experiences": [_header(e) for e in experiences]}
+    text = zlib.compress(_as_json(header, experiences), 1)
+    tensors["json"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if words:
+        tensors["words"] = torch.from_numpy(np.concatenate(words))
+    return save(tensors, metadata={"format": FORMAT})
 
 
 def decode(data: bytes) -> list[Experience]:
@@ -56,42 +66,106 @@ def decode(data: bytes) -> list[Experience]:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     except (ValueError, KeyError) as error:
         raise ValueError("these bytes are not experiences written by Trireme") from error
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, _FORMAT_1):
         raise ValueError(f"experience format {metadata.get('format')!r}: expected {FORMAT!r}")
     tensors = load(data)
-    offsets = dict.fromkeys(tensors, 0)
+    if metadata["format"] == _FORMAT_1:  # a tensor a field, and the JSON in the metadata
+        headers, rows = json.loads(metadata["experiences"]), tensors
+    else:
+        text = json.loads(zlib.decompress(tensors["json"].numpy().tobytes()))
+        headers, rows = text["experiences"], {}
+        sizes = [count for _, _, count in text["rows"]]
+        parts = tensors["words"].split(sizes) if sizes else ()
+        for (name, form, _), part in zip(text["rows"], parts, strict=True):
+            rows[name] = _unpacked(name, form, part.numpy())
+    return _experiences(headers, rows, tensors)
+
+
+def _experiences(
+    headers: Sequence[dict[str, Any]],
+    rows: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+) -> list[Experience]:
+    """Cut rows that lie end to end; `tensors` has the images."""
+    offsets = dict.fromkeys(rows, 0)
 
     def cut(name: str, length: int) -> torch.Tensor:
         start = offsets[name]
         offsets[name] = start + length
-        return tensors[name][start : start + length]
+        return rows[name][start : start + length]
 
     out = []
-    for index, row in enumerate(json.loads(metadata["experiences"])):
-        fields: dict[str, Any] = {name: cut(name, size) for name, size in row["sizes"].items()}
-        fields.update({name: row[name] for name in _PLAIN if name in row})
+    for index, header in enumerate(headers):
+        fields: dict[str, Any] = {name: cut(name, size) for name, size in header["sizes"].items()}
+        fields.update({name: header[name] for name in _PLAIN if name in header})
         prefix = f"mm/{index}/"
         images = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        out.append(Experience(**fields, eid=EID(*row["eid"]), multi_modal_inputs=images or None))
+        out.append(Experience(**fields, eid=EID(*header["eid"]), multi_modal_inputs=images or None))
     return out
 
 
 def _header(e: Experience) -> dict[str, Any]:
-    """What of an experience is JSON, and the length of each of its tensor rows."""
-    sizes = {"tokens": len(e.tokens)}
-    for name in (*TOKEN_FIELDS, *_SIDE_TENSORS):
-        value = getattr(e, name)
-        if value is not None:
-            sizes[name] = len(value)
+    """What of an experience is JSON, and the length of each of its rows."""
+    rows = {name: row for name in _ROWS if (row := getattr(e, name)) is not None}
     row: dict[str, Any] = {
-        "sizes": sizes,
+        "sizes": {name: len(row) for name, row in rows.items()},
         "eid": [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix],
     }
     row.update({name: value for name in _PLAIN if (value := getattr(e, name)) not in (None, {})})
-    try:
-        json.dumps(row.get("info"))
-    except TypeError as error:
-        raise TypeError(
-            f"experience {e.eid.uid}: info must be plain JSON values: {error}"
-        ) from error
     return row
+
+
+def _as_json(header: dict[str, Any], experiences: Sequence[Experience]) -> bytes:
+    try:
+        return json.dumps(header).encode()
+    except TypeError:
+        for e in experiences:
+            try:
+                json.dumps(e.info)
+            except TypeError as error:
+                raise TypeError(
+                    f"experience {e.eid.uid}: info must be plain JSON values: {error}"
+                ) from error
+        raise
+
+
+def _packed(row: torch.Tensor) -> tuple[str, Words]:
+    """Form and words of a row: `all` of them; `runs`, their values, then lengths; or `some`: size,
+    number and lengths of runs of 0 and not 0 (0 first), then the words that are not 0.
+    """
+    plain = row.detach().cpu().numpy()
+    if plain.dtype == np.int64:
+        words = plain.astype(np.int32)
+        if (words != plain).any():
+            raise ValueError(f"token ids go up to {plain.max()}: expected less than 2**31")
+        return "all", words
+    words = plain.view(np.int32) if plain.dtype == np.float32 else plain.astype(np.int32)
+    size = len(words)
+    borders = np.flatnonzero(words[1:] != words[:-1]) + 1
+    if 4 * (len(borders) + 1) < size:
+        starts = np.concatenate(([0], borders))
+        lengths = np.diff(starts, append=size)
+        return "runs", np.concatenate((words[starts], lengths)).astype(np.int32)
+    there = words != 0
+    borders = np.flatnonzero(there[1:] != there[:-1]) + 1
+    values = words[there]
+    if len(values) + len(borders) + 4 > 0.9 * size:  # it would save next to nothing
+        return "all", words
+    starts = [0, *borders.tolist(), size] if not there[0] else [0, 0, *borders.tolist(), size]
+    lengths = np.diff(np.array(starts, np.int32))
+    head = np.array([size, len(lengths)], np.int32)
+    return "some", np.concatenate((head, lengths, values))
+
+
+def _unpacked(name: str, form: str, words: Words) -> torch.Tensor:
+    """The row that `_packed` packed."""
+    if form == "runs":
+        words = np.repeat(words[: len(words) // 2], words[len(words) // 2 :])
+    elif form == "some":
+        size, runs = words[:2].tolist()
+        there = np.repeat(np.arange(runs) % 2 == 1, words[2 : 2 + runs])
+        values, words = words[2 + runs :], np.zeros(size, np.int32)
+        words[there] = values
+    kind = TOKEN_FIELDS.get(name, torch.int64)
+    row = torch.from_numpy(words)
+    return row.view(torch.float32) if kind == torch.float32 else row.to(kind)

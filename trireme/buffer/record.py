@@ -27,6 +27,7 @@ from trireme.experience import Experience
 from trireme.log import hide_passwords
 
 TABLE = "experiences"
+IDS_AT_ONCE = 500
 MOST_PENDING = 8
 """Writes that may wait for the thread before `write` does."""
 
@@ -91,8 +92,9 @@ class Record:
         rows = list({e.eid.uid: row_of(e) for e in experiences}.values())
         try:
             with self._open(url).begin() as connection:
-                for row in rows:
-                    same = self._table.c.msg_id == row["msg_id"]
+                ids = [row["msg_id"] for row in rows]
+                for first in range(0, len(ids), IDS_AT_ONCE):
+                    same = self._table.c.msg_id.in_(ids[first : first + IDS_AT_ONCE])
                     connection.execute(delete(self._table).where(same))
                 if rows:
                     connection.execute(insert(self._table), rows)
