@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from trireme.experience import EID, Experience, group_by
 from trireme.serialize import decode, encode
@@ -83,3 +84,45 @@ def test_group_by_keeps_the_order_of_first_appearance() -> None:
     assert list(group_by(rows, "run")) == ["1/2/0", "1/1/0", "1/2/1"]
     with pytest.raises(ValueError, match="one of task, run, step"):
         group_by(rows, "batch")
+
+
+def test_each_row_comes_back_bit_for_bit_in_any_form() -> None:
+    zeros, negative_zero = [0.0] * 40, [-0.0, float("nan"), 1e-45, -3.5]
+    noise = torch.linspace(-1, 1, 37).tolist()
+    rows = [zeros, negative_zero * 10, [*zeros, *noise], [*noise, *zeros], [0.0], noise[:2]]
+    for row in rows:
+        versions = [-1 if i < len(row) // 2 else 3 for i in range(len(row))]
+        given = [
+            Experience(
+                list(range(len(row))), mask=[i % 3 == 0 for i in range(len(row))], logprobs=row,
+                versions=versions, advantages=[0.25] * len(row), eid=EID(1, i),
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        for experiences in (given, given[:1]):
+            for old, new in zip(experiences, decode(encode(experiences)), strict=True):
+                for name in ("tokens", "mask", "logprobs", "versions", "advantages"):
+                    a, b = getattr(old, name), getattr(new, name)
+                    assert a.dtype == b.dtype
+                    assert a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def test_stores_of_version_1_are_still_read() -> None:
+    row = {"sizes": {"tokens": 3, "mask": 3}, "eid": [1, 2, 0, 0, ""], "prompt_length": 1}
+    tensors = {"tokens": torch.tensor([5, 6, 7, 8, 9, 10]), "mask": torch.tensor([0, 1, 1] * 2) > 0}
+    metadata = {"format": "trireme-experiences-1", "experiences": json.dumps([row, row])}
+    first, second = decode(save(tensors, metadata=metadata))
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([5, 6, 7], [8, 9, 10])
+    assert first.mask.tolist() == [False, True, True]
+    assert first.eid == EID(1, 2)
+
+
+def test_an_experience_of_90_tokens_takes_less_than_1500_bytes() -> None:
+    text = " ".join(str(i * i) for i in range(60))  # it stands in it twice, and once in a template
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text[:90]}]
+    e = Experience(
+        torch.arange(90) * 1000, mask=[i >= 60 for i in range(90)], versions=[3] * 90,
+        logprobs=[-0.01 * i if i >= 60 else 0.0 for i in range(90)], prompt_text=text,
+        response_text=text[:90], messages=messages, info={"model_version": 3},
+    )  # fmt: skip
+    assert len(encode([e])) < 1500  # version 1: 3,300

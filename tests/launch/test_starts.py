@@ -177,6 +177,6 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
         ("buffer.trainer_input.experience_buffer.storage_type=sql", "store queue, and now has sql"),
         ("algorithm.optimizer.optimizer_type=sgd", "had optimizer adamw, and now has sgd"),
     ):
-        _, errors = started(tmp_path, capsys, "buffer.total_steps=6", override, expected=1)
+        _, errors = started(tmp_path, capsys, "buffer.total_steps=6", override, expected=2)
         assert told in errors.splitlines()[0]
         assert "expected as it was, or another name" in errors

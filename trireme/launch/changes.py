@@ -13,7 +13,7 @@ from typing import Any
 
 from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
-from trireme.config import Plan
+from trireme.config import ConfigError, Plan, Problem
 from trireme.config.located import located
 
 _SHAPE = (
@@ -151,7 +151,7 @@ def refuse_meaningless(
     old: Mapping[str, Any] | None,
     new: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError where the checkpoint of `step` is none of the run that the YAML describes.
+    """Raise ConfigError where the checkpoint of `step` is none of the run that the YAML describes.
 
     `old` and `new` are entries of `starts`.
     """
@@ -159,12 +159,12 @@ def refuse_meaningless(
     found = _other_shape(folder.hf_dir(step) / "config.json", model_path)
     if found is not None:
         key, was, now = found
-        raise ValueError(
+        raise _refused(
             f"model.model_path is {model_path}, whose {key} is {now}, and the checkpoint "
             f"{folder.step_dir(step)} has {was}{expected}"
         )
     if recipe.needs_critic and not folder.critic_dir(step).is_dir():
-        raise ValueError(
+        raise _refused(
             f"algorithm.algorithm_type is {plan.config.algorithm.algorithm_type}, which learns a "
             f"value model, and the checkpoint {folder.step_dir(step)} has none{expected}"
         )
@@ -173,15 +173,19 @@ def refuse_meaningless(
     for key, was in old["resumes"].items():
         now = new["resumes"].get(key)
         if was != now:
-            raise ValueError(
+            raise _refused(
                 f"the run in {folder.root} had {key} {was}, and now has {now}, for which its "
                 f"checkpoint of step {step} means nothing{expected}"
             )
     if plan.config.model.lora_configs and old["model"]["weights"] != new["model"]["weights"]:
-        raise ValueError(
+        raise _refused(
             f"model.model_path is {model_path}, and the checkpoint {folder.step_dir(step)} has a "
             f"LoRA adapter of other weights ({old['model']['path']}){expected}"
         )
+
+
+def _refused(text: str) -> ConfigError:
+    return ConfigError([Problem("", text)])
 
 
 def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:

@@ -145,18 +145,18 @@ class Session(AbstractContextManager["Session"]):
         """What one process does for all parts."""
         for note in self.plan.notes:
             logger.info(note)
+        self._examine()
         start = this_start(self.plan, self.model_path, self.recipe, self.resumed)
         told = self._compare(start)
         kind = self.plan.config.monitor.monitor_type
         self.monitor = open_monitor(self.folder.monitor, kind, self._steps_that_count())
-        self._examine()
         add_start(self.folder, start)
         for line in told:
             logger.info(line)
             self.console.note(line)
 
     def _compare(self, start: dict[str, Any]) -> list[str]:
-        """What a resume goes on from, and what has changed. Raises ValueError for what cannot."""
+        """What a resume goes on from, and what has changed. Raises ConfigError for what cannot."""
         plan, folder = self.plan, self.folder
         state = self.resumed.run_state.get("explorer") if self.resumed else None
         own = folder.state_of(plan.config.explorer.name)
