@@ -171,7 +171,9 @@ class ConsoleLines(logging.Handler):
         lines = hide_passwords(record.getMessage()).splitlines() or [""]
         line = lines[0]
         more = ""
-        if self._seen[kind] == SHOWN_REPEATS:
+        if place := getattr(record, "place", ""):  # where in a user's code
+            more = f"\n  {place}\ndetails: {self.folder / f'{part}.log'}"
+        elif self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"
         # sys.stderr is looked up at each line: a live display puts itself in its place
         print(f"{record.levelname.lower()}: {line}{more}", file=sys.stderr)

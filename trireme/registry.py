@@ -27,6 +27,7 @@ class Registry:
         self.name = name
         self._built_in = dict(default_mapping or {})
         self._registered: dict[str, Any] = {}
+        self._of_paths: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         """All known names, sorted."""
@@ -41,8 +42,8 @@ class Registry:
         path = self._built_in.get(key, key)
         if path is key and "." not in key and ":" not in key:
             raise ValueError(self._unknown(key))
-        found = _import_path(path, kind=self.name)
-        self._registered[key] = found
+        found = self._of_paths.get(key) or _import_path(path, kind=self.name)
+        (self._of_paths if path is key else self._registered)[key] = found  # a path is no name
         return found
 
     def register_module(

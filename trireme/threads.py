@@ -1,19 +1,29 @@
-"""Threads: runs code that blocks in a daemon thread of its own.
+"""Threads: runs code that blocks in a daemon thread of its own, and watches for code that blocks
+the event loop.
 
 Not in a shared pool, which hung code would use up: what hangs here holds up nobody else, and does
-not keep the process alive.
+not keep the process alive. What hangs on the event loop holds up all: time-outs and Ctrl-C too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, TypeVar
 
+from trireme.log import get_logger
+from trireme.usercode import UserCode, innermost
+
 T = TypeVar("T")
+WARN_S, LOOK_S, INTERRUPT_S = 10.0, 0.5, 2.0
 
 
 class OwnThread:
@@ -68,6 +78,85 @@ async def in_thread(function: Callable[[], T], *, name: str) -> T:
         return await thread.run(function)
     finally:
         thread.close()
+
+
+class LoopWatch:
+    """Looks from a thread whether the event loop turns. A user's code that blocks it for `limit`
+    seconds, or for two after Ctrl-C, ends the process: nothing else can any more.
+    """
+
+    def __init__(self, limit: float) -> None:
+        """To be made on the loop; what blocks it for less is warned of once."""
+        self._loop = asyncio.get_running_loop()
+        self._limit = limit
+        self._ident = threading.get_ident()
+        self._stopped = threading.Event()
+        self._warned = self._interrupted = False
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.getsignal(signal.SIGINT)
+            if callable(self._handler):
+                signal.signal(signal.SIGINT, self._note)
+        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+        # a bound method is a new object each time: equal, not identical
+        if callable(self._handler) and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self._handler)
+        self._handler = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C, which asyncio hands to the loop, and a blocked loop to nobody."""
+        self._interrupted = True
+        if callable(self._handler):
+            self._handler(number, frame)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_S):
+            turned, blocked = threading.Event(), 0.0
+            try:
+                self._loop.call_soon_threadsafe(turned.set)
+            except RuntimeError:  # the loop has ended
+                return
+            while not turned.wait(LOOK_S) and not self._stopped.is_set():
+                blocked += LOOK_S
+                self._look(blocked)
+
+    def _look(self, seconds: float) -> None:
+        """Warn, or end the process, where it is a user's code that blocks."""
+        frame = sys._current_frames().get(self._ident)
+        part, place = innermost(frame)
+        if part is None or not place:
+            return  # ours: an engine that begins, say
+        if self._interrupted and seconds >= INTERRUPT_S:
+            self._end(part, place, frame, "stopped while", 130)
+        elif seconds >= self._limit:
+            self._end(part, place, frame, "", 1)
+        elif seconds >= WARN_S and not self._warned:
+            self._warned = True
+            get_logger("explorer").warning("%s (%s)", _blocking(part, seconds), place)
+
+    def _end(
+        self, part: UserCode, place: str, frame: FrameType | None, when: str, code: int
+    ) -> None:
+        seconds = self._limit
+        said = f"{when} {part.what} blocked the event loop" if when else _blocking(part, seconds)
+        stack = "".join(traceback.format_stack(frame))
+        get_logger("explorer").error("%s\n%s", said, stack, extra={"place": place})
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="")  # the cursor, which a live display hides
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _blocking(part: UserCode, seconds: float) -> str:
+    return (
+        f"{part.what} has blocked the event loop for {seconds:g} s (explorer.max_timeout holds for "
+        "what awaits), and every other rollout waits for it: use `await asyncio.sleep(...)` or "
+        "`await asyncio.to_thread(...)` there, or make it a plain `def`"
+    )
 
 
 def _quiet(function: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -56,10 +57,13 @@ class Fault:
     """`/home/me/price.py:12: return prices[item]`; empty where no line is the user's own."""
     lasting: bool
     """Tried again, it would fail again."""
+    refused: bool = False
+    """The text goes on a sentence that begins with whose it is: `gave nan: expected …`."""
 
     def __str__(self) -> str:
         """The sentence, and below it the place."""
-        return with_place(f"{self.what} failed: {self.text}", self.place)
+        joint = " " if self.refused else " failed: "
+        return with_place(f"{self.what}{joint}{self.text}", self.place)
 
 
 class UserCode(AbstractContextManager["UserCode"]):
@@ -101,7 +105,20 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
     raised = error.__cause__ if isinstance(error, Escaped) and error.__cause__ else error
     lasting = getattr(error, "lasting", isinstance(error, (*_LASTING, Escaped)))
     text = str(error) if isinstance(error, Escaped) else _described(error)
-    return Fault(what, text.removeprefix(f"{what} "), _raised_at(raised) or defined, lasting)
+    text, whole = text.removeprefix(f"{what} "), text
+    return Fault(what, text, _raised_at(raised) or defined, lasting, refused=text != whole)
+
+
+def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: Any) -> None:
+    """Raise Refused where `call` does not take the arguments that `expected`, `(task, answer)` say,
+    names, beside the `named` ones. `code` is what the user wrote.
+    """
+    signature = inspect.signature(call)
+    try:
+        signature.bind(*expected.strip("()").split(", "), **named)
+    except TypeError:
+        with UserCode(what, code):
+            raise Refused(f"{what} takes {signature}: expected {expected}") from None
 
 
 def with_place(sentence: str, place: str) -> str:
@@ -130,6 +147,8 @@ def _described(error: BaseException) -> str:
         return text
     if re.search(r"'coroutine' object|of type 'coroutine'|coroutine object", text):
         text += ": an `await` is missing, as in `reply = await model.chat(...)`"
+        # Python says it again, when it comes upon the coroutine, in a place of its own
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -166,6 +185,7 @@ def _unwrapped(code: Any) -> Iterator[Any]:
 
 
 def _line(file: str, number: int) -> str:
+    linecache.checkcache(file)
     code = linecache.getline(file, number).strip()
     return f"{file}:{number}: {code}" if code else f"{file}:{number}"
 

@@ -95,16 +95,16 @@ def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -
         ]  # fmt: skip
         # what raises a KeyError, and what returns None, would do it again
         assert [row["rollout/retries"] for row in explored] == [0, 4, 4, 0]
-        warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-        last = "16 of 76 rollouts failed and were left out"
-        for line, said in zip(
-            warned,
-            ["4 of 16 rollouts of step 1: KeyError: 'the tool broke' (", "max_timeout (6 s)",
-             "returned no experience", "returned None", last],
-            strict=True,
-        ):  # fmt: skip
-            assert said in line, done.stderr
-        assert f'{tmp_path}/moody.py:24: raise KeyError("the tool broke"))' in warned[0]
+        *warned, last = [row for row in done.stderr.splitlines() if row.startswith("warning: ")]
+        causes = [
+            "of step 1: KeyError: 'the tool broke' (",
+            "of step 2: it took longer",
+        ]
+        causes += ["of step 3: returned no experience", "of step 4: returned None"]
+        for line, said in zip(warned, causes, strict=True):
+            assert f"workflow 'moody' failed in 4 of 16 rollouts {said}" in line, done.stderr
+        assert last.startswith("warning: 16 of 73 rollouts failed and were left out: 4 x workflow")
+        assert f'{tmp_path}/moody.py:23: raise KeyError("the tool broke"))' in warned[0]
     lived = sum(row["rollout/experiences"] for row in explored)
     assert lived == 64 - sum(sum(row.values()) for row in counted)
     assert sum(row["perf/experiences"] for row in trained) == lived

@@ -10,6 +10,7 @@ from typing import Any
 from trireme.config.options import checked_options, checked_value
 from trireme.nearest import refuse_unknown_options
 from trireme.registry import Registry
+from trireme.usercode import UserCode
 
 _KL = {"kl_coef": 0.001, "adaptive": False, "target_kl": 0.1, "horizon": 10000.0}
 # Options that belong to the kind and not to the function, with their defaults. The first one of a
@@ -64,7 +65,8 @@ class Part:
             for name, optional in self.data().items()
             if not optional or has(name)
         }
-        return self.function(**wanted, **self.options)
+        with UserCode(f"algorithm.{self.label}", self.function):
+            return self.function(**wanted, **self.options)
 
 
 def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] | None) -> Part:

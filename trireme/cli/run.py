@@ -15,6 +15,7 @@ from trireme.config import ConfigError, Plan, Problem, load_config, make_plans
 from trireme.files import InUse
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
+from trireme.usercode import fault_of
 
 # Read when torch and tokenizers are loaded: they must be there before.
 ENVIRONMENT = {
@@ -62,9 +63,12 @@ def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
         console.close()
         complain(str(error))
         return 1
-    except _EXPECTED as error:
+    except Exception as error:
+        fault = fault_of(error)
+        if fault is None and not isinstance(error, _EXPECTED):
+            raise
         console.close()
-        complain(str(error) or type(error).__name__)
+        complain(str(fault or error) or type(error).__name__)
         details = write_failure(log_folder(plans), error)
         if details is not None:
             print(f"details: {details}", file=sys.stderr)

@@ -35,6 +35,11 @@ def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     return splits[split]
 
 
+def why_no_json(error: Exception) -> str:
+    """What the parser says of a text; Python's words for too deep a one speak of its own stack."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def chosen_rows(split: re.Match[str], rows: int) -> range:
     """The rows of so many that a match of SPLIT names: its bounds are numbers or shares."""
 

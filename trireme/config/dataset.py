@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.config.data_files import SPLIT, SUFFIXES, chosen_rows, data_files
+from trireme.config.data_files import SPLIT, SUFFIXES, chosen_rows, data_files, why_no_json
 from trireme.config.generated import COLUMNS, generated
 from trireme.config.located import located
 
@@ -111,8 +111,8 @@ def _array(path: Path) -> DatasetFacts:
         return DatasetFacts()
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"has a file that is no JSON: {path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has a file that is no JSON: {path}: {why_no_json(error)}") from error
     columns = dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row)
     return DatasetFacts(len(rows), tuple(columns))
 
@@ -141,8 +141,10 @@ def _lines(path: Path, skip: bool) -> DatasetFacts:
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"has a line that is no JSON: {path}, line {number}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"has a line that is no JSON: {path}, line {number}: {why_no_json(error)}"
+        ) from error
     if not isinstance(row, dict):
         raise ValueError(
             f"has a line that is no row: {path}, line {number}: expected an object, "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from trireme.config.data_files import SPLIT, chosen_rows, data_files
+from trireme.config.data_files import SPLIT, chosen_rows, data_files, why_no_json
 from trireme.config.located import located
 from trireme.data.tables import BUILDERS, FilePlaces, load_tables, quiet_datasets
 from trireme.log import get_logger
@@ -209,8 +209,8 @@ def _read_json(
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             listed = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"has a file that is no JSON: {path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"has a file that is no JSON: {path}: {why_no_json(error)}") from error
         entries = [(f"{path}, entry {n}", json.dumps(row)) for n, row in enumerate(listed, 1)]
     else:
         lines = enumerate(text.split("\n"), 1)
@@ -228,8 +228,8 @@ def _object(entry: str, where: str) -> dict[str, Any]:
     """A row from a line."""
     try:
         row = json.loads(entry)
-    except ValueError as error:
-        raise ValueError(f"has a line that is no JSON: {where}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has a line that is no JSON: {where}: {why_no_json(error)}") from error
     if not isinstance(row, dict):
         raise ValueError(f"has a line that is no row: {where}: expected an object, got {row!r:.60}")
     return row

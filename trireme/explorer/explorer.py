@@ -282,7 +282,8 @@ class Explorer:
         for cause, failed in causes.items():
             if cause not in self._lost.causes:
                 place = failed[0].fault.place
-                logger.warning("%s%s", told(failed, wanted, when), f" ({place})" if place else "")
+                text = told(failed, wanted, when)  # each its own: repeats of one are not shown
+                logger.warning(f"{text} ({place})" if place else text)
         self._lost.add(wanted, causes)
 
     async def _submit_evaluation(self, step: int) -> None:

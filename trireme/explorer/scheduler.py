@@ -21,9 +21,12 @@ from typing import Any
 from trireme.explorer.runner import Outcome, Runner, batch_order, judge
 from trireme.log import get_logger
 from trireme.task import Task
+from trireme.threads import LoopWatch
 from trireme.workflows.workflow import WorkflowSpec, resolve
 
 logger = get_logger("explorer")
+LEAST_BLOCKED_S = 3.0
+"""A busy machine may hold up the event loop for that long."""
 
 
 @dataclass(order=True)
@@ -82,6 +85,7 @@ class Scheduler:
         self._busy: dict[int, tuple[str, float]] = {}
         self.dropped_tasks = 0
         self._closing = False
+        self._watch: LoopWatch | None = None
         self._heap: list[_Part] = []
         self._count = itertools.count()
         self._wake = asyncio.Condition()
@@ -92,6 +96,7 @@ class Scheduler:
         """Begin to take work; once is enough."""
         if self._workers:
             return
+        self._watch = LoopWatch(max(self._runners[0].limit.most, LEAST_BLOCKED_S))
         numbered = enumerate(self._runners)
         self._workers = [asyncio.create_task(self._work(i, runner)) for i, runner in numbered]
         if self._report_interval:
@@ -161,6 +166,8 @@ class Scheduler:
     async def close(self) -> None:
         """Cancel what still runs and forget what waits; `start` may follow."""
         self._closing = True
+        if self._watch is not None:
+            self._watch.stop()
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)

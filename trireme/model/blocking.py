@@ -63,6 +63,20 @@ async def on_loop(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T])
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 
 
+class Replies(list[Experience]):
+    """Replies as experiences. What a Reply has (`text`, `message` …) is the first one's."""
+
+    def __init__(self, experiences: Sequence[Experience], first: Reply | None) -> None:
+        super().__init__(experiences)
+        self.first = first
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the first reply."""
+        if name == "first" or name.startswith("__") or not hasattr(self.first, name):
+            raise AttributeError(f"a list of replies has no '{name}'")
+        return getattr(self.first, name)
+
+
 class BlockingModel:
     """The names that the seeds' classes use, over a Model."""
 
@@ -177,6 +191,12 @@ class BlockingModel:
         """`convert_messages_to_experience`; it waits for nothing."""
         return self.convert_messages_to_experience(messages, tools, temperature)
 
+    def experiences(
+        self, reward: float | Sequence[float] | None = None, **options: Any
+    ) -> list[Experience]:
+        """What was lived through: see `Model.experiences`."""
+        return self.model.experiences(reward, **options)
+
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
         """One experience for each reply since the last time that this cleared the history."""
         experiences = self.model.experiences(per_call=True)
@@ -216,14 +236,14 @@ class BlockingModel:
             asyncio.ensure_future(self.model.generate_samples(prompt, **sampling))
             for prompt in each
         ]
-        return [
-            e for replies in await asyncio.gather(*tasks) for e in self._as_experiences(replies)
-        ]
+        found = [self._as_experiences(replies) for replies in await asyncio.gather(*tasks)]
+        return Replies([e for part in found for e in part], found[0].first if found else None)
 
-    def _as_experiences(self, replies: Sequence[Reply]) -> list[Experience]:
+    def _as_experiences(self, replies: Sequence[Reply]) -> Replies:
         """Sample i of n belongs to the i-th of the runs that a repeatable workflow was given."""
         first = self.model.key[2] if len(self.model.key) > 2 else 0
-        return [self.model.experience(reply.call, run=first + i) for i, reply in enumerate(replies)]
+        made = [self.model.experience(reply.call, run=first + i) for i, reply in enumerate(replies)]
+        return Replies(made, replies[0] if replies else None)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -191,18 +191,21 @@ class Model:
         With `per_call`, or a list of rewards (one for each reply, in order), one a reply. A prompt
         that was too long keeps its reward of 0. `metrics` are logged as they are.
         """
+        if isinstance(reward, str):  # text is a sequence too
+            raise ValueError(f"experiences(reward={reward!r:.60}): expected a number")
         orphans = self.recorder.orphans()
-        if reward is None or isinstance(reward, int | float):
-            calls = [call for call in self.recorder.fresh() if call not in orphans]
-            rewards = None
-        else:
+        several: Any = reward
+        if isinstance(reward, Sequence) or getattr(reward, "shape", ()):  # an array's
             calls = self.recorder.fresh()
-            rewards = [float(value) for value in reward]
+            rewards = [float(value) for value in several]
             if len(rewards) != len(calls):
                 raise ValueError(
                     f"experiences(reward=...) has {len(rewards)} numbers: expected {len(calls)}, "
                     "one for each reply of the model"
                 )
+        else:
+            calls = [call for call in self.recorder.fresh() if call not in orphans]
+            rewards = None
         if per_call or rewards is not None:
             found = [self.experience(call) for call in calls]
         else:

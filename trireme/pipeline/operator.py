@@ -21,6 +21,7 @@ from typing import Any
 from trireme.config.options import fitting_options
 from trireme.experience import Experience
 from trireme.registry import Registry
+from trireme.usercode import UserCode, fault_of, refuse_signature
 
 _BUILT_IN = "trireme.pipeline.operators"
 Operated = tuple[list[Experience], dict[str, float]]
@@ -72,13 +73,12 @@ class Operator:
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Foreign code: a blocking one in a thread, and its error with the operator's name."""
         try:
-            if inspect.iscoroutinefunction(_plain(function)):
-                return await function(*args)
-            return await asyncio.to_thread(function, *args)
+            with UserCode(f"operator '{self.name}'", function):
+                if inspect.iscoroutinefunction(_plain(function)):
+                    return await function(*args)
+                return await asyncio.to_thread(function, *args)
         except Exception as error:
-            raise OperatorFailed(
-                f"operator '{self.name}' failed: {type(error).__name__}: {error}"
-            ) from error
+            raise OperatorFailed(str(fault_of(error))) from error
 
     def _check_ids(self, before: Sequence[Experience], after: Sequence[Experience]) -> None:
         """Nothing is doubled, and nothing joins from another group."""
@@ -105,6 +105,7 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
     whose = f"{key} '{name}'"
     options = fitting_options(whose, found, args, first=0 if inspect.isclass(found) else 1)
     if not inspect.isclass(found):
+        refuse_signature(whose, found, found, "(experiences)", **options)
         function = partial(found, **options) if options else found
         if found.__module__ == _BUILT_IN:  # looks at its options first, and here at nothing else
             try:
@@ -112,9 +113,11 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
             except ValueError as error:
                 raise ValueError(f"{whose}: {error}") from error
         return Operator(name, function)
-    made: Any = found(**options)
+    with UserCode(whose, found):
+        made: Any = found(**options)
     if not callable(getattr(made, "process", None)):
         raise ValueError(f"{whose}: class {found.__name__} has no method 'process'")
+    refuse_signature(whose, made.process, made.process, "(experiences)")
     return Operator(name, made.process, made)
 
 

@@ -18,6 +18,7 @@ from trireme.data.rows import Rows, load_rows
 from trireme.log import get_logger
 from trireme.pipeline.names import TASK_OPERATORS
 from trireme.pipeline.operator import Operator, OperatorFailed, make_operator
+from trireme.usercode import UserCode, fault_of
 
 logger = get_logger("explorer_experience_pipeline")
 
@@ -54,11 +55,10 @@ def prepared(
 
 def _apply(operator: Operator, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
-        found = operator.function(rows)
+        with UserCode(f"task operator '{operator.name}'", operator.function):
+            found = operator.function(rows)
     except Exception as error:
-        raise OperatorFailed(
-            f"task operator '{operator.name}' failed: {type(error).__name__}: {error}"
-        ) from error
+        raise OperatorFailed(str(fault_of(error))) from error
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise OperatorFailed(
             f"task operator '{operator.name}' returned {type(found).__name__}: expected a list of "

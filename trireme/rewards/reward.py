@@ -17,7 +17,7 @@ from typing import Any
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.rewards.names import REWARDS, reward
 from trireme.task import Task
-from trireme.usercode import Refused, UserCode
+from trireme.usercode import Refused, UserCode, refuse_signature
 
 __all__ = ["REWARDS", "RewardFn", "resolve", "reward", "score"]
 
@@ -59,6 +59,8 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         return made
     if _is_function(found):
         options = fitting_options(f"reward '{name}'", found, options, first=2, given=_GIVEN)
+        more = {key: None for key in _GIVEN if key in parameters_of(found)}
+        refuse_signature(f"reward '{name}'", found, found, "(task, answer)", **more, **options)
         return functools.partial(found, **options) if options else found
     if options:
         raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
