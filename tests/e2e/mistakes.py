@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.e2e.job import rows, small_config, write_jsonl
 from trireme.cli.main import app
@@ -27,6 +26,8 @@ import torch
 
 from trireme import Experience, Model, Task, reward, workflow
 from trireme.pipeline.names import operator
+from trireme.workflows.classes import Workflow
+from trireme.workflows.episode import EpisodeWorkflow
 
 PRICES = {}
 
@@ -94,6 +95,22 @@ def raises(experiences):
 
 async def said(task: Task, model: Model) -> str:
     return (await model.chat([{"role": "user", "content": task.prompt}])).text
+
+
+@workflow("mistaken_needs")
+class Needs(Workflow):
+    @classmethod
+    def needs(cls, task):
+        return {"no_such_game": "the game"}
+
+    def run(self):
+        return []
+
+
+@workflow("mistaken_env")
+class Env(EpisodeWorkflow):
+    def make_env(self):
+        return {}["no such house"]
 
 
 @workflow("mistaken_forgets_return")
@@ -233,6 +250,11 @@ MISTAKES = [
         "def takes_nothing():", code=2,
     ),
     Mistake(
+        "N40 an extra is not installed", (*_workflow("mistaken_needs"),),
+        "the game is not installed: pip install -e '.[envs]' [No module named 'no_such_game']",
+        code=2,
+    ),
+    Mistake(
         "N34 plug-in with a failing import", _LOADS,
         "fails_to_load.py, which fails to load: ModuleNotFoundError: No module named 'nowhere'",
         "fails_to_load.py:2: import nowhere", code=2,
@@ -301,6 +323,11 @@ MISTAKES = [
     Mistake(
         "R20 KeyboardInterrupt in a workflow", _workflow("mistaken_interrupts"),
         "failed in all 4 rollouts of step 1: KeyboardInterrupt", "raise KeyboardInterrupt",
+    ),
+    Mistake(
+        "environment raises", _workflow("mistaken_env"),
+        "the environment of Env failed in all 4 rollouts of step 1: KeyError: 'no such house'",
+        'return {}["no such house"]',
     ),
     Mistake(
         "operator raises", _operator("mistaken_raises"),

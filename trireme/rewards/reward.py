@@ -23,6 +23,7 @@ __all__ = ["REWARDS", "RewardFn", "resolve", "reward", "score"]
 
 
 _LARGEST = 3.4e38  # of the float32 in which rewards are compared
+_NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models")
 """What is given by name, and is no option."""
 
@@ -55,7 +56,10 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
         )
     name = reward if isinstance(reward, str) else getattr(found, "__name__", type(found).__name__)
     if inspect.isclass(found):
-        made: Any = found(**fitting_options(f"reward '{name}'", found, options))
+        options = fitting_options(f"reward '{name}'", found, options)
+        with UserCode(f"reward '{name}'", found):
+            made: Any = found(**options)
+            _refuse_arguments(f"reward '{name}'", made)
         return made
     if _is_function(found):
         options = fitting_options(f"reward '{name}'", found, options, first=2, given=_GIVEN)
@@ -121,6 +125,17 @@ async def _asked(
         there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
         found = reward(**_wanted(there, more, reward))
     return await found if inspect.isawaitable(found) else found
+
+
+def _refuse_arguments(what: str, made: Any) -> None:
+    """Raise Refused where a class form needs an argument that there is not."""
+    for name, argument in parameters_of(made).items():
+        collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
+        if argument.default is argument.empty and not collects and name not in _NAMED + _GIVEN:
+            raise Refused(
+                f"{what} is called with '{name}', which there is not: expected some of "
+                f"{', '.join(_NAMED + _GIVEN)}"
+            )
 
 
 def option_names(reward: Any) -> list[str]:

@@ -64,6 +64,11 @@ class AlfworldWorkflow(EpisodeWorkflow):
     unfinished_reward = -0.1
     default_system_prompt = SYSTEM_PROMPT
 
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return {"textworld": "ALFWorld", "alfworld": "ALFWorld"}
+
     def make_env(self) -> Any:
         """The game of the task, in a worker process."""
         pool = _pool(*_workers(self.workflow_args))
@@ -85,6 +90,11 @@ class AlfworldWorkflow(EpisodeWorkflow):
 
 class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     """Every step an experience; all of an episode have the reward of its end."""
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return AlfworldWorkflow.needs(task)
 
     def open(self) -> None:
         """Begin the game."""

@@ -44,6 +44,11 @@ class Workflow:
         self.logger = logging.getLogger(type(self).__module__)
         self.bind(task)
 
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """Modules that a laptop install does not bring -> what of ours wants them (see `extra`)."""
+        return {}
+
     def bind(self, task: Task) -> None:
         """Take the names that users' methods read from the task."""
         self.task = task

@@ -17,6 +17,7 @@ from trireme.envs.pool import LentEnv
 from trireme.experience import Experience
 from trireme.task import Task
 from trireme.threads import OwnThread
+from trireme.usercode import UserCode
 from trireme.workflows.classes import settled
 from trireme.workflows.multi_turn import MultiTurnWorkflow
 
@@ -87,9 +88,10 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         env: Any = None
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
-            if thread is not None and not inspect.iscoroutinefunction(function):
-                return await thread.run(lambda: function(*args))
-            return await settled(function(*args))
+            with UserCode(f"the environment of {type(self).__name__}", function) as _:
+                if thread is not None and not inspect.iscoroutinefunction(function):
+                    return await thread.run(lambda: function(*args))
+                return await settled(function(*args))
 
         try:
             env = await call(self.make_env)

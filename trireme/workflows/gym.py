@@ -6,6 +6,7 @@ seed. The reward is the sum of the environment's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trireme.envs.env import Seen
@@ -18,6 +19,11 @@ class GymWorkflow(EpisodeWorkflow):
     """The action is what stands in <action>, or else the whole reply."""
 
     unfinished_reward = 0.0
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return {"gymnasium": "gymnasium"}
 
     def bind(self, task: Task) -> None:
         """Take the names that users' methods read from the task."""

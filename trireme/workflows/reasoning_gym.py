@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Mapping
 
 from trireme.envs.reasoning_gym import problems
 from trireme.task import Task
@@ -24,6 +25,11 @@ class ReasoningGymWorkflow(SimpleWorkflow):
     """
 
     default_system_prompt = THINK_ANSWER
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return {"reasoning_gym": "reasoning-gym"}
 
     def reset(self, task: Task) -> None:
         """Take a task. Raises ValueError where its data set would run answers and may not."""

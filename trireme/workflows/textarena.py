@@ -5,12 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trireme.envs.textarena import ArenaGame
+from trireme.task import Task
 from trireme.workflows.gym import GymWorkflow
 
 
 class TextArenaWorkflow(GymWorkflow):
     """The action is what stands in <action>, or else the whole reply."""
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return {"textarena": "textarena"}
 
     def make_env(self) -> ArenaGame:
         """The game that the YAML names, at the task's seed."""

@@ -9,6 +9,7 @@ observation_mode (text, text_rich, html, url), show_attrs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,6 +78,12 @@ class WebShopWorkflow(EpisodeWorkflow):
     blocking_env = False
     max_env_steps = 15
     default_system_prompt = SYSTEM_PROMPT
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """Of our own shop; the original brings what it needs."""
+        ours = not task.workflow_args.get("original", False)
+        return dict.fromkeys(("Stemmer", "rapidfuzz"), "the WebShop environment") if ours else {}
 
     def bind(self, task: Task) -> None:
         """Take the names that users' methods read from the task."""

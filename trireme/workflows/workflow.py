@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
 from trireme.rewards.reward import number
 from trireme.task import Task
-from trireme.usercode import Refused
+from trireme.usercode import Refused, refuse_signature
 from trireme.workflows.classes import Workflow, run_method
 from trireme.workflows.names import WORKFLOWS, workflow
 
@@ -69,6 +69,11 @@ class WorkflowSpec:
     """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
     code: Any = None
     """The function or class that the user wrote."""
+
+    def needs(self, task: Task) -> Mapping[str, str]:
+        """The extras that a class says that it needs: see `Workflow.needs`."""
+        says = _class_method(self.code, "needs") if inspect.isclass(self.code) else None
+        return says(task) if says else {}
 
     @property
     def label(self) -> str:
@@ -164,12 +169,7 @@ def _check_numbers(experience: Experience, whose: str) -> None:
 
 def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
     """Of a function `(task, model)`, or of an object that is called like one."""
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ValueError(
-            f"workflow '{name}' takes {inspect.signature(function)}: expected (task, model)"
-        ) from error
+    refuse_signature(f"workflow '{name}'", function, function, "(task, model)")
 
     async def call(task: Task, model: Model, repeat_times: int, run_id_base: int) -> Any:
         return check_experiences(await function(task, model), name)

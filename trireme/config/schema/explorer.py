@@ -112,7 +112,7 @@ class ExplorerConfig:
     max_timeout: float = number(1800, above=0)
     """Seconds of one attempt at a task; in `mode: serve` of a session that gets no reward."""
     max_retry_times: int = number(2, at_least=0)
-    """Further attempts after a failed one."""
+    """Further attempts after a failed one; an error of the code itself is not tried again."""
     max_failures: float = number(1.0, above=0, at_most=1)
     """The run stops when this share of a step's tasks fails for good; 1: only when all do."""
     env_vars: dict[str, str] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from trireme.config.schema import TasksetConfig
 from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows, load_rows
 from trireme.data.tasksets import Taskset, check_task
+from trireme.envs.extras import refuse_missing
 from trireme.pipeline.tasks import prepared
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
@@ -110,6 +111,7 @@ def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> 
                     f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
                     "algorithm needs a greedy one among them: take another algorithm than remax"
                 )
+            refuse_missing(spec.needs(task))
             examine = spec.examine
             if examine is not None:
                 examine(task)
