@@ -1,6 +1,6 @@
 # make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-ray | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into environments
-# in this folder.
+# test-ray | test-fuzz | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into
+# environments in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,8 +11,8 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
-.PHONY: setup demo demo-cluster test test-gpu test-extras test-megatron test-vllm test-postgres \
-    test-ray lint format clean
+.PHONY: setup demo demo-cluster test test-gpu test-extras test-fuzz test-megatron test-vllm \
+    test-postgres test-ray lint format clean
 
 setup: $(STAMP)
 
@@ -81,8 +81,12 @@ $(VLLM)/.installed: constraints-vllm.txt
 test-ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/e2e/test_ray.py
 
+# 10,000 requests and calls that nobody thought of, against a live engine: minutes
+test-fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
+
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-postgres test-ray
+test-extras: setup test-vllm test-megatron test-postgres test-ray test-fuzz
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py

@@ -28,7 +28,7 @@ from tests.server import bad, fuzz
 from tests.server.made import command
 from tests.tiny import make_model
 
-CLIENTS, SAMPLE_S = 6, 30.0
+CLIENTS, SAMPLE_S, PATIENCE_S = 6, 30.0, 600.0
 MIX = {"good": 4, "same": 1, "session": 3, "bad": 3, "raw": 1, "gone": 2}
 LEAST_SESSIONS = 4096
 GROWTH = {"rss_mb": 0.05, "handles": 0.25, "threads": 0.25}
@@ -49,7 +49,7 @@ class Soak:
     async def client(self, number: int) -> None:
         """One client: a request after the other until the time is up."""
         rng = random.Random(number)
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S) as http:
             while time.monotonic() < self.until:
                 [kind] = rng.choices(list(MIX), list(MIX.values()))
                 await getattr(self, f"_{kind}")(http, rng)
@@ -114,7 +114,7 @@ class Soak:
 async def sample(process: psutil.Process, soak: Soak, rows: list[dict[str, float]]) -> None:
     """What the server holds, each half minute."""
     start = time.monotonic()
-    async with httpx.AsyncClient(base_url=soak.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=soak.url, timeout=PATIENCE_S) as http:
         while time.monotonic() < soak.until:
             await asyncio.sleep(min(SAMPLE_S, max(soak.until - time.monotonic() - 1, 0.1)))
             figures = (await http.get("/metrics")).text

@@ -12,6 +12,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]

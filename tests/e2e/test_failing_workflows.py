@@ -54,6 +54,16 @@ def stuck(task: Task, model) -> list[Experience]:
     return found
 
 
+@workflow("picky")
+async def picky(task: Task, model: Model) -> list[Experience]:
+    """Four of 16 tasks ask for what no engine can do; the others use the same one meanwhile."""
+    wrong = {1: {"temperature": "hot"}, 6: {"stop": [5]}, 11: {"n": 0}}
+    if number(task) == 12:
+        await model.generate([10**6])
+    await model.generate("a", **{"max_tokens": 2} | wrong.get(number(task), {}))
+    return await answered(task, model)
+
+
 @workflow("broken")
 async def broken(task: Task, model: Model) -> list[Experience]:
     """Works in the first step and never again."""
@@ -108,6 +118,18 @@ def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -
     lived = sum(row["rollout/experiences"] for row in explored)
     assert lived == 64 - sum(sum(row.values()) for row in counted)
     assert sum(row["perf/experiences"] for row in trained) == lived
+
+
+def test_options_that_no_engine_can_run_fail_their_own_rollouts_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, job(tmp_path, "picky"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "checkpoints/tests/job"
+    counted = [row["rollout/failed/error"] for row in metrics(folder, "explorer")]
+    assert sum(counted) == 16
+    for said in ("sampling temperature is 'hot': expected 0", "sampling stop is [5]: expected"):
+        assert said in done.stderr
+    assert "sampling n is 0: expected" in done.stderr
+    assert "the prompt holds the id 1000000 (at 0): expected 0 to" in done.stderr
 
 
 def test_a_step_of_which_nothing_is_left_stops_the_run(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.job import environment, small_config
 from tests.e2e.test_modes import metrics
 from tests.e2e.test_two_commands import Pair
+from tests.server import bad
 
 AGENT = Path(__file__).with_name("agent.py")
 
@@ -43,6 +45,16 @@ def play(pair: Pair, first: int, last: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def refuse_all(pair: Pair) -> None:
+    """Requests that ended an engine, or could: refused, and the server's run goes on."""
+    url = (pair.job / "explorer_server_url.txt").read_text()
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for path, body in bad.agents_requests()[::3]:
+            bad.refused(client.post(path, json=body))
+        assert client.get("/health").status_code == 200
+    assert pair.running["serve"].poll() is None
+
+
 def test_what_is_committed_is_trained_once_and_later_replies_come_from_newer_weights(
     pair: Pair,
 ) -> None:
@@ -53,7 +65,9 @@ def test_what_is_committed_is_trained_once_and_later_replies_come_from_newer_wei
     assert len(pair.rows()) == 32, "a commit answers when the store has it"
     (pair.job / "explorer_server_url.txt").unlink()
     pair.start("serve")
-    play(pair, 3, 4)
+    play(pair, 3, 3)
+    refuse_all(pair)
+    play(pair, 4, 4)
     pair.running["serve"].send_signal(signal.SIGTERM)
     pair.finish()  # the trainer takes the rest, half a batch, and ends as well
     rows = pair.rows()

@@ -32,6 +32,7 @@ OPTIONS: Sequence[tuple[str, Any]] = (
 PROMPTS: Sequence[tuple[str, Any]] = (
     *(("prompt", value) for value in ([10**6], [5, -1], [2**70], [1.5], [True, "a"], {}, 7, None)),
     *(("logprobs", value) for value in (-1, "many", 10**6, 1.5)),
+    ("prompt", ["a"] * 1025),
     *(("best_of", 3), ("echo", True), ("stream", "yes"), ("stream_options", [1]), ("odd", 1)),
 )
 CHATS: Sequence[tuple[str, Any]] = (
@@ -95,6 +96,8 @@ def trainers_requests() -> list[tuple[str, dict[str, Any]]]:
     found += [("/engine/logprobs", {"ids": [[5]], "temperature": t}) for t in (-1, "x", 1e30)]
     found += [
         ("/generate/", {"prompts": [[10**6]]}),
+        ("/generate/", {"prompts": ["a"] * 100, "n": 1000}),
+        ("/v1/completions", {"prompt": ["a"] * 100, "n": 1000}),
         ("/engine/cancel", {"id": "x", "index": -1}),
         ("/engine/weights/commit", {"version": -1}),
         ("/engine/weights/commit", {"version": 1, "path": "/nowhere"}),

@@ -203,7 +203,7 @@ def fuzz_description(target: Target, count: int) -> None:
         @_settings(max(count // len(operations), 1))
         @given(case=operation.as_strategy())
         def one(case: Any) -> None:
-            answer = case.call(base_url=str(target.client.base_url), timeout=60)
+            answer = case.call(base_url=str(target.client.base_url), timeout=600)
             target.judge(answer.status_code, (case.method, case.path, case.body), answer.text)
 
         one()

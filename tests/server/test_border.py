@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -73,6 +74,9 @@ def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(tiny_dir: Path
                 rest = list(lines)
             assert rest[-2] == "data: [DONE]" and not any("error" in line for line in rest)
         assert process.poll() is None
+        found = psutil.Process(process.pid).net_connections(kind="inet")
+        beyond = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN} - {"127.0.0.1"}
+        assert not beyond, "without a key nothing listens beyond this machine"
 
 
 @pytest.mark.parametrize(
@@ -307,8 +311,6 @@ def test_the_port_of_a_weight_group_is_open_at_the_asked_address_alone(tiny_dir:
 
 def listeners() -> set[tuple[str, int]]:
     """Where this process listens."""
-    import psutil
-
     found = psutil.Process().net_connections(kind="tcp")
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
 

@@ -24,7 +24,8 @@ from tests.tiny import make_model
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--host", "0.0.0.0"], 2, "is open to other machines: give a key by --api-key"),
+        (["--host", "0.0.0.0"], 2, "is open to other machines: give a key by TRIREME_API_KEY"),
+        (["--api-key-file", "missing"], 2, "--api-key-file missing cannot be read"),
         (["--multi_turn_scheduler", "nothing"], 2, "nothing"),
         (["--dtype", "int3"], 2, "--dtype int3: expected auto, float32"),
         (["--engine", "sglang"], 2, "--engine sglang is not known: expected torch or vllm"),
@@ -43,6 +44,25 @@ def test_what_cannot_be_served_is_told_in_one_sentence(
     ended, said = fails(tiny_dir, "--port", "0", *flags)
     assert ended == code and message in said and said.startswith("error: "), said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("way", ["flag", "file", "environment"])
+def test_a_key_is_wanted_and_the_list_of_processes_need_not_show_it(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    (tmp_path / "key").write_text("secret-one\n")
+    flags = {"flag": ["--api-key", "secret-one"], "file": ["--api-key-file", str(tmp_path / "key")]}
+    if way == "environment":
+        monkeypatch.setenv("TRIREME_API_KEY", "secret-one")
+    with command(tiny_dir, *flags.get(way, [])) as (process, url):
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        own = {"authorization": "Bearer secret-one"}
+        assert httpx.get(f"{url}/v1/models", headers=own).status_code == 200
+        shown = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert (b"secret-one" in shown) == (way == "flag")
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert ("warning: --api-key is seen by all users" in said) == (way == "flag"), said
 
 
 def test_a_plug_in_that_fails_to_load_shows_where(tiny_dir: Path, tmp_path: Path) -> None:

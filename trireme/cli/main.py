@@ -132,7 +132,15 @@ def rollout(
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     api_key: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--api-key", "--api_key", envvar="TRIREME_API_KEY", help="What clients show."),
+        typer.Option(
+            "--api-key",
+            "--api_key",
+            help="What clients show; others see it in the list of processes. Else TRIREME_API_KEY.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key."),
     ] = None,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
     engine_python: Annotated[
@@ -189,6 +197,7 @@ def rollout(
         host=host,
         port=port,
         api_key=api_key,
+        api_key_file=api_key_file,
         engine=engine,
         engine_python=engine_python,
         dtype=dtype,

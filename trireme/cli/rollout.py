@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ class RolloutOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_key_file: Path | None = None
     engine: str = "torch"
     engine_python: str | None = None
     dtype: str = "auto"
@@ -53,6 +55,7 @@ def rollout(options: RolloutOptions) -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
+        options = _with_key(options)
         _examine(options)
         plugins = [str(path) for path in options.external_plugins]
         load_plugins(plugins)
@@ -71,12 +74,34 @@ def rollout(options: RolloutOptions) -> int:
         return 130
 
 
+def _with_key(options: RolloutOptions) -> RolloutOptions:
+    """The options with the key from the file, the flag or the environment."""
+    if options.api_key is not None and options.api_key_file is not None:
+        raise ValueError("--api-key and --api-key-file are both given: expected one of them")
+    if options.api_key is not None:
+        print(
+            "warning: --api-key is seen by all users of this machine in the list of processes: "
+            "set TRIREME_API_KEY instead, or give --api-key-file",
+            file=sys.stderr,
+        )
+        return options
+    key = os.environ.get("TRIREME_API_KEY") or None
+    if (file := options.api_key_file) is not None:
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--api-key-file {file} cannot be read: {error}") from error
+        if not key:
+            raise ValueError(f"--api-key-file {file} is empty: expected a key")
+    return dataclasses.replace(options, api_key=key)
+
+
 def _examine(options: RolloutOptions) -> None:
     """Raise ValueError for what cannot be, before anything is loaded."""
     if options.host not in LOOPBACK and not options.api_key:
         raise ValueError(
-            f"--host {options.host} is open to other machines: give a key by --api-key, or serve "
-            "on 127.0.0.1"
+            f"--host {options.host} is open to other machines: give a key by TRIREME_API_KEY or "
+            "--api-key-file, or serve on 127.0.0.1"
         )
     if options.engine not in ("torch", "vllm"):
         raise ValueError(f"--engine {options.engine} is not known: expected torch or vllm")

@@ -15,6 +15,7 @@ from trireme.model.openai_wire import (
     checked,
     new_id,
     options_of,
+    refuse_many,
     text_logprobs,
     text_response,
     token_row,
@@ -88,6 +89,7 @@ async def _ask(
 ) -> list[Reply]:
     if not chat:
         prompts = _prompts(body["prompt"])
+        refuse_many(len(prompts), options.get("n", 1))
         if len(prompts) > 1 and on_token is not None:
             raise ValueError("'stream' is served for one prompt only")
         asked = (model.generate_samples(p, on_token=on_token, **options) for p in prompts)

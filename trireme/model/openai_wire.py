@@ -26,8 +26,8 @@ class Decode(Protocol):
 
 
 _B = TypeVar("_B", bound=BaseModel)
-MOST_PROMPTS = 1024
-"""Of one request for text completions."""
+MOST_PROMPTS, MOST_SAMPLES = 1024, 16384
+"""Of one request for text completions; of any request, over all of its prompts."""
 
 
 class Wire(BaseModel):
@@ -75,6 +75,15 @@ def checked(kind: type[_B], body: Any) -> _B:
         return kind.model_validate(body)
     except ValidationError as error:
         raise ValueError(what_is_wrong(error.errors())) from None
+
+
+def refuse_many(prompts: int, n: Any) -> None:
+    """Raise ValueError for a request of more samples than one may have."""
+    if isinstance(n, int) and prompts * n > MOST_SAMPLES:
+        raise ValueError(
+            f"{prompts} prompts with n {n} are {prompts * n} samples: expected at most "
+            f"{MOST_SAMPLES} in one request"
+        )
 
 
 _SAME = (

@@ -21,7 +21,14 @@ def merge_adapter(
     Names and `config` (`r`, `lora_alpha`, `use_rslora`, `fan_in_fan_out`) are peft's. scale is
     alpha / r, or alpha / sqrt(r). Raises ValueError for an adapter of another model or kind.
     """
-    rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1:
+            raise ValueError("r is no rank")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the adapter's configuration needs 'r' and 'lora_alpha', numbers above 0: {error}"
+        ) from error
     scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
         raise ValueError("the adapter uses DoRA or ranks of its own for some layers: not supported")
@@ -36,7 +43,13 @@ def merge_adapter(
         target = f"{stem.removeprefix(_PREFIX)}.weight"
         if target not in base or stem + _B not in adapter:
             raise ValueError(f"the adapter's '{name}' has no {_B[1:]} beside it, or no {target}")
-        change = scale * (adapter[stem + _B].double() @ a.double())
+        b = adapter[stem + _B]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ValueError(
+                f"the adapter's '{stem}' has A {list(a.shape)} and B {list(b.shape)}: expected "
+                "[r, in] and [out, r]"
+            )
+        change = scale * (b.double() @ a.double())
         if config.get("fan_in_fan_out"):
             change = change.T
         whole = base[target]

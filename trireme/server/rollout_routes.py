@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from trireme.model.openai_wire import MOST_SAMPLES, refuse_many
 from trireme.server.app import JsonRoute, until_gone
-from trireme.server.rollouts import MOST_SAMPLES, Rollouts, as_key
+from trireme.server.rollouts import Rollouts, as_key
 from trireme.server.weights import Part, WeightGroup
 from trireme.workflows.scheduler import RolloutInferRequest
 
@@ -212,6 +213,7 @@ async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dic
         return await model.generate_samples(prompt, **options)
 
     given = body.messages if chat else body.prompts
+    refuse_many(len(given), body.n)
     found = await asyncio.gather(*(one(prompt) for prompt in given))
     return {
         "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in found],

@@ -24,8 +24,6 @@ from trireme.workflows.scheduled import make_scheduler, samples
 from trireme.workflows.scheduler import RolloutInferRequest
 from trireme.workflows.turns import TurnBarrier, play
 
-MOST_SAMPLES = 16384
-"""Of one request, over all of its prompts."""
 WEIGHTS_SLACK, WEIGHTS_UNKNOWN = 64 * 2**20, 2**36
 """Bytes of weights that a client may send beyond four times a model's files, or of another model
 than a folder's."""

@@ -16,10 +16,11 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from trireme.engines.engine import Completion, Sampling
+from trireme.model.openai_wire import MOST_SAMPLES
 from trireme.model.sampling import with_options
 from trireme.server.app import JsonRoute
 from trireme.server.engine_routes import GenerateBody
-from trireme.server.rollouts import MOST_SAMPLES, Rollouts, as_key
+from trireme.server.rollouts import Rollouts, as_key
 
 Tasks = list[asyncio.Task[list[Completion]]]
 

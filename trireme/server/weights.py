@@ -180,8 +180,13 @@ class WeightGroup:
             tensors, self._tensors = self._tensors, {}
             if self._adapter is not None:
                 config, self._adapter = self._adapter, None
-                self._base = self._base or base_weights(self._model_path)
-                tensors = merge_adapter(self._base, tensors, config)
+                base, adapter = self._base, tensors
+
+                def merged() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+                    whole = base or base_weights(self._model_path)
+                    return whole, merge_adapter(whole, adapter, config)
+
+                self._base, tensors = await in_thread(merged, name="adapter")
             else:
                 self._base = tensors
             await self._engine.update_weights(tensors, self._engine.health().version + 1)
