@@ -5,8 +5,8 @@
 Makes games (pick and place in rooms of three or four pieces of furniture), demonstrations of the
 handcoded expert, here clumsy and lazy, and a tiny model; runs a warm-up and then multi-step GRPO
 through step_wise_alfworld_workflow, the engine in two worker processes. Prints success on unseen
-games before and after, and the time. Exits 1 where it did not rise by 5 points, 2 when the run
-fails.
+games before and after, and the time. Exits 1 where it did not rise by 14 points, which is
+two standard errors of such a difference, 2 when the run fails.
 
 Measured so far (seed 0, two cores shared with other work; greedy, unseen games):
 
@@ -17,7 +17,8 @@ Measured so far (seed 0, two cores shared with other work; greedy, unseen games)
   GRPO at 6e-4: 31 after 12 steps. At 2e-4: 47 after 10 steps, 57 after 20; in a
   second run 60 after 25 (11 to 13 s a step).
 
-7 games of 100 are one standard error of such a difference: a rise, not yet one to rely on.
+7 games of 100 are one standard error of such a difference: a rise of one seed, not yet one to rely
+on, and below what is asked.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from trireme.envs.alfworld.game import Game
 from trireme.envs.alfworld.make_games import make_games
 from trireme.workflows.alfworld import TASK, format_observation
 
-MIN_RISE = 0.05
+MIN_RISE = 0.14
 NUM_TRAIN, NUM_TEST, DEMONSTRATIONS, MAX_STEPS = 300, 100, 600, 12
 CLUMSINESS, LAZINESS = 0.1, 0.7
 ROOM: dict[str, Any] = {"furniture": (3, 4), "extra": 2}

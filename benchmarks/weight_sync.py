@@ -1,10 +1,12 @@
 """Weight sync: how long do new weights take to an engine of another process, by each method?
 
-    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--width 768] [--layers 12] [--vllm PYTHON]
+    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--vllm PYTHON] [--quick]
 
 One trainer, one engine process, float32; whole pushes with their proofs (fingerprints and probe),
 the best of 3 after one that warms up. The floor is one copy of the same bytes in memory, in the
-same run. With a GPU that both sides see, `--transport nccl` has the group go between GPUs.
+same run. Asked: the process group at 70 % of the floor's speed; exits 1 below. `--width` and
+`--layers` say how large the model is. With a GPU that both sides see, `--transport nccl` has the
+group go between GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from target import Target, judge
+
 from trireme.checkpoint.layout import JobFolder
 from trireme.config.schema import OptimizerConfig
 from trireme.demo.tiny_model import make_tiny_model
@@ -30,7 +34,7 @@ from trireme.sync.memory import MemorySync
 from trireme.sync.process_group import GroupSync
 from trireme.trainer.backend import TorchBackend
 
-TIMES = 3
+TIMES, SHARE_OF_FLOOR = 3, 0.7
 
 
 async def best(push: Callable[[int], Awaitable[Any]], first: int) -> float:
@@ -99,11 +103,15 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vllm", help="Python of an environment that has vLLM")
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--transport", default="gloo", choices=("gloo", "nccl"))
     options = parser.parse_args()
+    if options.quick:
+        options.width, options.layers = 64, 2
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder), options))
-    return 0
+        (_, floor), (name, group), *_ = asyncio.run(measure(Path(folder), options))
+    target = Target(f"{name}, speed / floor's", floor / group, SHARE_OF_FLOOR)
+    return judge(target, quick=options.quick)
 
 
 if __name__ == "__main__":

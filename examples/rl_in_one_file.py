@@ -18,7 +18,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--quick", action="store_true", help="a few steps only")
 options = parser.parse_args()

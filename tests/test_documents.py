@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -73,3 +75,18 @@ def test_the_constraints_pin_every_dependency() -> None:
     wanted = re.findall(r'^    "([\w-]+)[\[\w\]]*>=', (ROOT / "pyproject.toml").read_text(), re.M)
     assert len(wanted) > 15
     assert {name.lower() for name in wanted} <= pinned
+
+
+def test_every_dependency_has_an_upper_bound_that_its_pin_keeps() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    pins = dict(
+        line.strip().lower().replace("_", "-").split("==")
+        for path in (ROOT / "constraints-megatron.txt", ROOT / "constraints.txt")
+        for line in path.read_text().splitlines()
+        if "==" in line
+    )
+    for text in [*project["dependencies"], *(each for extra in extras for each in extra)]:
+        wanted = Requirement(text)
+        assert any(bound.operator == "<" for bound in wanted.specifier), f"{text}: no upper bound"
+        assert pins[wanted.name.lower()].partition("+")[0] in wanted.specifier, text

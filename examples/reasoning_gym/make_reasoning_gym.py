@@ -37,7 +37,7 @@ def solution(question: str, source: random.Random) -> str:
 
 def main() -> None:
     """Write solutions and model."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

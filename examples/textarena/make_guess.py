@@ -43,7 +43,7 @@ def write(path: Path, rows: list[dict]) -> None:
 
 def main() -> None:
     """Training, test and warm-up share no seed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def this_start(
     replay = buffer.replay_buffer.enable and plan.buffer_type != "file"
     optimizer = plan.config.algorithm.optimizer.optimizer_type
     return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "mode": plan.mode,
         "name": plan.explorer_name,
         "resumed_from": resumed.step if resumed else None,

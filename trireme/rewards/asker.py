@@ -93,7 +93,7 @@ class Asker:
             )
             try:
                 reply = await asyncio.wait_for(call, most)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise RuntimeError(f"{where} gave no answer in {most:g} s") from None
             except Exception as error:  # a client has many kinds; the caller needs to know whose
                 raise RuntimeError(f"{where} gave no answer: {error}") from error

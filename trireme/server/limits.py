@@ -146,7 +146,7 @@ class Limits:
             try:
                 left = max(start + seconds - time.monotonic(), 0)
                 message = await asyncio.wait_for(receive(), left)
-            except asyncio.TimeoutError:  # before Python 3.11 not the built-in one
+            except TimeoutError:  # before Python 3.11 not the built-in one
                 raise Refused(
                     408, f"the body was not there in {seconds:.0f} s: {size} bytes had come"
                 ) from None

@@ -30,7 +30,7 @@ _TURNS = ("default", "all", LAST_ROUND)
 """Names that say which turns are trained; all others split replies."""
 
 
-class ContextType(str, Enum):
+class ContextType(str, Enum):  # noqa: UP042 (a plug-in may print it as ms-swift does)
     """What ms-swift's scales are told of a text; here it is always a reply."""
 
     RESPONSE = "response"

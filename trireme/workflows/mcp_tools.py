@@ -38,7 +38,7 @@ class McpServer:
         self._task = asyncio.create_task(self._live(ready))
         try:
             return await asyncio.wait_for(ready, timeout)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             self._task.cancel()
             raise RuntimeError(f"MCP server '{self._name}' was not there in {timeout} s") from error
 

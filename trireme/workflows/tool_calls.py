@@ -145,7 +145,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         self.infos["tool_calls"] += 1
         try:
             return as_text(await self._run(call))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             error = f"{call.name} took longer than {self.timeout:g} s"
         except Exception as raised:  # foreign code: the model is told
             error = str(raised) or repr(raised)

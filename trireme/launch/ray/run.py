@@ -233,7 +233,7 @@ class Crew:
         limit = self._plan.config.cluster.start_timeout
         try:
             await asyncio.wait_for(meet_all(parts), limit)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             missing = ", ".join(part.name for part in parts if not part.pid)
             raise TimeoutError(
                 f"{missing}: no process after {limit:g} s (cluster.start_timeout)"

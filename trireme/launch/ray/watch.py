@@ -48,7 +48,7 @@ class Watched:
         """One heartbeat. Raises PartDied."""
         try:
             await asyncio.wait_for(self._ping(), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             reason = f"it has not answered for {timeout:g} s (cluster.heartbeat_timeout)"
         except RayActorError as error:
             reason = self._reason(error)

@@ -1,0 +1,67 @@
+"""Scripts: benchmarks, examples and scripts can be imported, and benchmarks run on little work.
+
+`--quick` judges no figure that depends on the machine, so that here a benchmark fails where it does
+not run, or where what it proves is not so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("benchmarks", "examples", "scripts")
+FILES = sorted(
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.py")
+    if path.name != "rl_in_one_file.py"  # runs where it is imported; a test of its own runs it
+)
+QUICK = ("async_rollout", "fsdp2", "generation", "prefix_sharing", "scale_parts", "weight_sync")
+# beside other tests the seconds of real commands say nothing: start_up is only imported
+
+
+def _load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module; its neighbours can be imported, as where it is run."""
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # processes that it starts find it by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _load(path, monkeypatch).__doc__
+
+
+@pytest.mark.timeout(400)  # some seconds of work
+@pytest.mark.parametrize("name", QUICK)
+def test_a_benchmark_runs_on_little_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = _load(ROOT / "benchmarks" / f"{name}.py", monkeypatch)
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
+    assert module.main() == 0
+    assert ": asked at " in capsys.readouterr().out
+
+
+def test_a_missed_number_is_said_and_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = _load(ROOT / "benchmarks" / "target.py", monkeypatch)
+    low, unknown = target.Target("speed", 0.5, 0.7), target.Target("vLLM", None, 1.2)
+    fast = target.Target("seconds", 1.0, 2.0, at_most=True)
+    assert target.judge(low, fast) == 1 and target.judge(fast, unknown) == 0
+    assert target.judge(low, quick=True) == 0
+    said = capsys.readouterr().out
+    assert "speed: asked at least 0.7, reached 0.5: MISSED" in said
+    assert "vLLM: asked at least 1.2, NOT MEASURED" in said
