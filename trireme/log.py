@@ -4,7 +4,8 @@ Invariants:
 - One file a part in the job's `log` folder, appended to: `explorer.log`, `explorer_runner_N.log`,
   `trainer.log`, `synchronizer.log`, `checkpoint_monitor.log`, `explorer_experience_pipeline.log`,
   `queue_experience_buffer.log`; what belongs to none of them is in `launcher.log`.
-- The console shows the first line of warnings and errors; tracebacks are in the files alone.
+- The console shows the first line of warnings and errors (all lines of a record that is `whole`);
+  tracebacks are in the files alone.
 - A message that repeats is shown a few times only; the file has them all.
 """
 
@@ -169,7 +170,7 @@ class ConsoleLines(logging.Handler):
         if self._seen[kind] > SHOWN_REPEATS:
             return
         lines = hide_passwords(record.getMessage()).splitlines() or [""]
-        line = lines[0]
+        line = "\n".join(lines if getattr(record, "whole", False) else lines[:1])
         more = ""
         if place := getattr(record, "place", ""):  # where in a user's code
             more = f"\n  {place}\ndetails: {self.folder / f'{part}.log'}"

@@ -34,7 +34,7 @@ def test_advantages_are_of_each_group_alone() -> None:
 def test_a_recipe_without_advantages_lets_experiences_through() -> None:
     given = group([0.0, 1.0])
     kept, metrics = asyncio.run(Pipeline(SFT).run(given))
-    assert kept == given and metrics == {}
+    assert kept == given and metrics["experience_pipeline/kept"] == 2
 
 
 def test_the_raw_copy_is_of_what_came_in(tmp_path: Path) -> None:

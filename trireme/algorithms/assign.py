@@ -18,7 +18,8 @@ def assign_advantages(
     """Every experience's `advantages` = score * mask and `returns` the same.
 
     Groups are the tasks of the explore step. Those that the part leaves out (NaN) are not returned;
-    `duplicate` puts copies of others in the place of groups that are left out whole.
+    `duplicate` puts copies of others in the place of groups that are left out whole. The metric
+    `idle_groups` is the share of groups in which no experience has an advantage: nothing is learnt.
     """
     if not experiences:
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
@@ -46,6 +47,12 @@ def assign_advantages(
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
     num_groups = len(group_by(experiences, "task"))
+    busy = {
+        e.eid.tid
+        for e, score in zip(experiences, scores.tolist(), strict=True)
+        if score == score and score
+    }
+    metrics["idle_groups"] = 1 - len(busy) / num_groups
     metrics["skipped_group_ratio"] = 1 - len(group_by(kept, "task")) / num_groups
     if duplicate:
         copies = _copies(kept, num_groups)

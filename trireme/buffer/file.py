@@ -10,7 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from trireme.buffer.buffer import Closed
@@ -24,6 +25,9 @@ logger = get_logger("queue_experience_buffer")
 
 class Format(Protocol):
     """Makes row after row an experience."""
+
+    counts: Mapping[str, int]
+    """How many rows were read, and what of them could not be used."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -53,6 +57,7 @@ class FileBuffer:
         self._order = Order(len(format), selector="shuffle" if shuffle else "sequential", seed=seed)
         self._end = None if total_epochs is None else total_epochs * len(format)
         self._position = 0
+        self._told: Counter[str] = Counter()
         self._closed = False
         self._failure: BaseException | None = None
 
@@ -94,8 +99,11 @@ class FileBuffer:
         return len(self._format) if self._end is None else max(self._end - self._position, 0)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing is counted here."""
-        return {}
+        """What the rows that were read since the last call came to: `data/rows`, `data/cut` …"""
+        counts = Counter(self._format.counts)
+        found = {f"data/{name}": float(n - self._told[name]) for name, n in counts.items()}
+        self._told = counts
+        return found
 
     def commit(self) -> None:
         """A data set keeps its rows: nothing to forget."""

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from trireme.explorer.runner import Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json
 from trireme.log import get_logger
+from trireme.monitor.watchdog import left_out_by
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.usercode import with_place
@@ -50,6 +52,10 @@ class RolloutsFailed(RuntimeError):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+class NothingToTrain(RuntimeError):
+    """Operators or the algorithm left out every experience of a run."""
 
 
 class Explorer:
@@ -109,6 +115,10 @@ class Explorer:
         self._pending: list[int] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._started: dict[int, float] = {}
+        self._fresh = True
+        """Nothing was put into the buffer, neither by this process nor before it."""
+        self._unkept: list[dict[str, float]] = []
+        """The pipeline's metrics of the steps that left nothing to be put."""
         self._last_end = 0.0
         self._submitted = asyncio.Event()
         self._collected = asyncio.Event()
@@ -131,6 +141,8 @@ class Explorer:
                     await self._ended(collector)
                     await self.sync.pull(self.step)
             await self._ended(collector)
+            if self._unkept and self._fresh:
+                raise NothingToTrain(left_out_by(self._unkept))
         except Closed:
             logger.info("the trainer has had enough: exploring ends at step %d", self.step)
             # What is still under way is nobody's, and must not hold up the evaluation at the end.
@@ -183,6 +195,7 @@ class Explorer:
         """Back to where `state` was taken."""
         assert self.taskset is not None
         self.step = state["step"]
+        self._fresh = not self.step
         self.taskset.load_state(state["taskset"])
         if "feedback" in state:
             self.feedback.load_state(state["feedback"])
@@ -256,8 +269,8 @@ class Explorer:
         metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
         sampled = sum(int(e.mask.sum()) for e in experiences)
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
-        if self.show and experiences:
-            self.show(experiences[0])
+        if self.show and (shown := _to_show(outcomes)):
+            self.show(shown)
         kept, more = await self.pipeline.run(experiences)
         if self.taskset is not None and self.taskset.learns:
             rates = self.pipeline.pass_rates
@@ -265,7 +278,10 @@ class Explorer:
         self.report("explorer", step, metrics | more | self.sync.metrics())
         if kept:
             assert self.buffer is not None
+            self._fresh = False
             await self.buffer.put(kept)
+        elif self._fresh:
+            self._unkept.append(more)
 
     def _look_at_failures(self, when: str, outcomes: Sequence[Outcome], limit: float) -> None:
         """Say once of each cause how many rollouts failed of it. Raise where they are too many."""
@@ -328,3 +344,15 @@ def explorer_state(path: Path) -> dict[str, Any]:
     taskset = meta["taskset_states"][0] if meta["taskset_states"] else {}
     own = {key: meta[key] for key in ("feedback",) if key in meta}
     return {"step": meta["latest_iteration"], "taskset": taskset, **own}
+
+
+def _to_show(outcomes: Sequence[Outcome]) -> Experience | None:
+    """How a rollout ended, with the truth that it was held to."""
+    outcome = next((one for one in outcomes if one.experiences), None)
+    if outcome is None:
+        return None
+    shown = copy.copy(outcome.experiences[-1])
+    truth = outcome.task.truth
+    if truth is not None:
+        shown.info = {**shown.info, "truth": f"{truth!r:.120} ({type(truth).__name__})"}
+    return shown

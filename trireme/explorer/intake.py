@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import Experience, group_by
+from trireme.explorer.metrics import run_metrics
 from trireme.files import write_json
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
@@ -63,7 +63,11 @@ class Intake:
             for experience in experiences:
                 experience.eid.batch = step
             kept, metrics = await self.pipeline.run(experiences)
-            self._sealed.append((step, kept, metrics | _metrics(experiences)))
+            metrics |= run_metrics(experiences) | {
+                "rollout/tasks": len(group_by(experiences, "task")),
+                "rollout/experiences": len(experiences),
+            }
+            self._sealed.append((step, kept, metrics))
         # a caller that goes away must not leave us in doubt whether the buffer has them
         await asyncio.shield(self._store())
 
@@ -87,15 +91,3 @@ class Intake:
                 self._sealed.popleft()
                 metrics |= self.sync.metrics() | {"rollout/dropped_sessions": self.dropped()}
                 self.report("explorer", step, metrics)
-
-
-def _metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Counts and means of one commit; the reward of a run is its last step's."""
-    runs = group_by(experiences, "run").values()
-    rewards = [max(run, key=lambda e: e.eid.step).reward or 0.0 for run in runs]
-    return {
-        "rollout/reward/mean": statistics.fmean(rewards),
-        "rollout/response_length/mean": sum(int(e.mask.sum()) for e in experiences) / len(runs),
-        "rollout/tasks": len(group_by(experiences, "task")),
-        "rollout/experiences": len(experiences),
-    }

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from trireme.experience import group_by
+from trireme.experience import Experience, group_by
 from trireme.explorer.runner import Outcome
 
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Mean, max and min over runs of reward, lengths and workflows' own metrics; and failures."""
-    values: dict[str, list[float]] = {}
-    for run in runs_of(outcomes):
-        for key, value in run.items():
-            values.setdefault(key, []).append(value)
-    metrics: dict[str, float] = {}
-    for key, numbers in values.items():
-        metrics[f"rollout/{key}/mean"] = statistics.fmean(numbers)
-        metrics[f"rollout/{key}/max"] = max(numbers)
-        metrics[f"rollout/{key}/min"] = min(numbers)
+    """Of a step's runs and experiences, and what failed."""
+    metrics = run_metrics([e for outcome in outcomes for e in outcome.rollouts])
     failures = [failed for outcome in outcomes for failed in outcome.failures]
     for kind in ("error", "timeout", "empty"):
         metrics[f"rollout/failed/{kind}"] = sum(failed.kind == kind for failed in failures)
@@ -35,24 +28,56 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return metrics
 
 
-def runs_of(outcomes: Sequence[Outcome]) -> list[dict[str, float]]:
+def run_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Mean, max and min over runs of reward, lengths and workflows' own metrics; the standard
+    deviation of the rewards; the shares of runs whose prompt was too long, and that train nothing.
+    """
+    values: dict[str, list[float]] = {}
+    runs = runs_of(experiences)
+    for run in runs:
+        for key, value in run.items():
+            values.setdefault(key, []).append(value)
+    metrics: dict[str, float] = {}
+    for key, numbers in values.items():
+        metrics[f"rollout/{key}/mean"] = statistics.fmean(numbers)
+        metrics[f"rollout/{key}/max"] = max(numbers)
+        metrics[f"rollout/{key}/min"] = min(numbers)
+    if rewards := values.get("reward"):
+        metrics["rollout/reward/std"] = _std(rewards)
+    groups = list(group_by(experiences, "run").values())
+    too_long = [any(e.truncate_status == "prompt_truncated" for e in run) for run in groups]
+    trained = [any(bool(e.mask.any()) for e in run) for run in groups]
+    if groups:
+        metrics["rollout/prompt_truncated/mean"] = statistics.fmean(too_long)
+        untrained = (not t and not long for t, long in zip(trained, too_long, strict=True))
+        metrics["rollout/untrained/mean"] = statistics.fmean(untrained)
+    metrics["rollout/runs"] = len(runs)
+    return metrics
+
+
+def runs_of(experiences: Iterable[Experience]) -> list[dict[str, float]]:
     """One dictionary a run: the last step's reward, sampled tokens of all steps, own metrics'
     means.
     """
     rows = []
-    for outcome in outcomes:
-        for steps in group_by(outcome.rollouts, "run").values():
-            last = max(steps, key=lambda e: e.eid.step)
-            row: dict[str, float] = {
-                "response_length": float(sum(int(e.mask.sum()) for e in steps))
-            }
-            row["truncated"] = float(any(e.stop_reason == "length" for e in steps))
-            if last.reward is not None:
-                row["reward"] = last.reward
-            for key in {key for e in steps for key in e.metrics}:
-                row[key] = statistics.fmean(e.metrics[key] for e in steps if key in e.metrics)
-            rows.append(row)
+    for steps in group_by(experiences, "run").values():
+        last = max(steps, key=lambda e: e.eid.step)
+        row: dict[str, float] = {"response_length": float(sum(int(e.mask.sum()) for e in steps))}
+        row["truncated"] = float(any(e.stop_reason == "length" for e in steps))
+        if last.reward is not None:
+            row["reward"] = last.reward
+        for key in {key for e in steps for key in e.metrics}:
+            row[key] = statistics.fmean(e.metrics[key] for e in steps if key in e.metrics)
+        rows.append(row)
     return rows
+
+
+def _std(rewards: Sequence[float]) -> float:
+    """Population; NaN where one is no finite number, or too large to be squared."""
+    try:
+        return statistics.pstdev(rewards)
+    except (OverflowError, ValueError, AttributeError):
+        return math.nan
 
 
 def pass_metrics(per_task: Sequence[Sequence[float]], *, seed: int = 42) -> dict[str, float]:
@@ -86,7 +111,7 @@ def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dic
 
     An evaluation must not look better because rollouts failed: their reward and accuracy are 0.
     """
-    per_task = [runs_of([outcome]) for outcome in outcomes]
+    per_task = [runs_of(outcome.rollouts) for outcome in outcomes]
     keys = sorted({key for rows in per_task for row in rows for key in row})
     metrics: dict[str, float] = {}
     for key in keys:

@@ -59,6 +59,7 @@ async def run_plan(
             if plan.takes_turns and isinstance(engine := session.engine, RemoteEngine):
                 device.turns = engine.turns = Turns(engine)
             result = await kept(session, hosts, modes[plan.mode](session))
+            result.warnings = session.warnings()
     finally:
         await stop_all(hosts)
         device.close()

@@ -5,10 +5,13 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +28,9 @@ from trireme.engines.device import Device
 from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
+from trireme.experience import Experience
 from trireme.explorer.explorer import Explorer, explorer_state
+from trireme.files import write_json
 from trireme.launch.auxiliary import (
     Auxiliary,
     Served,
@@ -48,7 +53,9 @@ from trireme.launch.stage_result import StageResult
 from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import PARTS, get_logger, setup_logging
-from trireme.monitor.monitor import Monitors, open_monitor
+from trireme.monitor.monitor import FILE_NAME as METRICS
+from trireme.monitor.monitor import Monitors, open_monitor, read_metrics
+from trireme.monitor.watchdog import Facts, Warned, Watchdog, sample_of
 from trireme.pipeline.operator import Operator
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
@@ -150,6 +157,7 @@ class Session(AbstractContextManager["Session"]):
         told = self._compare(start)
         kind = self.plan.config.monitor.monitor_type
         self.monitor = open_monitor(self.folder.monitor, kind, self._steps_that_count())
+        self._wake_watchdog()
         add_start(self.folder, start)
         for line in told:
             logger.info(line)
@@ -409,7 +417,7 @@ class Session(AbstractContextManager["Session"]):
             eval_prefix=prefix,
             report=self.report,
             max_failures=config.max_failures,
-            show=self.console.rollout,
+            show=self.show,
             folder=self.folder if plan.mode == "explore" else None,
             name=plan.explorer_name or "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
@@ -455,9 +463,49 @@ class Session(AbstractContextManager["Session"]):
         return self._trainer
 
     def report(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
-        """One step of one part: to the monitors and the console."""
+        """One step of one part: to the monitors, the watchdog and the console."""
+        if self._is_whole:
+            found, flags = self.watchdog.look(part, step, metrics)
+            metrics = {**metrics, **flags}
+            self._warn(found)
         self.monitor.log(metrics, step, part)
         self.console.step(part, step, metrics)
+
+    def show(self, experience: Experience) -> None:
+        """How a rollout ended: to the watchdog and the console."""
+        self.watchdog.sample = sample_of(experience)
+        self.console.rollout(experience)
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """What the watchdog has seen, now that no step follows."""
+        self._warn(self.watchdog.end())
+        return [dataclasses.asdict(one) for one in self.watchdog.warned.values()]
+
+    def _wake_watchdog(self) -> None:
+        """It knows what the first part of a resumed run saw and said."""
+        self.watchdog = Watchdog(Facts.of(self.plan, self.recipe))
+        explored = self.folder.state_of(self.plan.explorer_name or "explorer")
+        if self.resumed is None and not (self.plan.mode == "explore" and explored.exists()):
+            self._warned_file.unlink(missing_ok=True)
+            return
+        said = json.loads(self._warned_file.read_text()) if self._warned_file.exists() else []
+        metrics = self.folder.monitor / METRICS
+        rows = read_metrics(metrics) if metrics.exists() else []
+        self.watchdog.read(rows, [Warned(**one) for one in said])
+
+    def _warn(self, found: Sequence[Warned]) -> None:
+        for one in found:
+            where = f"{one.part} step {one.step}: {one.cause}: {one.text}"
+            text = "\n  ".join(filter(None, [where, one.sample]))
+            get_logger(one.part).warning(text, extra={"whole": True})
+        if found:
+            write_json(
+                self._warned_file, [dataclasses.asdict(w) for w in self.watchdog.warned.values()]
+            )
+
+    @property
+    def _warned_file(self) -> Path:
+        return self.folder.monitor / "watchdog.json"
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""

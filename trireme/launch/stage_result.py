@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trireme.explorer.explorer import Evaluation
 
@@ -23,6 +24,8 @@ class StageResult:
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of exploring, training and evaluating."""
     model_dir: str | None = None
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """What the watchdog has seen."""
 
     def add(self, part: StageResult) -> None:
         """What one part of the run came to; of steps the last part's count."""

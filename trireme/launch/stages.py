@@ -114,6 +114,7 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         measured = {"first": result.first, "last": result.last or result.first}
         if result.first or result.last:
             summary.evaluations[result.name or "run"] = measured
+        summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
     if summary.model_dir:
         there = any(Path(summary.model_dir).glob("*.safetensors"))
         summary.next_command = (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from trireme.model.message import Message
@@ -129,6 +129,15 @@ class ChatTokens:
                 f"{error or type(error).__name__}"
             ) from error
         return text + prefix
+
+    @cached_property
+    def drops_tools(self) -> bool:
+        """Whether the template writes nothing of the tools of a call."""
+        asked = [_placeholder("user")]
+        try:
+            return self.render(asked, [_PLACEHOLDER_TOOL]) == self.render(asked)
+        except ValueError:
+            return False  # it refuses placeholders, so that nothing is known
 
     def prompt(
         self,

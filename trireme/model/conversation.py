@@ -91,6 +91,7 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
         response_text=last.completion.text if only else decode(tokens[prompt_length:]),
         messages=last.conversation or None,
         tools=last.tools,
+        metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
     )
 
 

@@ -140,6 +140,7 @@ class Model:
             call.messages = given
             call.reply = {"role": "assistant", "content": prefix + call.completion.text}
             call.tools = list(tools) if tools else None
+            call.tools_dropped = bool(tools) and self.chat_tokens.drops_tools
         return self._record(calls)
 
     async def generate(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:

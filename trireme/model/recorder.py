@@ -32,6 +32,8 @@ class Call:
     """The conversation before the reply; None for a prompt that was not made of messages."""
     reply: dict[str, Any] | None = None
     tools: list[Any] | None = None
+    tools_dropped: bool = False
+    """The chat template writes nothing of them."""
     prompt_text: str | None = None
     truncated: bool = False
     """Its prompt was too long, and nothing was sampled."""

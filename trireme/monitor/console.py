@@ -110,6 +110,8 @@ class Console:
         for label, text in texts.items():
             self._sample.append(f"{label:<9}", style="bold")
             self._sample.append(f"{in_one_line(text, MAX_TEXT)}\n")
+        if truth := experience.info.get("truth"):
+            self._sample.append("truth    ", style="bold").append(f"{truth}\n")
         reward = "none" if experience.reward is None else f"{experience.reward:.3g}"
         self._sample.append("reward   ", style="bold").append(reward)
         if not self.live:
@@ -212,6 +214,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         share = summary.accuracy_more_sft
         rows.append(("", f"{'more SFT':<10} {share:7.1%}   in the same time instead of RL"))
     phases = ", ".join(f"{name} {clock_time(s)}" for name, s in summary.phases.items())
+    for one in summary.warnings:
+        stage = f"{one['stage']} " if one.get("stage") else ""
+        seen = one["text"].partition(". What to do: ")[0]
+        rows.append(("warning", f"{stage}{one['part']} step {one['step']}: {one['cause']}: {seen}"))
     rows.append(("wall time", clock_time(summary.wall_s) + (f"   ({phases})" if phases else "")))
     rows.append(("model", summary.model_dir or "none was saved"))
     if summary.next_command:

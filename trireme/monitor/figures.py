@@ -30,7 +30,7 @@ def figures(
     for label, names, form in _TRAINING:
         value = next((metrics[name] for name in names if name in metrics), None)
         if value is not None and (label != "failed" or value):
-            shown.append((label, format(float(value), form)))
+            shown.append((label, format(float(value), form if abs(value) < 1e9 else ".3g")))
     return shown
 
 

@@ -36,6 +36,8 @@ class Summary:
     """Seconds by phase, in the order in which they ran."""
     model_dir: str | None = None
     """The folder of the trained model; None where none was saved."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """What the watchdog has seen: stage, cause, step, and the text with what to do."""
     next_command: str | None = None
     """What to try next."""
 

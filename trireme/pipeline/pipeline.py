@@ -8,15 +8,22 @@ old as its oldest token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from trireme.algorithms.recipes import Recipe
 from trireme.buffer.record import Record
 from trireme.experience import Experience, group_by
+from trireme.log import get_logger
 from trireme.pipeline.operator import Operator
 from trireme.pipeline.operators import pass_rates
 
 PASS_RATES = "pass_rate_calculator"
+LARGEST = 1e18
+"""Rewards are float32 numbers, whose squares end at 3e38."""
+
+
+logger = get_logger("pipeline")
 
 
 class Pipeline:
@@ -49,8 +56,9 @@ class Pipeline:
                 self.pass_rates = pass_rates(kept)
             kept, found = await operator(kept)
             metrics |= {f"{operator.name}/{name}": value for name, value in found.items()}
+        metrics["not_finite"] = float(_not_finite(kept))
         kept, found = self.recipe.advantages(kept)
-        metrics |= found
+        metrics |= found | {"made": float(len(experiences)), "kept": float(len(kept))}
         groups = group_by(kept, "task")
         if self.operators:
             tasks = group_by(experiences, "task")
@@ -66,3 +74,17 @@ class Pipeline:
         if self._prepared:
             for operator in self.operators:
                 await operator.close()
+
+
+def _not_finite(experiences: Sequence[Experience]) -> int:
+    """How many have a reward that spoils their group's advantages; the log names some of them."""
+    bad = [
+        e
+        for e in experiences
+        if e.reward is not None and not (math.isfinite(e.reward) and abs(e.reward) < LARGEST)
+    ]
+    if bad:
+        named = ", ".join(f"{e.eid.uid} ({e.reward:g})" for e in bad[:5])
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        logger.info("no advantage can be computed from the rewards of %s%s", named, more)
+    return len(bad)

@@ -57,6 +57,7 @@ async def run_on_ray(
             try:
                 await crew.start(may_grow=not own)
                 result = await crew.run()
+                result.warnings = session.warnings()
             finally:
                 await crew.stop()
     finally:
@@ -270,7 +271,7 @@ class Crew:
         show: dict[str, Callable[..., None]] = {
             "note": console.note,
             "step": self._session.report,
-            "rollout": lambda data: console.rollout(decode(data)[0]),
+            "rollout": lambda data: self._session.show(decode(data)[0]),
         }
         for kind, *values in await self._coordinator.control("events", wait):
             show[kind](*values)
