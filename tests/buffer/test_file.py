@@ -13,6 +13,8 @@ from trireme.experience import EID, Experience
 class Rows:
     """Ten rows, some of which are too long."""
 
+    counts: Counter[str] = Counter()
+
     def __init__(self, too_long: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.too_long = too_long
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trireme.buffer.buffer import Closed
@@ -26,7 +26,7 @@ logger = get_logger("queue_experience_buffer")
 class Format(Protocol):
     """Makes row after row an experience."""
 
-    counts: Mapping[str, int]
+    counts: Counter[str]
     """How many rows were read, and what of them could not be used."""
 
     def __len__(self) -> int:
