@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.buffer.samples import run, sample
@@ -13,10 +15,9 @@ from trireme.experience import EID, Experience
 class Rows:
     """Ten rows, some of which are too long."""
 
-    counts: Counter[str] = Counter()
-
     def __init__(self, too_long: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.too_long = too_long
+        self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return 10
