@@ -72,6 +72,11 @@ def trl(completions, **kwargs):
     return [len(completion) / 8 for completion in completions]
 
 
+@reward("mistaken_column")
+def column(prompts, completions, levels, **kwargs):
+    return [0.0 for completion in completions]
+
+
 @reward("mistaken_half")
 def half(task: Task, answer: str) -> float:
     if int(task.prompt.split("(")[1].rstrip(")")) % 2:
@@ -243,6 +248,11 @@ MISTAKES = [
         "N21 reward with one argument", _reward("mistaken_one_argument"),
         "reward 'mistaken_one_argument' takes (answer): expected (task, answer)",
         "def one_argument(answer):", code=2,
+    ),
+    Mistake(
+        "group reward that needs a column", _reward("mistaken_column"),
+        "reward 'mistaken_column' needs 'prompts', and the data set has no such column; there are: "
+        "question, answer, ", "def column(prompts, completions, levels, **kwargs):", code=2,
     ),
     Mistake(
         "operator that takes nothing", _operator("mistaken_operator"),

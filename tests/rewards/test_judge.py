@@ -201,7 +201,7 @@ def test_an_endpoint_that_does_not_answer_is_told_before_the_run() -> None:
     with pytest.raises(ValueError, match=r"judge m at http://127\.0\.0\.1:9/v1 does not answer"):
         SimpleWorkflow.examine(task)
     with pytest.raises(ValueError, match="the judge m at nowhere does not answer"):
-        Judge.of([dead | {"base_url": "nowhere"}]).examine()
+        Judge.of([dead | {"base_url": "nowhere"}]).examine(Task(raw_task={}))
 
 
 def test_one_that_answers_whatever_it_be_is_good() -> None:
@@ -210,7 +210,7 @@ def test_one_that_answers_whatever_it_be_is_good() -> None:
         engine = ScriptedEngine(["1"], tokenizer=tokenizer)
         async with on_port(rollouts_over(engine, tokenizer, max_model_len=64)) as url:
             alive = {"name": "ruler", "base_url": f"{url}/no/such/path", "model": "m"}
-            await asyncio.to_thread(Judge.of([alive]).examine)
+            await asyncio.to_thread(Judge.of([alive]).examine, Task(raw_task={}))
 
     asyncio.run(go())
 

@@ -17,6 +17,7 @@ from typing import Any
 from trireme.data.rows import Rows
 from trireme.data.selectors import Order, selection
 from trireme.task import Task
+from trireme.usercode import UserCode
 
 PassRates = Mapping[int, Mapping[int, float]]
 """Taskset -> row -> how often it was solved, 0 to 1."""
@@ -106,7 +107,8 @@ class Taskset:
     def draw(self, count: int) -> list[int]:
         """The next rows, as the selector has them."""
         self._position += count
-        return self._selection.select(count)
+        with UserCode(f"the data selector of taskset '{self.name}'", self._selection):
+            return self._selection.select(count)
 
     def all(self) -> list[Task]:
         """Every row once, in their own order; moves nothing on. For evaluation."""
@@ -119,7 +121,8 @@ class Taskset:
 
     def feedback(self, rates: PassRates) -> None:
         """How often its rows were solved; other tasksets' are left aside."""
-        self._selection.feedback(rates.get(self.taskset_id, {}))
+        with UserCode(f"the data selector of taskset '{self.name}'", self._selection):
+            self._selection.feedback(rates.get(self.taskset_id, {}))
 
     def state(self) -> dict[str, Any]:
         """Where it stands: `current_index`, the rows handed out; and a `selector` that learns."""

@@ -109,11 +109,16 @@ class Judge:
             )
         return cls(names, [_function(f, options) for f, options in split], used)
 
-    def examine(self) -> None:
-        """Raise ValueError where a function says of itself (`examine`) that it cannot work."""
-        for function in self.functions:
+    def examine(self, task: Task) -> None:
+        """Raise ValueError where a function says of itself (`examine`) that it cannot work, or
+        needs a column that a task's row has not.
+        """
+        columns = _columns(task, [Row("", [])]) | {"auxiliary_models": []}
+        for name, function in zip(self.names, self.functions, strict=True):
             if (look := getattr(function.call, "examine", None)) is not None:
                 look()
+            if not function.each:
+                _arguments(name, function.call, columns)
 
     async def rewards(
         self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
@@ -156,10 +161,9 @@ class Judge:
                 *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
             )
             return [Value(math.fsum(part.values()), part) for part in scored]
-        named = accepted(function.call, columns)
-        _examine_columns(name, function.call, named)
+        args, named = _arguments(name, function.call, columns)
         with UserCode(f"reward '{name}'", function.call) as _:
-            found = function.call([row.completion for row in rows], **named)
+            found = function.call(*args, **named)
             if inspect.isawaitable(found):
                 found = await found
             if not isinstance(found, list | tuple) or len(found) != len(rows):
@@ -172,15 +176,24 @@ class Judge:
             return [_number(value, name) for value in found]
 
 
-def _examine_columns(name: str, call: Callable[..., Any], named: Mapping[str, Any]) -> None:
-    """Raise ValueError where a function needs a column that the rows have not."""
-    for argument in list(parameters_of(call).values())[1:]:
+def _arguments(
+    name: str, call: Callable[..., Any], columns: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What a function is called with: `completions` by place where it calls them otherwise.
+
+    Raises Refused where it needs a column that the rows have not.
+    """
+    parameters, named = parameters_of(call), accepted(call, columns)
+    args = [] if "completions" in parameters else [named.pop("completions", columns["completions"])]
+    for argument in list(parameters.values())[len(args) :]:
         collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
         if argument.default is argument.empty and not collects and argument.name not in named:
-            raise ValueError(
-                f"reward function '{name}' needs '{argument.name}', and the data set has no such "
-                f"column; there are: {', '.join(named)}"
-            )
+            with UserCode(f"reward '{name}'", call):
+                raise Refused(
+                    f"reward '{name}' needs '{argument.name}', and the data set has no such "
+                    f"column; there are: {', '.join(columns)}"
+                )
+    return args, named
 
 
 def _options(given: Any) -> tuple[Any, dict[str, Any]]:
@@ -262,6 +275,7 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
     row |= task.raw_task.get("data_dict") or {}
     row.setdefault("solution", task.truth)
     columns: dict[str, Any] = {name: [value] * len(rows) for name, value in row.items()}
+    columns["completions"] = [r.completion for r in rows]
     columns["messages"] = [r.messages for r in rows]
     columns["is_truncated"] = [r.is_truncated for r in rows]
     columns["rollout_infos"] = [r.infos for r in rows]

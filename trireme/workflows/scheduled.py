@@ -56,7 +56,7 @@ class ScheduledWorkflow:
         _messages(task)
         make_scheduler(task.workflow_args)
         loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
-        judge_of(task.reward_fn, task.reward_fn_args).examine()
+        judge_of(task.reward_fn, task.reward_fn_args).examine(task)
 
     async def judge(
         self, task: Task, experiences: Sequence[Experience], models: Sequence[Any] = ()

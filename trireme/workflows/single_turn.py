@@ -97,7 +97,7 @@ class SimpleWorkflow(Workflow):
         if cls.format_messages is SimpleWorkflow.format_messages:
             conversation_of(task, task.prompt, None)
         if is_grouped(reward, task.reward_fn_args):
-            judge_of(reward, task.reward_fn_args).examine()
+            judge_of(reward, task.reward_fn_args).examine(task)
         elif not hasattr(cls, "reward_fn"):
             resolve(reward, task.reward_fn_args)
             if not reward and cls.reset is SimpleWorkflow.reset:
