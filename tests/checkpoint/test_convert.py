@@ -147,3 +147,5 @@ def test_a_folder_without_checkpoints_is_an_error(
     assert "holds no global_step_* folder" in capsys.readouterr().err
     assert convert(tmp_path / "none", None) == 1
     assert "does not exist" in capsys.readouterr().err
+    assert convert(Path("//"), None) == 1  # as of two variables that are not set
+    assert "is the root of all files" in capsys.readouterr().err

@@ -64,6 +64,16 @@ def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
     assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
 
 
+def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(engines.VARIABLE, raising=False)
+    monkeypatch.setattr("trireme.config.derive.num_gpus", lambda: 2)
+    (said,) = problems(tmp_path, VLLM)
+    assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
+    assert "pip install vllm" in said and engines.VARIABLE in said
+
+
 def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
     (said,) = problems(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
     assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")

@@ -100,6 +100,14 @@ def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
         "grad_clip is not a known key; did you mean 'trainer.grad_clip'?",
         "model.lr is not a known key; did you mean 'algorithm.optimizer.lr'?",
     ]
+    (found,) = problems_of(tmp_path, "explorer: {rollout_model: {name: x}}")
+    assert "did you mean" not in found and "known here: model_path" in found
+
+
+def test_all_checkpoints_stay_by_none_and_by_nought(tmp_path):
+    assert problems_of(tmp_path, "trainer: {max_checkpoints_to_keep: 0}") == []
+    text = "model: {lora_configs: [{exclude_modules: [lm_head]}]}"
+    assert problems_of(tmp_path, text) == []
 
 
 def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):

@@ -100,6 +100,16 @@ def test_a_missing_split_names_those_there_are(tmp_path):
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
         (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"cut"),
+            "is damaged, or was not downloaded to its end: model.safetensors: is no safetensors",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "model-00002.safetensors"}}'
+            ),
+            "model-00002.safetensors with tensor a is missing",
+        ),
     ],
 )
 def test_a_model_that_is_not_whole(tmp_path, spoil, expected):
@@ -237,8 +247,8 @@ def test_reading_data_needs_a_batch_size_a_mode_and_columns(tmp_path):
     )
 
 
-def test_train_needs_its_batch_size(tmp_path):
-    assert "since mode is train" in only_problem(tmp_path, "mode=train")
+def test_train_has_the_batch_size_of_an_explore_step(tmp_path):
+    assert problems_of(tmp_path, "mode=train") == []
 
 
 def test_determinism_that_cannot_be_had(tmp_path):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trireme.checkpoint.export import INDEX
 from trireme.checkpoint.source import Shape
+from trireme.config.weights import model_shapes, weight_files
 
 
 def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
@@ -20,21 +18,12 @@ def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
     tensor too, in its shape. Where what to expect is not known: as many layers as the configuration
     names, an embedding, and a head if it is not tied.
     """
-    files = weight_files(hf)
-    if not files:
+    if not weight_files(hf):
         return "no weights there yet"
-    shapes: dict[str, Shape] = {}
-    for path in files:
-        try:
-            shapes |= read_shapes(path)
-        except (OSError, ValueError) as error:
-            return f"{path.name}: {error}"
-    index = hf / INDEX
-    if index.exists():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted(set(listed) - set(shapes))
-        if missing:
-            return f"{listed[missing[0]]} with tensor {missing[0]} is missing"
+    try:
+        shapes = model_shapes(hf)
+    except ValueError as error:
+        return str(error)
     for name, shape in (expected or {}).items():
         if shapes.get(name) != shape:
             has = f"is {list(shapes[name])}" if name in shapes else "is missing"
@@ -43,28 +32,6 @@ def incomplete(hf: Path, expected: dict[str, Shape] | None) -> str | None:
     if expected is None and config.exists():
         return _against_config(list(shapes), json.loads(config.read_text(encoding="utf-8")))
     return None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder."""
-    return sorted(folder.glob("*.safetensors"))
-
-
-def read_shapes(path: Path) -> dict[str, Shape]:
-    """Name and shape of every tensor of a file, from its header. Raises ValueError if it is cut."""
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        text = file.read(length) if 0 < length < 2**30 else b""
-    try:
-        header: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise ValueError("is no safetensors file, or a cut one") from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if os.path.getsize(path) != 8 + length + end:
-        raise ValueError(f"has {os.path.getsize(path)} bytes instead of {8 + length + end}")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
 def expected_shapes(config: Path) -> dict[str, Shape] | None:

@@ -16,15 +16,16 @@ from typing import Literal
 
 import torch
 
-from trireme.checkpoint.complete import expected_shapes, incomplete, read_shapes, weight_files
+from trireme.checkpoint.complete import expected_shapes, incomplete
 from trireme.checkpoint.dcp_reader import METADATA
-from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, INDEX, Progress, write_model
+from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, Progress, write_model
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import STEP_NAME, WEIGHTS
 from trireme.checkpoint.manifest import prove
 from trireme.checkpoint.megatron_to_hf import MegatronWeights, find_megatron
 from trireme.checkpoint.save import copy_model_files
 from trireme.checkpoint.source import OwnFile, Shape, Source
+from trireme.config.weights import INDEX, read_shapes, weight_files
 from trireme.files import naming, whole_file
 
 Status = Literal["exported", "complete", "failed"]
@@ -82,18 +83,27 @@ def find_places(path: Path) -> list[Place]:
     path = Path(path).expanduser()
     if not path.exists():
         raise ValueError(f"--checkpoint-dir '{path}' does not exist")
+    if path.resolve() == Path(path.resolve().anchor):
+        raise ValueError(
+            f"--checkpoint-dir '{path}' is the root of all files: expected a job's folder, or a "
+            "step of it (is a variable that it is made of not set?)"
+        )
     for place in (path.resolve(), *path.resolve().parents):
         if _is_step(place):
             return [Place(place, place / "actor")]
     for place in (path.resolve(), *path.resolve().parents):
         if (place / METADATA).is_file():
             return [Place(place, place)]
-    steps = [p for p in path.rglob("global_step_*") if _is_step(p)]
+    try:
+        steps = [p for p in path.rglob("global_step_*") if _is_step(p)]
+        found = [p for p in path.rglob(METADATA) if p.is_file()]
+    except OSError as error:
+        raise ValueError(
+            f"--checkpoint-dir '{path}' cannot be searched: {error.filename}: {error.strerror}"
+        ) from error
     places = [Place(p, p / "actor") for p in steps]
     places += [  # Megatron's own folders, iter_0000120
-        Place(p.parent, p.parent)
-        for p in path.rglob(METADATA)
-        if p.is_file() and not any(step in p.parents for step in steps)
+        Place(p.parent, p.parent) for p in found if not any(step in p.parents for step in steps)
     ]
     if not places:
         raise ValueError(f"--checkpoint-dir '{path}' holds no global_step_* folder")

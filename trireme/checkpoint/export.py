@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from trireme.checkpoint.source import DTYPES, Source, Spec
+from trireme.config.weights import INDEX
 from trireme.files import beside, naming, sync, write_json
 
-INDEX = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

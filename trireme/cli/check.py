@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
@@ -25,11 +28,27 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
         show_plan(plan, console)
     told = [str(problem) for problem in problems]
     if not told:
+        if any("will be downloaded" in note for plan in plans for note in plan.notes):
+            _offline_without_hub(console)
         from trireme.launch.examine import part_problems
 
         told = list(dict.fromkeys(text for plan in plans for text in part_problems(plan)))
     show_problems(told, console)
     return 1 if told else 0
+
+
+def _offline_without_hub(console: Console) -> None:
+    """Where the hub cannot be reached, say so, and let nobody try again and again for a minute."""
+    proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if proxied or os.environ.get("HF_HUB_OFFLINE"):
+        return
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is loaded
+        text = f"note: {hub.hostname} cannot be reached ({error}): only this machine is looked at"
+        console.print(Text(text, "dim"))
 
 
 def show_plan(plan: Plan, console: Console) -> None:

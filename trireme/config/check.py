@@ -22,6 +22,7 @@ from trireme.config.located import located
 from trireme.config.names import check_name
 from trireme.config.sizes import ONE_CHAT_WORKFLOWS
 from trireme.config.stages import Stage
+from trireme.config.weights import model_shapes
 
 _GROUP_ALGORITHMS = (
     *("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "remax", "opmd", "rec", "sppo"),
@@ -195,6 +196,10 @@ def model_facts(model_path: str) -> ModelFacts:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
         raise ValueError("holds no weights: expected model.safetensors (or its shards)")
+    try:
+        model_shapes(folder)
+    except ValueError as error:
+        raise ValueError(f"is damaged, or was not downloaded to its end: {error}") from error
     config = _json(folder / "config.json")
     config |= config.get("text_config") or {}
     files = [folder / f"chat_template.{kind}" for kind in ("jinja", "json")]

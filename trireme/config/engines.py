@@ -120,6 +120,14 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
         stage.problem(f"{KEY}.engine_python", f"is {model.engine_python!r}: {error}")
         return None
     why = None
+    if found is None and gpus and not on_ray:
+        stage.problem(
+            f"{KEY}.engine_type",
+            f"is vllm, and no Python with vLLM was found: install it in an environment of its own "
+            f"(python -m venv vllm && vllm/bin/pip install vllm) and give {KEY}.engine_python or "
+            f"{VARIABLE}, or set engine_type torch",
+        )
+        return None
     if found is None:
         why = f"no Python with vLLM was named ({KEY}.engine_python, or {VARIABLE})"
     elif mode == "serve":

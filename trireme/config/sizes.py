@@ -72,12 +72,11 @@ def steps_of(stage: Stage) -> Steps:
     wanted = buffer.train_batch_size or stage.rollouts
     own = max(wanted - math.ceil((stage.expert_ratio or 0) * wanted), 1)
     if stage.reads_file or config.mode == "train":
-        if not buffer.train_batch_size:
-            name = config.algorithm.algorithm_type
+        if stage.reads_file and not buffer.train_batch_size:
             stage.problem(
                 "buffer.train_batch_size",
                 "is not given: expected the number of experiences of a train step, since "
-                + (f"{name} reads data" if stage.reads_file else "mode is train"),
+                f"{config.algorithm.algorithm_type} reads data",
             )
         rows = stage.train_rows
         given = config.trainer.total_steps or buffer.total_steps

@@ -5,6 +5,7 @@ Nothing stops at the first problem: each is noted, and the value that does not f
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import types
@@ -20,6 +21,8 @@ from trireme.nearest import did_you_mean
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
+_MOST_PLACES = 3
+"""Sections with a key of one name among which a nearest one can be told."""
 UNIONS = (Union, types.UnionType)
 
 
@@ -183,8 +186,16 @@ def _meant(full: str, name: str, siblings: dict[str, Any]) -> str:
     near = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
     if near:
         found = [key for key in keys if key.rpartition(".")[2] == near[0]]
-        return f"did you mean '{min(found, key=lambda key: key.count('.'))}'?"
+        if len(found) <= _MOST_PLACES:  # `name` and its like say nothing
+            best = max(found, key=lambda key: (_shared(key, full), -key.count(".")))
+            return f"did you mean '{best}'?"
     return f"known here: {', '.join(siblings)}"
+
+
+def _shared(key: str, other: str) -> int:
+    """How many sections two keys have in common."""
+    pairs = zip(key.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _full_keys(section: type, prefix: str = "") -> Iterator[str]:

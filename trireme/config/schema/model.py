@@ -26,6 +26,8 @@ class LoraConfig:
     """Number format of the adapter; auto: the trainer's."""
     target_modules: str | list[str] = "all-linear"
     """Which linear layers get one: all-linear, or names."""
+    exclude_modules: str | list[str] | None = None
+    """Which of these get none: names, or a regular expression of whole names."""
 
 
 @dataclass(frozen=True)

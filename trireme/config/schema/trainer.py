@@ -22,8 +22,8 @@ class TrainerConfig:
     """Train steps between checkpoints; 0 saves at the end only."""
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     """Which checkpoints also hold the model in the Hugging Face layout."""
-    max_checkpoints_to_keep: int | None = number(None, at_least=1)
-    """Older checkpoints than this many lose their weights; not given: all stay."""
+    max_checkpoints_to_keep: int | None = number(None, at_least=0)
+    """Older checkpoints than this many lose their weights; not given, or 0: all stay."""
     save_strategy: Literal["single_thread", "single_process", "single_node", "unrestricted"] = (
         "unrestricted"
     )

@@ -44,11 +44,12 @@ def _backend_options(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     loras = config.model.lora_configs or []
     lora = None
     if loras:
-        targets = loras[0].target_modules
+        targets, excluded = loras[0].target_modules, loras[0].exclude_modules
         lora = Lora(
             rank=loras[0].lora_rank,
             alpha=loras[0].lora_alpha,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
+            exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
         )
     return {
         "optimizer": config.algorithm.optimizer,
