@@ -104,10 +104,15 @@ def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
     assert "did you mean" not in found and "known here: model_path" in found
 
 
-def test_all_checkpoints_stay_by_none_and_by_nought(tmp_path):
-    assert problems_of(tmp_path, "trainer: {max_checkpoints_to_keep: 0}") == []
-    text = "model: {lora_configs: [{exclude_modules: [lm_head]}]}"
-    assert problems_of(tmp_path, text) == []
+def test_what_trinity_s_files_say_is_taken(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "trainer: {max_checkpoints_to_keep: 0}\n"
+        "model: {lora_configs: [{exclude_modules: [lm_head]}]}"
+    )
+    config = load_config(file)
+    assert config.trainer.max_checkpoints_to_keep == 0
+    assert config.model.lora_configs[0].exclude_modules == ["lm_head"]
 
 
 def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):
