@@ -126,9 +126,7 @@ def test_options_that_no_engine_can_run_fail_their_own_rollouts_alone(tmp_path: 
     folder = tmp_path / "checkpoints/tests/job"
     counted = [row["rollout/failed/error"] for row in metrics(folder, "explorer")]
     assert sum(counted) == 16
-    for said in ("sampling temperature is 'hot': expected 0", "sampling stop is [5]: expected"):
-        assert said in done.stderr
-    assert "sampling n is 0: expected" in done.stderr
+    assert "sampling temperature is 'hot': expected 0 (greedy), or a number" in done.stderr
     assert "the prompt holds the id 1000000 (at 0): expected 0 to" in done.stderr
 
 
