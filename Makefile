@@ -1,18 +1,21 @@
 # make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-ray | test-fuzz | test-extras | lint | clean: needs Python 3.11 to 3.13; all else goes into
+# test-ray | test-fuzz | test-extras | test-python | audit |
+# lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?= -q -rs -n 2 --dist loadfile
+PYTEST_ARGS ?= -q -rs --durations=20 -n 2 --dist loadfile
+# a skip whose reason holds one of these words fails: what it needs has been installed for the target
+REQUIRE := OMP_NUM_THREADS=1 TRIREME_REQUIRE
 
 ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
 .PHONY: setup demo demo-cluster test test-gpu test-extras test-fuzz test-megatron test-vllm \
-    test-postgres test-ray lint format clean
+    test-postgres test-ray test-python audit lint format clean
 
 setup: $(STAMP)
 
@@ -50,21 +53,21 @@ format: setup
 
 test: lint
 	scripts/postgres_setup.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
 
 # the same code with CUDA, NCCL and bfloat16; TRIREME_VLLM_PYTHON names vLLM's environment
 test-gpu: setup
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs an NVIDIA GPU and a torch built for CUDA: torch sees none here')"
-	$(BIN)/python -m pytest -q -rs -n 0 -m gpu tests
+	$(REQUIRE)=test-gpu $(BIN)/python -m pytest -q -rs -n 0 -m gpu tests
 
 # several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
 test-postgres: setup
 	scripts/postgres_setup.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/buffer tests/e2e/test_postgres.py -m large
+	$(REQUIRE)=postgres $(BIN)/python -m pytest -q -rs tests/buffer tests/e2e/test_postgres.py -m large
 
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM)/.installed
-	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rs \
 	    tests/engines tests/e2e/test_engine_processes.py \
 	    "tests/server/test_command.py::test_a_run_over_a_server_trains_and_ends[vllm]"
 
@@ -79,7 +82,7 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes
 test-ray: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/e2e/test_ray.py
+	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rs tests/e2e/test_ray.py
 
 # 10,000 requests and calls that nobody thought of, against a live engine: minutes
 test-fuzz: setup
@@ -89,14 +92,32 @@ test-fuzz: setup
 test-extras: setup test-vllm test-megatron test-postgres test-ray test-fuzz
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
-	OMP_NUM_THREADS=1 $(ENVS)/bin/python -m pytest -q tests/envs tests/workflows tests/e2e/test_seed_000.py
+	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py
 
 # checkpoints that Megatron itself writes, on the CPU, in an environment of its own
 test-megatron: setup
 	$(BIN)/python -m venv $(MEGATRON)
 	$(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints.txt -c constraints-megatron.txt -e '.[dev,megatron]'
-	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -q tests/checkpoint/test_megatron.py
+	$(REQUIRE)=megatron $(MEGATRON)/bin/python -m pytest -q -rs tests/checkpoint/test_megatron.py
+
+# the unit tests on the other interpreters that are promised, each in an environment of its own
+test-python:
+	@for python in python3.12 python3.13; do \
+	    if ! $$python -c "" 2>/dev/null; then echo "$$python: not installed, not tested"; continue; fi; \
+	    $$python -m venv .venv-$$python && \
+	    .venv-$$python/bin/python -m pip install --disable-pip-version-check --quiet \
+	        -c constraints.txt -e '.[dev]' && \
+	    OMP_NUM_THREADS=1 .venv-$$python/bin/python -m pytest $(PYTEST_ARGS) -m "not large" \
+	        --ignore tests/e2e tests || exit 1; \
+	done
+
+# known vulnerabilities of the pinned versions: asks PyPI's advisories, so it needs the network
+audit: setup
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet pip-audit
+	@$(BIN)/python -m pip_audit --no-deps --disable-pip -r constraints.txt || { echo \
+	    "make audit: a pinned version has a known vulnerability, or the advisories did not answer"; \
+	    exit 1; }
 
 clean:
-	rm -rf $(VENV) $(ENVS) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache

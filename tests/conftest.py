@@ -8,8 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def _must_run(report: Any) -> None:
+    """A skip whose reason holds a word of TRIREME_REQUIRE fails: what it needs was installed."""
+    reason = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+    required = [word for word in os.environ.get("TRIREME_REQUIRE", "").split(",") if word]
+    if report.skipped and (named := [w for w in required if w.lower() in reason.lower()]):
+        report.outcome = "failed"
+        report.longrepr = f"TRIREME_REQUIRE has '{named[0]}', so this may not be left out: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """See `_must_run`."""
+    report = yield
+    _must_run(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """See `_must_run`: a whole module that leaves itself out."""
+    report = yield
+    _must_run(report)
+    return report
 
 
 @pytest.fixture(scope="session")
