@@ -4,6 +4,7 @@ Invariants:
 - One file a part in the job's `log` folder, appended to: `explorer.log`, `explorer_runner_N.log`,
   `trainer.log`, `synchronizer.log`, `checkpoint_monitor.log`, `explorer_experience_pipeline.log`,
   `queue_experience_buffer.log`; what belongs to none of them is in `launcher.log`.
+- A part's file is there from its first line on: there are no empty ones.
 - The console shows the first line of warnings and errors (all lines of a record that is `whole`);
   tracebacks are in the files alone.
 - A message that repeats is shown a few times only; the file has them all.
@@ -15,7 +16,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -59,22 +60,17 @@ def hide_passwords(text: str) -> str:
 def setup_logging(
     job_log_dir: str | Path,
     level: str = "INFO",
-    *,
-    parts: Iterable[str] = PARTS,
-    runners: int = 0,
 ) -> Callable[[], None]:
     """Begin to log into `job_log_dir`; returns the function that ends it and closes the files.
 
-    The files of `parts` and of `runners` runners are there from the start, others from their first
-    line. Raises ValueError for an unknown level, OSError where the folder cannot be written.
+    A part's file is there from its first line on. Raises ValueError for an unknown level, OSError
+    where the folder cannot be written.
     """
     if level.upper() not in LEVELS:
         raise ValueError(f"log.level is '{level}': expected one of {', '.join(LEVELS)}")
     folder = Path(job_log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     files = PartFiles(folder)
-    for part in (*parts, *(f"explorer_runner_{i}" for i in range(runners))):
-        files.file_of(part)
     console = ConsoleLines(folder)
     root = logging.getLogger(ROOT)
     before = root.level

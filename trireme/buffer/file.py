@@ -77,6 +77,7 @@ class FileBuffer:
         self._position = position
         if not taken:
             raise Closed(f"buffer '{self.name}' has been read to its end")
+        logger.info("%d rows taken, up to %s", len(taken), position)
         return taken
 
     async def take_step(self) -> list[Experience]:

@@ -19,7 +19,10 @@ from trireme.buffer.buffer import Closed, OtherSideFailed
 from trireme.buffer.record import Record
 from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience
+from trireme.log import get_logger
 from trireme.serialize import decode, encode
+
+logger = get_logger("queue_experience_buffer")
 
 
 class QueueBuffer:
@@ -70,6 +73,7 @@ class QueueBuffer:
         # Last, and nothing is awaited after it: who asks for the explorer's state and ours in one
         # go finds a step either still under way or here, never both.
         self._puts.append(deque(experiences))
+        logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self._clock.now()
         self.demand.set(self._wanted > len(self))
         self._bell.ring()
@@ -79,6 +83,7 @@ class QueueBuffer:
         await self._wait_for(n)
         taken = [self._pop() for _ in range(min(n, len(self)))]
         self._taken()
+        logger.info("%d experiences taken, %d wait", len(taken), len(self))
         return taken
 
     async def take_step(self) -> list[Experience]:
@@ -86,6 +91,7 @@ class QueueBuffer:
         await self._wait_for(1)
         taken = list(self._puts.popleft())
         self._taken()
+        logger.info("%d experiences taken, %d wait", len(taken), len(self))
         return taken
 
     async def _wait_for(self, n: int) -> None:

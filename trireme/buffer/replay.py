@@ -21,10 +21,13 @@ from trireme.buffer.buffer import Closed, OtherSideFailed
 from trireme.buffer.record import Record
 from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience, group_by
+from trireme.log import get_logger
 from trireme.serialize import decode, encode
 
 Priority = Callable[[int, int], tuple[float, bool]]
 """`(version, use_count)` -> the priority, and whether the group may come back after this use."""
+
+logger = get_logger("queue_experience_buffer")
 
 
 def linear_decay(*, decay: float = 2.0) -> Priority:
@@ -109,6 +112,7 @@ class ReplayBuffer:
         for members in group_by(list(experiences), "task").values():
             version = min((e.version for e in members if e.version >= 0), default=0)
             self._add(_Group(members, version))
+        logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self._clock.now()
         self.demand.set(False)  # until the take that waits has looked
         self._bell.ring()
@@ -138,6 +142,7 @@ class ReplayBuffer:
             self._begun = self._begun[room:]
         if not taken:
             raise Closed(f"buffer '{self.name}' is closed and empty")
+        logger.info("%d experiences taken, %d wait", len(taken), len(self))
         return taken
 
     async def take_step(self) -> list[Experience]:

@@ -114,6 +114,7 @@ class SqlBuffer:
 
         rows = await asyncio.to_thread(lambda: [row_of(e) for e in experiences])
         await self._poll(lambda connection: self._try_put(connection, rows), full)
+        logger.info("%d experiences put", len(rows))
         self.demand.set(False)  # until a look that begins now has found too few
         self._bell.ring()
 
@@ -139,6 +140,7 @@ class SqlBuffer:
         if not found:
             raise Closed(f"buffer '{self.name}' is closed and empty")
         self._held.update(row_id for row_id, _, _ in found)
+        logger.info("%d experiences taken", len(found))
         return await asyncio.to_thread(self._decode, found)
 
     async def take_step(self) -> list[Experience]:

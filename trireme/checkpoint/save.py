@@ -73,6 +73,8 @@ def save_checkpoint(
         if target.is_dir() and not folder.is_full(step):
             _keep_side_files(target, temporary)
     _move_pointers(folder, step, run_state)
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    logger.info("saved %s, %.1f MB", target, size / 1e6)
     _drop_old(folder, step, keep)
     return target
 

@@ -31,6 +31,7 @@ from trireme.explorer.runner import Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json
 from trireme.log import get_logger
+from trireme.monitor.figures import in_words
 from trireme.monitor.watchdog import left_out_by
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
@@ -275,6 +276,8 @@ class Explorer:
         if self.taskset is not None and self.taskset.learns:
             rates = self.pipeline.pass_rates
             self.feedback.add(step, pass_rates(outcomes) if rates is None else rates)
+        shown = in_words(metrics, "training")
+        logger.info("step %d: %d rollouts in %.2f s  %s", step, len(experiences), elapsed, shown)
         self.report("explorer", step, metrics | more | self.sync.metrics())
         if kept:
             assert self.buffer is not None
@@ -316,6 +319,8 @@ class Explorer:
             self._look_at_failures(when, outcomes, limit=1.0)
             found[taskset.name] = metrics
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
+            shown = in_words(metrics, "evaluation")
+            logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
             self.report(self.eval_prefix, step, named)
         if self.first_evaluation is None and step == 0:
             self.first_evaluation = found

@@ -157,6 +157,7 @@ class Runner:
                 result = await self._attempt(task, spec, runs, (*key, attempt) if attempt else key)
                 if isinstance(result, list):
                     outcome.experiences = result
+                    self.log.info("%s", _told(rollout_name(task, runs[0]), result))
                     return outcome
                 # the explorer says on the console how many of a step failed of which cause
                 self.log.warning("%s (attempt %d of %d)\n%s", result, attempt + 1,
@@ -207,6 +208,14 @@ class Runner:
                 lambda: spec.call(task, blocking, len(runs), runs[0]),
                 name=f"workflow-{task.task_id}",
             )
+
+
+def _told(name: str, experiences: Sequence[Experience]) -> str:
+    """A rollout in one line."""
+    rewards = ", ".join("none" if e.reward is None else f"{e.reward:.3g}" for e in experiences[:8])
+    more = " …" if len(experiences) > 8 else ""
+    sampled = sum(int(e.mask.sum()) for e in experiences)
+    return f"{name}: reward {rewards}{more}, {sampled} tokens sampled"
 
 
 async def judge(

@@ -16,8 +16,6 @@ from trireme.trainer.supply import Supply
 class Elsewhere:
     """What one part of a run that is spread over processes has of the others."""
 
-    logs: tuple[str, ...] = ()
-    """The log files that this part writes."""
     host: str = "127.0.0.1"
     """This machine, as the others see it."""
     buffer: Buffer | None = None

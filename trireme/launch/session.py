@@ -52,7 +52,7 @@ from trireme.launch.parts.text import Text, make_text
 from trireme.launch.stage_result import StageResult
 from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.launch.trainer_ranks import TrainerRanks
-from trireme.log import PARTS, get_logger, setup_logging
+from trireme.log import get_logger, setup_logging
 from trireme.monitor.monitor import FILE_NAME as METRICS
 from trireme.monitor.monitor import Monitors, open_monitor, read_metrics
 from trireme.monitor.watchdog import Facts, Warned, Watchdog, sample_of
@@ -123,10 +123,7 @@ class Session(AbstractContextManager["Session"]):
         self.folder.make()
         if self._is_whole and plan.mode in ("both", "train"):
             self._held.enter_context(self.folder.one_trainer())
-        runners = 0 if plan.mode == "train" or not self._is_whole else plan.runners
-        parts = PARTS if self._is_whole else self.elsewhere.logs
-        level = plan.config.log.level
-        self._close_log = setup_logging(self.folder.log, level, parts=parts, runners=runners)
+        self._close_log = setup_logging(self.folder.log, plan.config.log.level)
         os.environ.update(plan.config.explorer.env_vars)
         if plan.mode in ("both", "train"):
             self.resumed = load_checkpoint(self.folder)

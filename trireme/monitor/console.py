@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trireme.monitor.figures import clock_time, duration, figures, in_one_line, sparkline
+from trireme.monitor.figures import clock_time, duration, figures, in_one_line, in_words, sparkline
 from trireme.monitor.summary import Summary
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
@@ -91,13 +91,12 @@ class Console:
 
     def evaluation(self, name: str, metrics: Mapping[str, float], step: int | None = None) -> None:
         """A lasting line with the result of one evaluation taskset."""
-        shown = [f"{label} {text}" for label, text in figures(metrics, "evaluation")]
         # an explore step is measured with the weights that it used, and the last one once more
         again = step is not None and (name, step) in self._measured
         when = " at the end" if again else "" if step is None else f" at step {step}"
         if step is not None:
             self._measured.add((name, step))
-        self._line(f"evaluation {name}{when}: {'  '.join(shown)}", style="green")
+        self._line(f"evaluation {name}{when}: {in_words(metrics, 'evaluation')}", style="green")
 
     def rollout(self, experience: Experience) -> None:
         """Now and then, the text of a rollout."""
@@ -161,8 +160,10 @@ class Console:
         self.output.print(Text(text, style=style), soft_wrap=True)
 
     def _progress_line(self, *, ended: bool = False) -> str:
-        shown = [f"{label} {text}" for label, text in figures(self._metrics, "training")]
-        return "  ".join([f"{self._name} {self._count()}", *shown, *self._pace(ended=ended)])
+        shown = in_words(self._metrics, "training")
+        return "  ".join(
+            [f"{self._name} {self._count()}", *filter(None, [shown]), *self._pace(ended=ended)]
+        )
 
     def _count(self) -> str:
         """`12/350`, or `12` where the end is not known."""

@@ -34,6 +34,11 @@ def figures(
     return shown
 
 
+def in_words(metrics: Mapping[str, float], kind: Literal["training", "evaluation"]) -> str:
+    """The figures as one text, `reward 0.500  length 8`."""
+    return "  ".join(f"{label} {text}" for label, text in figures(metrics, kind))
+
+
 def _evaluation_figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """`accuracy 54.2%`, for several runs a task `accuracy (mean@4) 54.2%`, and how many tasks."""
     shown = []

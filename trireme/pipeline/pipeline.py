@@ -18,6 +18,8 @@ from trireme.log import get_logger
 from trireme.pipeline.operator import Operator
 from trireme.pipeline.operators import pass_rates
 
+logger = get_logger("explorer_experience_pipeline")
+
 PASS_RATES = "pass_rate_calculator"
 LARGEST = 1e18
 """Rewards are float32 numbers, whose squares end at 3e38."""
@@ -67,6 +69,9 @@ class Pipeline:
             version = min((e.version for e in members if e.version >= 0), default=-1)
             for experience in members:
                 experience.info["group_version"] = version
+        logger.info(
+            "%d experiences of %d groups go on, of %d", len(kept), len(groups), len(experiences)
+        )
         return kept, {f"experience_pipeline/{name}": value for name, value in metrics.items()}
 
     async def close(self) -> None:

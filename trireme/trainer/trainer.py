@@ -17,6 +17,7 @@ from trireme.buffer.buffer import Closed
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.log import get_logger
+from trireme.monitor.figures import in_words
 from trireme.sync.synchronizer import TrainerSync
 from trireme.trainer.backend import TrainerBackend
 from trireme.trainer.learning import Learning
@@ -111,6 +112,9 @@ class Trainer:
         }
         if self.sync is not None:
             metrics |= await self.sync.trained(self.step)
+        shown = in_words(metrics, "training")
+        count = len(experiences)
+        logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
         self.report("trainer", self.step, metrics)
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:

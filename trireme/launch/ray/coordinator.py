@@ -22,8 +22,6 @@ from trireme.launch.session import Session
 from trireme.serialize import decode, encode
 from trireme.workflows.plugins import load_plugins
 
-LOGS = ("synchronizer", "queue_experience_buffer")
-
 
 class Coordinator(Events):
     """Its calls are those of PutSide, TakeSide, ExplorerSide, TrainerSide and Relay."""
@@ -42,7 +40,7 @@ class Coordinator(Events):
         async def push(version: int) -> dict[str, float]:
             return await trainer.control("push", version)
 
-        elsewhere = Elsewhere(LOGS, push=push)
+        elsewhere = Elsewhere(push=push)
         session = Session(
             made.plan, made.model_path, Silent(), self._device, True, elsewhere=elsewhere
         )

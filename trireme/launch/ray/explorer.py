@@ -17,8 +17,6 @@ from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.workflows.plugins import load_plugins
 
-LOGS = ("explorer", "explorer_experience_pipeline")
-
 
 class ExplorerPart:
     """The explorer, told by the launcher what to do."""
@@ -35,8 +33,7 @@ class ExplorerPart:
         self._relay = Relay(coordinator)
         side = ExplorerSide(coordinator, plan)
         buffer = PutSide(coordinator, side, self._state) if plan.mode == "both" else None
-        runners = tuple(f"explorer_runner_{i}" for i in range(plan.runners))
-        elsewhere = Elsewhere((*LOGS, *runners), buffer=buffer)
+        elsewhere = Elsewhere(buffer=buffer)
         session = Session(
             plan, made.model_path, self._relay, self._device, True, elsewhere=elsewhere
         )

@@ -19,7 +19,7 @@ class FollowerPart:
         load_plugins(made.plugins)
         assert made.rank0 is not None
         plan = made.plan
-        close_log = setup_logging(plan.job_dir / "log", plan.config.log.level, parts=())
+        close_log = setup_logging(plan.job_dir / "log", plan.config.log.level)
         place = place_of(plan, rank, plan.trainer_ranks, made.rank0)
         try:
             await asyncio.to_thread(follow_plan, plan, made.model_path, place)

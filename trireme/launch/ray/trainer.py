@@ -24,8 +24,6 @@ from trireme.trainer.ranks import free_address
 from trireme.trainer.trainer import Trainer
 from trireme.workflows.plugins import load_plugins
 
-LOGS = ("trainer", "checkpoint_monitor")
-
 
 class TrainerPart:
     """The trainer, told by the launcher what to do."""
@@ -46,7 +44,7 @@ class TrainerPart:
         load_plugins(made.plugins)
         plan, coordinator = made.plan, Peer(made.coordinator)
         self._relay = Relay(coordinator)
-        elsewhere = Elsewhere(LOGS, host=ray.util.get_node_ip_address())
+        elsewhere = Elsewhere(host=ray.util.get_node_ip_address())
         if plan.mode == "both":
 
             async def snapshot() -> State:
