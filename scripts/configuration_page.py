@@ -24,7 +24,8 @@ _HEAD = """# Configuration
 A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
 it, and starts nothing; `trireme run --config X.yaml trainer.grad_clip=0.5` changes a key on the
 command line (list items too: `buffer.explorer_input.eval_tasksets[0].split=test`).
-`${oc.env:NAME,default}` takes an environment variable.
+`${oc.env:NAME,default}` takes an environment variable. Plug-ins, data and models by a relative path
+are looked for in the working directory, then beside the YAML.
 
 Stages (`stages`) run one after the other. Each is laid over the global file key by key; data with a
 new `path` inherits neither storage type, format, split nor replay, and a new `algorithm_type` no

@@ -26,6 +26,20 @@ def test_every_algorithm_is_listed_with_its_parts_and_formulas(
     assert any(line.startswith("ppo ") and line.endswith("critic, reference") for line in lines)
 
 
+def test_the_user_s_own_are_listed_with_their_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "")
+    (tmp_path / "listed_plugin.py").write_text(
+        'from trireme import algorithm\nalgorithm("listed_rl", advantage="grpo", kl="none")\n'
+    )
+    assert algorithms([tmp_path]) == 0
+    assert any(line.startswith("listed_rl ") for line in capsys.readouterr().out.splitlines())
+    (tmp_path / "broken_listed.py").write_text("1 / 0")
+    assert algorithms([tmp_path]) == 2
+    assert "broken_listed.py" in capsys.readouterr().err
+
+
 def test_the_documentation_page_is_up_to_date() -> None:
     page = PAGE["PAGE"].read_text(encoding="utf-8")
     assert page == PAGE["document"](), "run: python scripts/algorithms_page.py"

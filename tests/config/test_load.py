@@ -104,6 +104,30 @@ def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
     assert "did you mean" not in found and "known here: model_path" in found
 
 
+def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    for name in ("data/a.jsonl", "model/config.json", "mine.py"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    (home / "x.yaml").write_text(
+        "plugins: [mine.py]\nmodel: {model_path: model}\n"
+        "buffer: {explorer_input: {taskset: {path: data/a.jsonl}, eval_tasksets: [{path: b/c}]}}"
+    )
+
+    def paths():
+        config = load_config(home / "x.yaml")
+        inputs = config.buffer.explorer_input
+        return (*config.plugins, config.model.model_path, inputs.taskset.path)
+
+    here.mkdir()
+    monkeypatch.chdir(here)
+    beside = tuple(str(home / name) for name in ("mine.py", "model", "data/a.jsonl"))
+    assert paths() == beside
+    (here / "model").mkdir()
+    assert paths() == (beside[0], "model", beside[2])  # the working directory's goes before
+    assert load_config(home / "x.yaml").buffer.explorer_input.eval_tasksets[0].path == "b/c"
+
+
 def test_what_trinity_s_files_say_is_taken(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text(

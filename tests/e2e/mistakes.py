@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,7 +216,19 @@ def _plugin(text: str) -> Callable[[Path], object]:
 
 _LOADS = ("plugins=[{folder}/fails_to_load.py]",)
 
+
+def _cut_model(folder: Path) -> None:
+    shutil.copytree(folder / "model", folder / "cut", dirs_exist_ok=True)
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
 MISTAKES = [
+    Mistake(
+        "N33 a truncated model.safetensors", ("model.model_path={folder}/cut",),
+        "model.model_path ({folder}/cut) is damaged, or was not downloaded to its end: "
+        "model.safetensors: has ", code=2, prepare=_cut_model,
+    ),
     Mistake(
         "N17 wrong option of a part", ("algorithm.policy_loss_fn_args={clip_rang: 0.2}",),
         "policy_loss_fn 'ppo' has no option 'clip_rang' (did you mean 'clip_range'?)", code=2,

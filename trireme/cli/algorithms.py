@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from trireme.cli.listing import first_line, print_table
+from collections.abc import Sequence
+from pathlib import Path
+
+from trireme.cli.listing import first_line, plugins_loaded, print_table
 
 
-def algorithms() -> int:
+def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
     """Print three tables; returns the exit code."""
     from trireme.algorithms import names
     from trireme.algorithms.recipes import Recipe
 
+    if not plugins_loaded(plugin_dirs):
+        return 2
     rows, uses = [], []
     for name in names.ALGORITHMS.names():
         recipe = names.ALGORITHMS.get(name)

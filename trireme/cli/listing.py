@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -19,3 +20,17 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def first_line(thing: Any) -> str:
     """The first line of its docstring, or nothing."""
     return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def plugins_loaded(plugin_dirs: Sequence[Path]) -> bool:
+    """Whether all plug-ins could be loaded, so that they are listed too; else says why not."""
+    from trireme.cli.run import add_plugin_dirs, complain
+    from trireme.workflows.plugins import load_plugins
+
+    try:
+        add_plugin_dirs(plugin_dirs)
+        load_plugins()
+    except ValueError as error:
+        complain(str(error))
+        return False
+    return True

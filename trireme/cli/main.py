@@ -215,11 +215,11 @@ def rollout(
 
 
 @app.command()
-def algorithms() -> None:
-    """List the algorithms and their parts."""
+def algorithms(plugin_dir: PluginDirs = None) -> None:
+    """List the algorithms and their parts, yours included with --plugin-dir."""
     from trireme.cli.algorithms import algorithms as command
 
-    raise typer.Exit(command())
+    raise typer.Exit(command(plugin_dir or []))
 
 
 @app.command()

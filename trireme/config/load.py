@@ -19,8 +19,9 @@ from trireme.config.typed import build, clean
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the file `path` with `overrides` (`a.b.c=value`) laid over it.
 
-    `${oc.env:VAR,default}` and OmegaConf's other interpolations are resolved. Relative `plugins`
-    that lie beside the file are found there. Raises ConfigError with every problem.
+    `${oc.env:VAR,default}` and OmegaConf's other interpolations are resolved. Plug-ins, data and
+    models by a relative path are looked for in the working directory, then beside the file.
+    Raises ConfigError with every problem.
     """
     config, problems = read_config(path, overrides)
     if problems:
@@ -47,6 +48,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     for override in overrides:
         _override(tree, override, problems)
     values = clean(Config, _resolved(tree, "", problems), "", problems)
+    _find_beside(values, path.parent)
     if "plugins" in values:
         values["plugins"] = [_beside(path, plugin, problems) for plugin in values["plugins"]]
     return build(Config, values), problems
@@ -93,6 +95,20 @@ def _unresolved(reason: str) -> str:
     if variable:
         return f"needs the environment variable {variable[1]}, which is not set"
     return f"cannot be resolved: {reason.splitlines()[0]}"
+
+
+_PATHS = ("path", "model_path", "critic_model_path", "chat_template_path")
+
+
+def _find_beside(values: Any, folder: Path) -> None:
+    """Data and models that are not in the working directory, but beside the file, are those."""
+    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+        if isinstance(value, dict | list):
+            _find_beside(value, folder)
+        elif name in _PATHS and value and "://" not in value:
+            beside = folder / value
+            if not Path(value).expanduser().exists() and beside.exists():
+                values[name] = str(beside.resolve())
 
 
 def _beside(config_path: Path, plugin: str, problems: list[Problem]) -> str:
