@@ -13,6 +13,7 @@ from tests.buffer.samples import run, sample, step_of, uids
 from trireme.buffer.queue import QueueBuffer
 from trireme.buffer.record import Record, record_for
 from trireme.buffer.table import resolve_url
+from trireme.experience import EID, Experience
 from trireme.serialize import decode
 
 
@@ -117,3 +118,33 @@ def test_a_copy_that_cannot_be_written_stops_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match=r"experience_buffer\.jsonl"):
         run(main())
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_copy_stays_below_its_limit(tmp_path: Path, sampled: bool) -> None:
+    database, lines = tmp_path / "x.db", tmp_path / "x.jsonl"
+    limit = 60_000
+    record = Record(database=f"sqlite:///{database}", lines=lines, limit=limit, sampled=sampled)
+    for step in range(1, 41):
+        members = [
+            Experience(list(range(50)), prompt_length=20, eid=EID(step, task, run), reward=1.0,
+                       prompt_text="ask " * 20, response_text=f"reply {step} " * 10)
+            for task in range(2) for run in range(4)
+        ]  # fmt: skip
+        record._write(members)
+        assert lines.stat().st_size <= limit
+    record.close()
+    with sqlite3.connect(database) as connection:
+        batches = [b for (b,) in connection.execute("select batch from experiences order by id")]
+    told = [json.loads(line)["step"] for line in lines.read_text().splitlines()]
+    for steps in (batches, told):
+        assert 30 < len(steps) < 320
+        if sampled:
+            assert min(steps) <= 20 <= max(steps) and len(set(steps)) > 5  # of all times
+        else:
+            assert steps == sorted(steps) and steps[-1] == 40 and steps[0] > 20
+    again = Record(database=f"sqlite:///{database}", lines=lines, limit=limit, sampled=sampled)
+    again.rewind(40)  # what a resume does
+    again._write([Experience([1, 2], prompt_length=1, eid=EID(41, 0), reward=0.0)])
+    again.close()
+    assert database.stat().st_size < 4 * limit

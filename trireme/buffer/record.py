@@ -6,6 +6,8 @@ Invariants:
 - One row and one line per id: writing an id again replaces what was there, and `rewind` removes
   what a run made that is gone on from an earlier step.
 - A line of JSON holds what a person reads; tokens and log-probabilities are in the database.
+- A copy that is past its limit is cut to nine tenths of it: by age, or group by group by a hash of
+  the group's id, so that a sample of all steps stays.
 """
 
 from __future__ import annotations
@@ -13,21 +15,28 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, MetaData, delete, insert
+from sqlalchemy import Connection, Engine, MetaData, delete, func, insert, select
 from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
 from trireme.experience import Experience
-from trireme.log import hide_passwords
+from trireme.log import get_logger, hide_passwords
+
+logger = get_logger("queue_experience_buffer")
 
 TABLE = "experiences"
 IDS_AT_ONCE = 500
+KEPT_SHARE = 0.9
+ROW_BYTES = 250
+"""What ids, numbers and indexes of a row take."""
 MOST_PENDING = 8
 """Writes that may wait for the thread before `write` does."""
 
@@ -35,13 +44,27 @@ MOST_PENDING = 8
 class Record:
     """A SQL table, a JSON Lines file, or both."""
 
-    def __init__(self, *, database: str | None = None, lines: Path | None = None) -> None:
-        """`database` is a URL, `lines` a `.jsonl` file. Both are made when first written."""
+    def __init__(
+        self,
+        *,
+        database: str | None = None,
+        lines: Path | None = None,
+        limit: float = math.inf,
+        sampled: bool = False,
+    ) -> None:
+        """`database` is a URL, `lines` a `.jsonl` file. Both are made when first written.
+
+        `limit`: bytes of either; `sampled` says that not the newest stay at it but a sample.
+        """
+        self._limit = limit
+        self._sampled = sampled
+        self._bytes: int | None = None
+        """Of the database's rows; None: not yet counted."""
         self._metadata = MetaData()
         self._table = experience_table(TABLE, self._metadata)
         self._database = database
         self._engine: Engine | None = None
-        self._lines = _Lines(lines) if lines is not None else None
+        self._lines = _Lines(lines, limit, sampled) if lines is not None else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._pending: list[Future[None]] = []
 
@@ -98,12 +121,38 @@ class Record:
                     connection.execute(delete(self._table).where(same))
                 if rows:
                     connection.execute(insert(self._table), rows)
+                self._trim(connection, rows)
         except DatabaseError as error:
             raise OSError(
                 f"the copy of experiences in {hide_passwords(url)} cannot be written: {error.orig}"
             ) from error
 
+    def _trim(self, connection: Connection, new: list[dict[str, Any]]) -> None:
+        """Delete rows until what is left fits; the file does not grow past its freed pages."""
+        if self._limit == math.inf:
+            return
+        columns = self._table.c
+        size = func.coalesce(func.length(columns.prompt_text), 0) + ROW_BYTES
+        size += func.coalesce(func.length(columns.response_text), 0)
+        size += func.length(columns.experience_bytes)
+        if self._bytes is None:
+            self._bytes = int(connection.scalar(select(func.sum(size))) or 0)
+        else:
+            self._bytes += sum(_bytes_of(row) for row in new)
+        if self._bytes <= self._limit:
+            return
+        query = select(columns.id, columns.task_id, size).order_by(columns.id)
+        rows = [(key, group, int(bytes_)) for key, group, bytes_ in connection.execute(query)]
+        kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
+        gone = [key for key, _, _ in rows if key not in kept]
+        for first in range(0, len(gone), IDS_AT_ONCE):
+            some = columns.id.in_(gone[first : first + IDS_AT_ONCE])
+            connection.execute(delete(self._table).where(some))
+        self._bytes = sum(bytes_ for key, _, bytes_ in rows if key in kept)
+        logger.info("the copy of experiences is at its limit: %d rows went", len(gone))
+
     def _rewind(self, step: int) -> None:
+        self._bytes = None
         if self._database is not None:
             with self._open(self._database).begin() as connection:
                 connection.execute(delete(self._table).where(self._table.c.batch > step))
@@ -114,8 +163,10 @@ class Record:
 class _Lines:
     """A JSON Lines file with one line an id."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit: float = math.inf, sampled: bool = False) -> None:
         self._path = path
+        self._limit = limit
+        self._sampled = sampled
         self._ids: set[str] | None = None
 
     def append(self, experiences: list[Experience]) -> None:
@@ -126,7 +177,17 @@ class _Lines:
             self.keep(lambda line: line["eid"] not in lines)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_text(lines.values()))
+            size = file.tell()
         ids |= lines.keys()
+        if size > self._limit:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Take lines away until the rest fits."""
+        groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
+        rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
+        kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
+        self.keep(lambda line: line["eid"] in kept)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Write the file anew with the lines that are wanted; a half-written one goes too."""
@@ -152,14 +213,35 @@ class _Lines:
         return [json.loads(line) for line in complete]
 
 
-def record_for(path: str | None, folder: Path, name: str = "experience_buffer") -> Record:
+def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool) -> Iterator[Any]:
+    """Keys of the rows (key, group, bytes; oldest first) that stay within so many bytes."""
+    order = list(reversed(rows))
+    if sampled:  # a group's place in this order is the same at every cut: what went stays away
+        order.sort(key=lambda row: zlib.crc32(row[1].encode()))
+    left = limit
+    for key, _, size in order:
+        left -= size
+        if left < 0:
+            return
+        yield key
+
+
+def _bytes_of(row: dict[str, Any]) -> int:
+    """What a row takes, as `_trim` counts it."""
+    texts = (row["prompt_text"], row["response_text"])
+    return len(row["experience_bytes"]) + sum(len(text or "") for text in texts) + ROW_BYTES
+
+
+def record_for(
+    path: str | None, folder: Path, name: str = "experience_buffer", **limits: Any
+) -> Record:
     """The copy that a buffer's `path` asks for: lines in `folder`, rows if it is a database."""
     lines = folder / f"{name}.jsonl"
     if path is None:
-        return Record(lines=lines)
+        return Record(lines=lines, **limits)
     if path.endswith((".jsonl", ".json")):
-        return Record(lines=folder / path)
-    return Record(database=resolve_url(path, folder), lines=lines)
+        return Record(lines=folder / path, **limits)
+    return Record(database=resolve_url(path, folder), lines=lines, **limits)
 
 
 def summary(experience: Experience) -> dict[str, Any]:

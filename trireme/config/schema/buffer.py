@@ -123,6 +123,11 @@ class ExperiencePipelineConfig:
     """Keep a copy of all that the explorer made."""
     input_save_path: str | None = None
     """Where; not given: `sqlite:///explorer_output.db` in the job's buffer folder."""
+    copy_limit_mb: float = number(1000, at_least=0)
+    """How large each copy of experiences to look at may become (this one, and a queue's); what the
+    trainer has yet to learn from is never touched. 0: no limit."""
+    copy_policy: Literal["newest", "sampled"] = "newest"
+    """What stays of a copy at its limit: the newest, or an even sample of groups of all steps."""
 
 
 @dataclass(frozen=True)

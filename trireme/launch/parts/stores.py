@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -57,7 +58,7 @@ def make_buffer(
             retry_seconds=config.max_retry_interval,
         )
         return store, None
-    record = record_for(config.path, folder.buffer)
+    record = record_for(config.path, folder.buffer, **_copy_limits(plan))
     replay = config.replay_buffer
     if replay.enable:
         priority = PRIORITIES[replay.priority_fn](**replay.priority_fn_args)
@@ -136,5 +137,12 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
         return None
     path = pipeline.input_save_path or "sqlite:///explorer_output.db"
     if path.endswith((".jsonl", ".json")):
-        return record_for(path, folder.buffer)
-    return Record(database=resolve_url(path, folder.buffer))
+        return record_for(path, folder.buffer, **_copy_limits(plan))
+    return Record(database=resolve_url(path, folder.buffer), **_copy_limits(plan))
+
+
+def _copy_limits(plan: Plan) -> dict[str, Any]:
+    """How much of a copy stays."""
+    pipeline = plan.config.data_processor.experience_pipeline
+    limit = pipeline.copy_limit_mb * 1e6 or math.inf
+    return {"limit": limit, "sampled": pipeline.copy_policy == "sampled"}
