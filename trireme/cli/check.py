@@ -33,6 +33,8 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
         from trireme.launch.examine import part_problems
 
         told = list(dict.fromkeys(text for plan in plans for text in part_problems(plan)))
+        if not told:
+            told = show_first_rows(plans, console)
     show_problems(told, console)
     return 1 if told else 0
 
@@ -60,6 +62,22 @@ def show_plan(plan: Plan, console: Console) -> None:
     for note in plan.notes:
         console.print(Text(hide_passwords(f"note: {note}"), "dim"))
     console.print()
+
+
+def show_first_rows(plans: Sequence[Plan], console: Console) -> list[str]:
+    """How long the rows are, and what of the first is asked or trained; the problems they have."""
+    from trireme.cli.first_rows import first_rows
+
+    problems: list[str] = []
+    for plan in plans:
+        lines, found = first_rows(plan)
+        problems += found
+        if lines and plan.stage_name is not None:
+            console.print(Text(f"stage {plan.stage_name}", "bold"))
+        for topic, value in lines:
+            style = "yellow" if topic == "warning" else "cyan"
+            console.print(Text.assemble((f"{topic:<{_WIDTH}}", style), value))
+    return problems
 
 
 def show_problems(problems: Sequence[str], console: Console) -> None:

@@ -32,6 +32,7 @@ class Sample:
     title: str
     parts: list[tuple[str, float, bool]] = field(default_factory=list)
     """Text, its weight (0: not trained), and whether it is special tokens alone."""
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def view(
         console.print(Text(_LEGEND, "italic"))
     for sample in samples:
         console.print(Text(f"--- {sample.title}", "bold cyan"))
-        console.print(_coloured(sample) if color else Text(_bracketed(sample)))
+        console.print(_coloured(sample) if color else Text(bracketed(sample)))
     return 0
 
 
@@ -93,12 +94,12 @@ def _samples(
     plans = make_plans(load_config(config, overrides)) if config else []
     plan = next((plan for plan in plans if plan.buffer_type == "file"), (plans or [None])[-1])
     if url is None and plan is not None and plan.buffer_type == "file":
-        return _of_data(plan, wanted.count)
+        return of_data(plan, wanted.count)
     if url is None and (folder is not None or plan is not None):
         job = folder or cast(Plan, plan).job_dir
         store = store_of(job)
         if store is None:
-            return _of_data(_plan_of(job), wanted.count)
+            return of_data(_plan_of(job), wanted.count)
         url = str(store)
     if url is None:
         raise ValueError(
@@ -153,7 +154,7 @@ def _plan_of(job: Path) -> Plan:
     raise ValueError(f"{job} holds neither stored experiences (buffer/) nor a run that read data")
 
 
-def _of_data(plan: Plan, count: int) -> Iterator[Sample]:
+def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     """Rows of the plan's data set, as they are trained on."""
     import dataclasses
 
@@ -203,7 +204,7 @@ def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer:
         for (weight, dim), places in groupby(range(len(ids)), key=lambda place: kinds[place])
     ]
     trained = sum(weight != 0 for weight in weights)
-    return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts)
+    return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts, len(ids))
 
 
 def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> Iterator[Sample]:
@@ -295,7 +296,7 @@ def _coloured(sample: Sample) -> Text:
     return out
 
 
-def _bracketed(sample: Sample) -> str:
+def bracketed(sample: Sample) -> str:
     """What is trained stands in double brackets, with its weight where that is not 1."""
     out = []
     for text, weight, _ in sample.parts:

@@ -40,7 +40,7 @@ class ScheduledWorkflow:
         args = task.workflow_args
         scale = args.get("loss_scale", "default")
         uuid = "/".join(str(part) for part in model.key)
-        request = request_of(_row(task), _messages(task), uuid)
+        request = request_of(_row(task), conversation(task), uuid)
         scheduler = make_scheduler(args)
         if scheduler is None and isinstance(model.engine, LeadsTurns):
             await model.engine.connect()
@@ -53,7 +53,7 @@ class ScheduledWorkflow:
 
     def examine(self, task: Task) -> None:
         """Raise ValueError for a conversation, scheduler, loss scale or reward that cannot be."""
-        _messages(task)
+        conversation(task)
         make_scheduler(task.workflow_args)
         loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
         judge_of(task.reward_fn, task.reward_fn_args).examine(task)
@@ -167,7 +167,7 @@ async def _at_server(
     return found
 
 
-def _messages(task: Task) -> list[dict[str, Any]]:
+def conversation(task: Task) -> list[dict[str, Any]]:
     """The row's conversation: its `messages`, else the prompt's column; with the system prompt of
     the YAML where it has none.
     """

@@ -1,0 +1,63 @@
+"""What `trireme check` says of the first rows: their lengths, the first prompt, what is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.e2e.job import small_config, write_jsonl
+from trireme.cli.main import app
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return small_config(tmp_path_factory.mktemp("good"))
+
+
+def checked(folder: Path, config: dict[str, Any], *overrides: str) -> tuple[int, str]:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    done = CliRunner().invoke(app, ["check", "--config", str(path), *overrides])
+    return done.exit_code, done.output
+
+
+def test_the_lengths_of_prompts_and_the_end_of_the_first(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    code, output = checked(tmp_path, good)
+    assert code == 0
+    assert "sums: 16 encoded, 37 to 38 tokens" in output
+    assert "What is 1 + 2? (0)<|im_end|> ⏎ <|im_start|>assistant" in output
+
+
+def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None:
+    code, output = checked(tmp_path, good, "model.max_prompt_tokens=10")
+    assert code == 1
+    assert "problem: sums: 16 of 16 prompts have more than 10 tokens" in output
+    held_out = "buffer.explorer_input.eval_tasksets=[]"
+    code, output = checked(tmp_path, good, "model.max_prompt_tokens=37", held_out)
+    assert code == 0
+    assert "sums: 6 of 16 prompts have more than 37 tokens" in output
+
+
+def test_the_first_row_that_is_trained(tmp_path: Path, good: dict[str, Any]) -> None:
+    path = write_jsonl(tmp_path / "solved.jsonl", [{"prompt": "1 + 1?", "response": "2"}] * 3)
+    config = {
+        **{key: good[key] for key in ("project", "name", "checkpoint_root_dir")},
+        "mode": "train",
+        "algorithm": {"algorithm_type": "sft"},
+        "model": {"model_path": good["model"]["model_path"], "max_model_len": 128},
+        "buffer": {
+            "train_batch_size": 2,
+            "trainer_input": {"experience_buffer": {"name": "solved", "path": str(path)}},
+        },
+    }
+    code, output = checked(tmp_path, config)
+    assert code == 0
+    assert "3 encoded" in output and "assistant ⏎ [[2<|im_end|>]]" in output
+    code, output = checked(tmp_path, config, "model.max_model_len=16")
+    assert code == 1 and "leave nothing to train within model.max_model_len (16)" in output
