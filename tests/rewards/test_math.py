@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from trireme.rewards import answers
 from trireme.rewards.answers import boxed, final_answer, final_truth, number, same
 from trireme.rewards.format import format_reward
 from trireme.rewards.math import accuracy_reward, math_boxed_reward, math_reward
@@ -128,3 +129,41 @@ def test_dapo_punishes_length_along_a_line() -> None:
     assert plain is not None
     found = asyncio.run(score(task("42"), "it is 41", plain, [0] * 99))
     assert found == {"accuracy": 0.0, "format_score": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth", "right"),
+    [
+        (r"The answer is \frac{1}{10}", "10", False),
+        (r"The answer is \frac{1}{10}", "0.1", True),
+        (r"so \sqrt{3}", "3", False),
+        ("$2^{10}$", "10", False),
+        ("$2^{10}$", "1024", True),
+        ("1e3", "1", False),
+        ("1e3", "1000", True),
+        (r"$\frac{3}{4}$", "0.75", True),
+        ("答案是x^2", "2", False),
+        ("答案是x^2", "x^2", True),
+        (r"\(x = 7\)", "7", True),
+        ("It costs $5 and $7.", "7", True),
+        ("$5 - $3 = $2", "2", True),
+        ("The total is $12", "12", True),
+        (r"The answer is $x=3$ so 4", "4", True),
+        (r"$-\frac{1}{2}$", "-0.5", True),
+        (r"3\sqrt{2}", r"3\sqrt{2}", True),
+    ],
+)
+def test_latex_without_a_box_is_read_as_mathematics(reply: str, truth: str, right: bool) -> None:
+    assert answers.same(answers.final_answer(reply), answers.final_truth(truth)) is right
+
+
+@pytest.mark.parametrize("form", [r"\frac{{{a}}}{{{b}}}", r"$\frac{{{a}}}{{{b}}}$", "{a}/{b}"])
+@pytest.mark.parametrize("text", ["{}", "The answer is {}.", "First 7, then {}", r"So \({}\)"])
+def test_fractions_in_every_form_are_what_they_are_and_nothing_else(form: str, text: str) -> None:
+    if "(" in text and "$" in form:
+        return
+    for a in range(1, 8):
+        for b in range(2, 8):
+            reply = text.format(form.format(a=a, b=b))
+            assert answers.same(answers.final_answer(reply), f"{a}/{b}"), reply
+            assert answers.same(answers.final_answer(reply), str(b)) is (a == b * b), reply

@@ -18,11 +18,20 @@ LONGEST = 300
 """Characters of an answer that is compared as mathematics."""
 _TAIL = 4000
 """Characters at the end of a reply in which its result is looked for."""
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?%?")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,2})?(?:/\d+)?%?")
 _NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
 _ONE_NUMBER = re.compile(_NUMBER_IN_TEXT.pattern + r"(?!\w)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FENCES = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
+_BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_TERM = rf"(?:\\[dt]?frac{_BRACES}{_BRACES}|\\sqrt(?:\[\w+\])?{_BRACES}|\\pi\b|\d[\d.,]*|[a-z])"
+_MATH = re.compile(
+    r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$\$(.+?)\$\$|\$(?!\d[\d,.]*(?:\s|$))([^$\n]+?)\$"
+    rf"|(?<![A-Za-z0-9_\\])(-?(?:\d[\d.]*)?(?=[^\s]*[\\^])(?:{_TERM}(?:\^(?:{_BRACES}|\w))?)+)"
+    r"|(?<![\w.])(-?\d+(?:\.\d+)?[eE][-+]?\d+)(?!\w)",
+    re.DOTALL,
+)
+"""Mathematics in a reply: between fences, or in bare LaTeX, or a number with an exponent."""
 _POWER = re.compile(r"\^|\*\*")
 _LARGE = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[-+]?\d{4,}|\d{4,}\s*[)}]*\s*!|!\s*[)}]*\s*!")
 
@@ -50,8 +59,23 @@ def final_answer(reply: str) -> str | None:
         return plain(inside)
     if "####" in tail:
         return plain(tail.rpartition("####")[2].strip().partition("\n")[0])
+    if (formula := _last_formula(tail)) is not None:
+        return formula
     numbers = _NUMBER_IN_TEXT.findall(tail)
     return plain(numbers[-1]) if numbers else None
+
+
+def _last_formula(text: str) -> str | None:
+    """The last mathematics between fences, or a bare result in LaTeX, where no number follows it;
+    of an equation its right side.
+    """
+    found = None
+    for match in _MATH.finditer(text):
+        found = match
+    if found is None or _NUMBER_IN_TEXT.search(text, found.end()):
+        return None
+    inside = next(group for group in found.groups() if group is not None)
+    return plain(inside.rpartition("=")[2]) or None
 
 
 def boxed(text: str) -> str | None:
