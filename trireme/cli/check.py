@@ -70,7 +70,10 @@ def show_first_rows(plans: Sequence[Plan], console: Console) -> list[str]:
 
     problems: list[str] = []
     for plan in plans:
-        lines, found = first_rows(plan)
+        try:
+            lines, found = first_rows(plan)
+        except (ValueError, OSError) as error:  # no tokenizer beside the model, say
+            lines, found = [("warning", f"no row was encoded: {str(error).splitlines()[0]}")], []
         problems += found
         if lines and plan.stage_name is not None:
             console.print(Text(f"stage {plan.stage_name}", "bold"))
