@@ -1,5 +1,5 @@
 # make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-ray | test-fuzz | test-extras | test-python | audit |
+# test-ray | test-fuzz | test-matrix | test-extras | test-python | audit |
 # lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
@@ -14,8 +14,8 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
-.PHONY: setup demo demo-cluster test test-gpu test-extras test-fuzz test-megatron test-vllm \
-    test-postgres test-ray test-python audit lint format clean
+.PHONY: setup demo demo-cluster test test-gpu test-extras test-fuzz test-matrix test-megatron \
+    test-vllm test-postgres test-ray test-python audit lint format clean
 
 setup: $(STAMP)
 
@@ -88,8 +88,12 @@ test-ray: setup
 test-fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
 
+# every pair of features in some run; runs, killed ones too, with equal bytes: minutes
+test-matrix: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py
+
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-postgres test-ray test-fuzz
+test-extras: setup test-vllm test-megatron test-postgres test-ray test-fuzz test-matrix
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py

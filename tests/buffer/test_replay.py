@@ -155,6 +155,12 @@ def test_every_group_comes_as_often_as_it_may_and_none_is_lost() -> None:
 
 
 def test_priorities_are_those_of_the_formula() -> None:
-    assert linear_decay(decay=2.0)(7, 3) == (1.0, True)
-    assert decay_limit_randomization(decay=0.5)(7, 3) == (5.5, False)
-    assert decay_limit_randomization(use_count_limit=0)(7, 30)[1]
+    assert linear_decay(decay=2.0)(7, 3, "1/0") == (1.0, True)
+    assert decay_limit_randomization(decay=0.5)(7, 3, "1/0") == (5.5, False)
+    assert decay_limit_randomization(use_count_limit=0)(7, 30, "1/0")[1]
+
+
+def test_a_groups_noise_is_the_same_after_a_resume_and_another_for_other_groups() -> None:
+    noisy = [decay_limit_randomization(sigma=0.5, seed=3) for _ in range(2)]
+    assert noisy[0](7, 1, "1/0") == noisy[1](7, 1, "1/0")
+    assert noisy[0](7, 1, "1/0") != noisy[0](7, 1, "1/1")

@@ -100,6 +100,22 @@ def run(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Com
     )
 
 
+def kill_when(folder: Path, config: dict[str, Any], moment: str, *overrides: str) -> None:
+    """Start a run, and end it by SIGKILL once the file `moment` is in its job's folder."""
+    words = command(folder, config, *overrides)
+    process = subprocess.Popen(
+        words, env=environment(), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), "job")
+    path = folder / "checkpoints/tests" / name / moment
+    deadline = time.monotonic() + 240
+    while not path.exists() and process.poll() is None:
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+
+
 def weights(job: Path, step: int) -> bytes:
     """The exported model's bytes."""
     return (job / f"global_step_{step}" / "actor/huggingface/model.safetensors").read_bytes()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import signal
 import sqlite3
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import command, environment, run, small_config, weights
+from tests.e2e.job import command, environment, kill_when, run, small_config, weights
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +49,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
 ) -> None:
     config = small_config(tmp_path)
     job = tmp_path / "checkpoints/tests/job"
-    process = subprocess.Popen(
-        command(tmp_path, config), env=environment(), cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (job / moment).exists() and process.poll() is None:
-        assert time.monotonic() < deadline, f"{moment} never appeared"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_when(tmp_path, config, moment)
     done = run(tmp_path, config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(job, 4) == whole[1]
@@ -78,3 +69,34 @@ def test_metrics_say_that_engine_and_trainer_agree(whole: tuple[Path, bytes]) ->
     assert all(row["rollout/staleness_max"] == 0 for row in trained)
     explored = [row["metrics"] for row in rows if row["part"] == "explorer"]
     assert [row["rollout/experiences"] for row in explored] == [16] * 4
+
+
+STORE = "buffer.trainer_input.experience_buffer"
+VARIANTS = {
+    "sql": f"{STORE}.storage_type=sql",
+    "replay": f"{STORE}.replay_buffer={{enable: true}}",
+    "lora": "model.lora_configs=[{name: a, lora_rank: 4}]",
+}
+
+
+@pytest.mark.large
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_three_runs_and_three_killed_ones_end_with_the_same_bytes(
+    tmp_path: Path, variant: str
+) -> None:
+    config = small_config(tmp_path)
+    config["buffer"]["total_steps"] = 12
+    config["explorer"]["eval_interval"] = 100
+    found: dict[str, str] = {}
+    moments = ("global_step_2", "global_step_6", "global_step_10")
+    for name in ("a", "b", "c", *moments):
+        words = (VARIANTS[variant], f"name={name}")
+        if name in moments:
+            kill_when(tmp_path, config, name, *words)
+        done = run(tmp_path, config, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        job = tmp_path / "checkpoints/tests" / name
+        found[name] = hashlib.sha256(weights(job, 12)).hexdigest()[:16]
+        print(f"{variant:<8}{name:<16}{found[name]}", flush=True)
+    assert len(set(found.values())) == 1, found

@@ -24,25 +24,26 @@ from trireme.experience import Experience, group_by
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
 
-Priority = Callable[[int, int], tuple[float, bool]]
-"""`(version, use_count)` -> the priority, and whether the group may come back after this use."""
+Priority = Callable[[int, int, str], tuple[float, bool]]
+"""`(version, use_count, group's id)` -> the priority, and whether the group may come back after
+this use. A function of these alone: a resume asks again.
+"""
 
 logger = get_logger("queue_experience_buffer")
 
 
 def linear_decay(*, decay: float = 2.0) -> Priority:
     """version - decay * use_count: the newest first, each use costs as much as `decay` versions."""
-    return lambda version, used: (version - decay * used, True)
+    return lambda version, used, _: (version - decay * used, True)
 
 
 def decay_limit_randomization(
     *, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0, seed: int = 0
 ) -> Priority:
     """`linear_decay` plus N(0, sigma); no more than `use_count_limit` uses (0: any number)."""
-    source = random.Random(seed)
 
-    def priority(version: int, used: int) -> tuple[float, bool]:
-        noise = source.gauss(0.0, sigma) if sigma else 0.0
+    def priority(version: int, used: int, group: str) -> tuple[float, bool]:
+        noise = random.Random(f"{seed}/{group}/{used}").gauss(0.0, sigma) if sigma else 0.0
         return version - decay * used + noise, use_count_limit <= 0 or used < use_count_limit
 
     return priority
@@ -62,6 +63,11 @@ class _Group:
     ready_at: float = 0.0
     number: int = field(default=0)
     priority: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The task's id in its explore step."""
+        return self.experiences[0].eid.tid
 
     def __lt__(self, other: _Group) -> bool:
         """Higher priority first, then first come first."""
@@ -207,7 +213,7 @@ class ReplayBuffer:
 
     def _add(self, group: _Group) -> None:
         """Into the heap; the lowest priority goes where there is no room for all."""
-        group.priority, _ = self._priority(group.version, group.used)
+        group.priority, _ = self._priority(group.version, group.used, group.name)
         group.number = next(self._count)
         heapq.heappush(self._heap, group)
         if len(self._heap) > self._capacity:
@@ -220,7 +226,7 @@ class ReplayBuffer:
     def _use(self, group: _Group) -> list[Experience]:
         """Count a use, and let the group rest where it may come back."""
         group.used += 1
-        _, again = self._priority(group.version, group.used)
+        _, again = self._priority(group.version, group.used, group.name)
         if self._cooldown is not None and again and not self._closed:
             group.ready_at = self._clock.now() + self._cooldown
             self._resting.append(group)

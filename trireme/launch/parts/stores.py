@@ -58,10 +58,11 @@ def make_buffer(
             retry_seconds=config.max_retry_interval,
         )
         return store, None
-    record = record_for(config.path, folder.buffer, **_copy_limits(plan))
+    record = record_for(config.path, folder.buffer, config.name, **_copy_limits(plan))
     replay = config.replay_buffer
     if replay.enable:
-        priority = PRIORITIES[replay.priority_fn](**replay.priority_fn_args)
+        seed = {"seed": plan.seed} if replay.priority_fn == "decay_limit_randomization" else {}
+        priority = PRIORITIES[replay.priority_fn](**replay.priority_fn_args, **seed)
         buffer = ReplayBuffer(
             config.name,
             priority=priority,
