@@ -105,19 +105,11 @@ def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
 
 
 CASES = all_cases()
-EVERY = 8
-"""Of the cases one in so many runs in `make test`, with those of `EXACT`."""
 
 
 def parameters() -> list[Any]:
-    return [
-        pytest.param(
-            case,
-            id="-".join(case),
-            marks=[] if i % EVERY == 0 or case in EXACT else [pytest.mark.large],
-        )
-        for i, case in enumerate(CASES)
-    ]
+    """`make test-matrix` alone has them: minutes."""
+    return [pytest.param(case, id="-".join(case), marks=pytest.mark.large) for case in CASES]
 
 
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -333,6 +325,7 @@ def last_weights(job: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
