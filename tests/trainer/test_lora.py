@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -97,3 +98,28 @@ def test_gradient_checkpointing_works_with_an_adapter(tiny_dir):
         results.append(backend.weights())
     for name, weight in results[0].items():
         assert torch.allclose(results[1][name], weight, atol=1e-6), name
+
+
+def test_a_checkpoint_has_the_adapter_as_peft_loads_it(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny import make_model
+    from trireme.config.schema.algorithm import OptimizerConfig
+    from trireme.trainer.backend import TorchBackend
+
+    base = make_model(tmp_path / "model")
+    backend = TorchBackend(base, optimizer=OptimizerConfig(), max_token_len=64, lora=Lora(rank=4))
+    assert backend.adapter is not None
+    for name, tensor in backend.adapter.weights().items():
+        torch.nn.init.normal_(tensor, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    (tmp_path / "actor").mkdir()
+    backend.save(tmp_path / "actor", hf=False)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path / "actor" / "lora_adapter"))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    merged = AutoModelForCausalLM.from_pretrained(base)
+    before = merged(ids).logits
+    merged.load_state_dict(backend.weights(), strict=False)
+    assert torch.allclose(loaded(ids).logits, merged(ids).logits, atol=1e-5)
+    assert not torch.allclose(before, merged(ids).logits, atol=1e-2)

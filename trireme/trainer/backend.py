@@ -246,6 +246,8 @@ class TorchBackend:
         save_whole(
             actor, weights=self.weights(), optimizer=extra.pop("optimizer"), extra=extra, hf=hf
         )
+        if self.adapter:
+            self.adapter.save(actor / "lora_adapter")
 
     def load(self, actor: Path) -> None:
         """See TrainerBackend. Raises ValueError for the files of another model."""
