@@ -32,7 +32,7 @@ def stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_a_run_says_how_it_fits_this_machine_and_returns_0(
     stages: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages.run_stages = lambda plans, console, compare_sft: None
+    stages.run_stages = lambda plans, **_: None
     assert command.run(Path("x.yaml"), [], []) == 0
     assert capsys.readouterr().out == "there is no GPU: the run takes place on the CPU\n"
 
@@ -40,7 +40,7 @@ def test_a_run_says_how_it_fits_this_machine_and_returns_0(
 def test_a_run_that_fails_says_why_and_where_the_traceback_is(
     stages: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(plans: Any, console: Any, compare_sft: bool) -> None:
+    def fail(plans: Any, **_: Any) -> None:
         raise RuntimeError("the probe found other weights in the engine")
 
     stages.run_stages = fail
@@ -54,7 +54,7 @@ def test_a_run_that_fails_says_why_and_where_the_traceback_is(
 
 
 def test_an_error_of_ours_is_not_hidden(stages: Any) -> None:
-    def fail(plans: Any, console: Any, compare_sft: bool) -> None:
+    def fail(plans: Any, **_: Any) -> None:
         raise AssertionError("an invariant")
 
     stages.run_stages = fail
@@ -63,12 +63,12 @@ def test_an_error_of_ours_is_not_hidden(stages: Any) -> None:
 
 
 def test_control_c_ends_with_130(stages: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def stop(plans: Any, console: Any, compare_sft: bool) -> None:
+    def interrupt(plans: Any, **_: Any) -> None:
         raise KeyboardInterrupt
 
-    stages.run_stages = stop
+    stages.run_stages = interrupt
     assert command.run(Path("x.yaml"), [], []) == 130
-    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    assert capsys.readouterr().err == "stopped by Ctrl-C: nothing had begun\n"
 
 
 def test_a_configuration_that_cannot_run_starts_nothing(

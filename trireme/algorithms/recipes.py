@@ -124,6 +124,11 @@ class Recipe:
         known = self.policy_loss.marked("idle_at_zero_advantage")
         return known and self.kl is None and self.entropy is None
 
+    @property
+    def takes_once(self) -> bool:
+        """Whether a batch is what one call of the buffer gave."""
+        return self.parts["sample_strategy"].marked("takes_once")
+
     def asks(self, name: str) -> bool:
         """Whether advantage, loss or entropy cannot do without this data."""
         kinds = ("advantage_fn", "policy_loss_fn", "entropy_loss_fn")

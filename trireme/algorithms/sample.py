@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,11 +31,19 @@ class Takes(Protocol):
         ...
 
 
+def takes_once(strategy: Any) -> Any:
+    """Decorator: says that a buffer is asked once: a cancelled take has taken nothing."""
+    strategy.takes_once = True
+    return strategy
+
+
+@takes_once
 async def default(buffer: Takes, num: int) -> Sample:
     """The next `num` in the buffer's own order."""
     return await buffer.take(num), {}
 
 
+@takes_once
 async def explore_step(buffer: Takes) -> Sample:
     """All experiences of one explore step, however many: on-policy where episodes differ."""
     return await buffer.take_step(), {}

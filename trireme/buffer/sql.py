@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -96,6 +97,8 @@ class SqlBuffer:
         self._seal: str | None = None
         self._sealed = 0
         """The checkpoint that is being made, and how many rows belong to it."""
+        self._taking = threading.Lock()
+        self._gives_up = False
         self._knows_claims = False
         """Whether the database's claims of this reader are `_held` and what is sealed."""
         self._dropped = 0
@@ -119,7 +122,12 @@ class SqlBuffer:
         self._bell.ring()
 
     async def take(self, n: int) -> list[Experience]:
-        """See Buffer."""
+        """See Buffer. Cancelled, it has taken nothing."""
+        self._gives_up = False
+
+        def transact(attempt: Callable[[Connection], Result]) -> Result:
+            with self._taking:
+                return self._transact(attempt)
 
         def waited_for() -> str:
             return (
@@ -128,20 +136,29 @@ class SqlBuffer:
                 f"(max_read_timeout){self._missing('explore')}"
             )
 
+        before = set(self._held)
         try:
             found = await self._poll(
                 lambda connection: self._try_take(connection, n),
                 waited_for,
                 in_vain=lambda: self.demand.set(True),
+                transact=transact,
             )
+            self._bell.ring()
+            if not found:
+                raise Closed(f"buffer '{self.name}' is closed and empty")
+            self._held.update(row_id for row_id, _, _ in found)
+            logger.info("%d experiences taken", len(found))
+            return await asyncio.to_thread(self._decode, found)
+        except asyncio.CancelledError:
+            self._gives_up = True
+            with self._taking:  # its thread may be about to claim
+                self._held = before
+                seal = self._seal
+                self._transact(lambda c: self._claims.release(c, but=before, seal=seal))
+            raise
         finally:
             self.demand.set(False)
-        self._bell.ring()
-        if not found:
-            raise Closed(f"buffer '{self.name}' is closed and empty")
-        self._held.update(row_id for row_id, _, _ in found)
-        logger.info("%d experiences taken", len(found))
-        return await asyncio.to_thread(self._decode, found)
 
     async def take_step(self) -> list[Experience]:
         """Not here: the Plan refuses it."""
@@ -237,6 +254,7 @@ class SqlBuffer:
         attempt: Callable[[Connection], Result | None],
         waited_for: Callable[[], str],
         in_vain: Callable[[], None] = lambda: None,
+        transact: Callable[..., Any] | None = None,
     ) -> Result:
         """`attempt` in transactions of its own until it gives something; ever less often.
 
@@ -252,7 +270,7 @@ class SqlBuffer:
 
         while True:
             rings = self._bell.rings
-            result, changes = await asyncio.to_thread(self._transact, look)
+            result, changes = await asyncio.to_thread(transact or self._transact, look)
             if result is not None:
                 return result
             if self._bell.rings != rings:
@@ -268,8 +286,10 @@ class SqlBuffer:
 
     def _try_put(self, connection: Connection, rows: list[dict[str, Any]]) -> bool | None:
         """True when the rows are in; None while the buffer is full."""
-        self._stop_if_failed(connection)
-        if self._parties.ended(connection, "train") or self._parties.left(connection, "explore"):
+        ended = self._parties.ended(connection, "train")
+        ended = ended or self._parties.left(connection, "explore")
+        self._stop_if_failed(connection)  # after: who has failed has ended, too
+        if ended:
             raise Closed(f"buffer '{self.name}' is closed")
         if self._reuse is None and self._is_full(connection):
             return None
@@ -290,10 +310,12 @@ class SqlBuffer:
 
     def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, bytes]] | None:
         """The rows, claimed; an empty list at the end; None while there are too few."""
-        self._stop_if_failed(connection)
-        self._settle_claims(connection)
+        if self._gives_up:
+            return []
         ended = self._parties.ended(connection, "explore")
         ended = ended or self._parties.left(connection, "train")
+        self._stop_if_failed(connection)  # after: who has failed has ended, too
+        self._settle_claims(connection)
         has = self._claims.count(connection, ended=ended, most=n)
         self._parties.want(connection, n if has < n and not ended else 0)
         if has < n and not ended:

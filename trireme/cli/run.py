@@ -1,7 +1,7 @@
 """`trireme run`: from a YAML to a trained model, and what happens when that fails.
 
-Exit codes: 0 done, 1 the run failed, 2 the configuration cannot run (nothing was started), 130
-Ctrl-C.
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot run (nothing was started), 128 and
+the number of the signal that ended it: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trireme.config import ConfigError, Plan, Problem, load_config, make_plans
 from trireme.files import InUse
+from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 from trireme.usercode import fault_of
@@ -31,19 +32,21 @@ def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Pat
     """Run the stages of a YAML (None: the demo); returns the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    stop = Stop()
+    stop.listen()
     try:
         try:
             plans = plans_of(config, overrides, plugin_dirs)
         except ValueError as error:
             complain(str(error))
             return 2
-        return run_plans(plans, compare_sft=config is None)
+        return run_plans(plans, stop, compare_sft=config is None)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+        print(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
+        return stop.code
 
 
-def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
+def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -> int:
     """Run the stages; an expected failure becomes a sentence and a file with its traceback.
 
     `compare_sft`: the demo's question what more supervised training would have brought.
@@ -54,7 +57,7 @@ def run_plans(plans: Sequence[Plan], *, compare_sft: bool = False) -> int:
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):
         console.note(note)
     try:
-        run_stages(plans, console=console, compare_sft=compare_sft)
+        run_stages(plans, console=console, stop=stop, compare_sft=compare_sft)
     except ConfigError as error:
         console.close()
         complain(str(error))

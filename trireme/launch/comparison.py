@@ -6,20 +6,20 @@ by reinforcement cannot be a weak warm-up's.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
 
 from trireme.config import Plan
 from trireme.launch.local import run_plan
 from trireme.launch.stage_result import StageResult
+from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 
 NAME = "more_sft"
 
 
 def more_supervised(
-    plans: Sequence[Plan], results: Sequence[StageResult], console: Console
+    plans: Sequence[Plan], results: Sequence[StageResult], console: Console, stop: Stop
 ) -> StageResult | None:
     """Run the comparison; None where the job is not one supervised stage and one other."""
     if [result.schema for result in results] != ["sft", "experience"]:
@@ -40,4 +40,4 @@ def more_supervised(
         notes=(),
     )
     console.stage("more SFT, for comparison", steps)
-    return asyncio.run(run_plan(plan, supervised.model_dir, console))
+    return stop.run(run_plan(plan, supervised.model_dir, console, stop=stop))

@@ -24,18 +24,19 @@ from trireme.launch.engine_keeper import EngineKeeper
 from trireme.launch.engine_plan import engine_hosts
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
+from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.sync.checkpoint import PolledSync
 from trireme.sync.synchronizer import Synchronizer
-from trireme.trainer.trainer import Trainer
+from trireme.trainer.trainer import Stopped, Trainer
 
 T = TypeVar("T")
 
 
 async def run_plan(
-    plan: Plan, model_path: str, console: Console, *, measure_end: bool = True
+    plan: Plan, model_path: str, console: Console, *, stop: Stop, measure_end: bool = True
 ) -> StageResult:
-    """Run one stage to its end. Raises the first cause where it fails.
+    """Run one stage to its end. Raises the first cause where it fails, Stopped where `stop` asks.
 
     `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
     begins with the same evaluation.
@@ -43,8 +44,9 @@ async def run_plan(
     if plan.launcher == "ray":
         from trireme.launch.ray.run import run_on_ray
 
-        return await run_on_ray(plan, model_path, console, measure_end=measure_end)
+        return await run_on_ray(plan, model_path, console, stop=stop, measure_end=measure_end)
     started = time.monotonic()
+    stop.plan, stop.limit = plan, plan.config.cluster.stop_timeout
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
     if plan.mode == "serve":
         from trireme.launch.serving import run_serve  # a web server, which no other mode needs
@@ -55,6 +57,7 @@ async def run_plan(
     hosts = engine_hosts(plan, model_path, folder.log)
     try:
         with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
+            stop.gently, stop.waits_for = session.stop, session.doing
             await start_all(hosts)
             if plan.takes_turns and isinstance(engine := session.engine, RemoteEngine):
                 device.turns = engine.turns = Turns(engine)
@@ -136,6 +139,8 @@ async def train_for_others(session: Session, trainer: Trainer) -> None:
     try:
         await trainer.train()
         await session.synchronizer.final_push()
+    except Stopped:
+        raise  # they wait until it is started again
     except Exception as error:
         # explorers of other processes wait for us, for room or for weights
         session.announce(f"failed: {type(error).__name__}: {error}", trainer.step)

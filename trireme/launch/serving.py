@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -26,8 +25,8 @@ from trireme.server.sessions import Sessions
 from trireme.sync.checkpoint import PolledSync
 
 URL_FILE = "explorer_server_url.txt"
-GRACE = 30
-"""Seconds that requests under way get to end when the server stops."""
+GRACE = 0.8
+"""The share of `cluster.stop_timeout` that requests under way get to end."""
 
 KEEP_ALIVE = 120
 """Seconds of a quiet connection: longer than clients keep it, so that none sends into one that is
@@ -42,14 +41,14 @@ class Server(uvicorn.Server):
         """None of them."""
         yield
 
-    def stop(self) -> None:
-        """Let requests under way end; asked a second time: end them."""
-        self.force_exit = self.should_exit
+    def stop(self) -> bool:
+        """Let requests under way end."""
         self.should_exit = True
+        return True
 
 
 async def run_serve(session: Session) -> StageResult:
-    """Serve until Ctrl-C, SIGTERM, or the trainer's end. Raises the first cause of a failure."""
+    """Serve until a signal or the trainer's end. Raises the first cause of a failure."""
     with _alone(session):
         return await _run(session)
 
@@ -68,10 +67,11 @@ async def _run(session: Session) -> StageResult:
         config = uvicorn.Config(
             app,
             log_level="warning",
-            timeout_graceful_shutdown=GRACE,
+            timeout_graceful_shutdown=max(1, int(plan.config.cluster.stop_timeout * GRACE)),
             timeout_keep_alive=KEEP_ALIVE,
         )
-        with _listening(session) as own_socket, _stopped_by_signals(server := Server(config)):
+        session.stops.append((server := Server(config)).stop)
+        with _listening(session) as own_socket:
             await _serve(server, own_socket, _watch(session, sync, sessions))
         session.console.note(
             f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped, "
@@ -173,15 +173,3 @@ def _listening(session: Session) -> Iterator[socket.socket]:
             yield own
         finally:
             path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(server: Server) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

@@ -102,6 +102,8 @@ class Session(AbstractContextManager["Session"]):
         self._hosts = hosts
         self.folder = JobFolder(plan.job_dir, plan.explorer_name)
         self.resumed: Loaded | None = None
+        self.stops: list[Callable[[], bool]] = []
+        """What is asked to end where the run is told to stop."""
         self._records: list[Record] = []
         self._held = ExitStack()
         self._explorer: Explorer | None = None
@@ -457,7 +459,16 @@ class Session(AbstractContextManager["Session"]):
             moved=lambda: sync is not None and sync.trained_step > sync.pushed_step,
         )
         self._trainer.step = self.resumed.step if self.resumed else 0
+        self.stops.append(self._trainer.stop)
         return self._trainer
+
+    def stop(self) -> bool:
+        """Ask what runs to save and end by itself; False where there is nothing to save."""
+        return any(ask() for ask in self.stops)
+
+    def doing(self) -> str:
+        """What the run would end after, as a noun."""
+        return (self._trainer.doing if self._trainer else "") or "the parts of the run to end"
 
     def report(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
         """One step of one part: to the monitors, the watchdog and the console."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import time
@@ -22,11 +21,14 @@ from trireme.files import write_json
 from trireme.launch.comparison import more_supervised
 from trireme.launch.local import run_plan
 from trireme.launch.stage_result import StageResult
+from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.summary import Summary
 
 
-def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = False) -> Summary:
+def run_stages(
+    plans: Sequence[Plan], *, console: Console, stop: Stop, compare_sft: bool = False
+) -> Summary:
     """Run every stage that is not done; the summary is shown and written into the job's folder.
 
     `compare_sft` spends the reinforcement stage's time on more supervised training as well.
@@ -40,7 +42,8 @@ def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = F
         by = "trainer" if plan.mode in ("both", "train") else "explorer"
         console.stage(plan.stage_name, plan.train_steps or plan.explore_steps, by=by)
         model, last = model_of(plan, results), plan is plans[-1]
-        results.append(asyncio.run(run_plan(plan, model, console, measure_end=last)))
+        work = run_plan(plan, model, console, stop=stop, measure_end=last)
+        results.append(stop.run(work))
         if len(plans) > 1:
             rows = [dataclasses.asdict(result) for result in results]
             meta = {"latest_stage": len(results) - 1, "finished": rows}
@@ -48,7 +51,7 @@ def run_stages(plans: Sequence[Plan], *, console: Console, compare_sft: bool = F
     if len(finished) == len(plans):
         console.note(f"nothing was left to do: all {len(plans)} stages are done ({job})")
     summary = summarise(results, job, plans)
-    if compare_sft and (compared := more_supervised(plans, results, console)):
+    if compare_sft and (compared := more_supervised(plans, results, console, stop)):
         summary.accuracy_more_sft = accuracy(compared.last)
         summary.phases[f"{compared.name} train"] = compared.phases["train"]
     summary.wall_s = time.monotonic() - started

@@ -13,6 +13,9 @@ from trireme.buffer.buffer import Buffer
 class Supply(Protocol):
     """What a trainer asks of whoever has the experiences."""
 
+    lets_go: bool
+    """Whether the `take` that goes on, if it is cancelled now, has taken nothing."""
+
     async def take(self, version: int) -> Sample:
         """The next batch, as the recipe samples it, and its metrics; `version` is the engine's.
 
@@ -50,12 +53,17 @@ class BufferSupply:
         self._batch_size = batch_size
         self._auxiliary = auxiliary or {}
         self._turn = turn
+        self.lets_go = False
 
     async def take(self, version: int) -> Sample:
         """See Supply."""
-        batch, metrics = await self._recipe.take(
-            self.buffer, self._batch_size, version, self._auxiliary
-        )
+        self.lets_go = self._recipe.takes_once
+        try:
+            batch, metrics = await self._recipe.take(
+                self.buffer, self._batch_size, version, self._auxiliary
+            )
+        finally:
+            self.lets_go = False
         if self._turn is not None:
             await self._turn()
         return batch, metrics | self.buffer.metrics()

@@ -4,15 +4,18 @@ Invariants:
 - What is taken is committed with the checkpoint that learned from it, and not before.
 - The trainer catches nothing: the first error ends the run.
 - A run that never made a train step has failed.
+- A trainer that is told to stop saves what it has learned, and raises Stopped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from trireme.algorithms.recipes import Recipe
+from trireme.algorithms.sample import Sample
 from trireme.buffer.buffer import Closed
 from trireme.engines.device import Device
 from trireme.experience import Experience
@@ -31,6 +34,14 @@ NOTHING = (
     "everything, or a store at a path of its own holds an earlier run's of the same ids)"
 )
 Report = Callable[[str, int, dict[str, float]], None]
+
+
+class Stopped(Exception):
+    """The run was told to end; what was learned is in the checkpoint of `step` (0: nothing was)."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
 
 
 class Checkpointer(Protocol):
@@ -79,15 +90,24 @@ class Trainer:
         self.moved = moved
         self.step = 0
         self.seconds = 0.0
+        self.doing = ""
+        """What it is at, as a noun; nothing before `train` and after it."""
+        self._saved = 0
+        self._stopping = False
+        self._taking: asyncio.Task[Any] | None = None
 
     async def train(self) -> None:
         """The loop. Always ends with a checkpoint of the last step."""
+        self._saved = self.step
         while not self._enough():
             try:
-                experiences, sampled = await self.supply.take(self.version())
+                sample = await self._take()
             except Closed:
                 break
-            await self._train_on(experiences, sampled)
+            if sample is not None:
+                await self._train_on(*sample)
+            if self._stopping:
+                await self._stop_here()
             if self.save_interval and self.step % self.save_interval == 0 and not self._enough():
                 await self._save(last=False)
         await self._save(last=True)
@@ -97,10 +117,38 @@ class Trainer:
         if self.step == 0:
             raise RuntimeError(NOTHING)
 
+    def stop(self) -> bool:
+        """Save and end at the next safe point: now, where it waits for experiences. False where it
+        does not train, so that there is nothing to save.
+        """
+        self._stopping = bool(self.doing)
+        if self._taking is not None and self.supply.lets_go:
+            self._taking.cancel()
+        return self._stopping
+
+    async def _take(self) -> Sample | None:
+        """The next batch; None where the trainer was told to stop while it waited for one."""
+        self.doing = f"the experiences of train step {self.step + 1}"
+        self._taking = asyncio.current_task()
+        try:
+            return await self.supply.take(self.version())
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            return None
+        finally:
+            self._taking = None
+
+    async def _stop_here(self) -> None:
+        if self.step > self._saved:
+            await self._save(last=False)
+        raise Stopped(self.step)
+
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
 
     async def _train_on(self, experiences: list[Experience], sampled: dict[str, float]) -> None:
+        self.doing = f"train step {self.step + 1}"
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
         elapsed = time.monotonic() - started
@@ -130,7 +178,11 @@ class Trainer:
         return metrics
 
     async def _save(self, *, last: bool) -> None:
+        self.doing = f"the checkpoint of step {self.step}"
         state = await self.checkpointer.snapshot()
         await self.device.run(self.checkpointer.save, self.step, state, last)
         await self.supply.commit()
+        self._saved = self.step
+        if last:
+            self.doing = ""
         logger.info("checkpoint of step %d saved", self.step)

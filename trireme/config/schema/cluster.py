@@ -26,5 +26,8 @@ class ClusterConfig:
     """Seconds without an answer after which a part of a Ray run counts as dead."""
     engine_restarts: int = number(3, at_least=0)
     """How often each engine process that dies is started again (not on Ray); then the run ends."""
+    stop_timeout: float = number(25.0, above=0)
+    """Seconds that a run told to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
+    Slurm and Kubernetes kill after 30 s."""
     start_timeout: float = number(600.0, above=0)
     """Seconds that places, actors and engines of a Ray run get to be there."""

@@ -73,6 +73,9 @@ class PutSide:
 class TakeSide:
     """Supply over the coordinator's buffer."""
 
+    lets_go = False
+    """The coordinator would go on taking."""
+
     def __init__(self, coordinator: Peer) -> None:
         self._coordinator = coordinator
 

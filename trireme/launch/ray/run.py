@@ -34,6 +34,7 @@ from trireme.launch.ray.trainer import TrainerPart
 from trireme.launch.ray.watch import Watched, meet_all, watch, who_died
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
+from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.serialize import decode
 
@@ -43,7 +44,7 @@ STOP_S = 15.0
 
 
 async def run_on_ray(
-    plan: Plan, model_path: str, console: Console, *, measure_end: bool = True
+    plan: Plan, model_path: str, console: Console, *, stop: Stop, measure_end: bool = True
 ) -> StageResult:
     """Run one stage to its end. Raises the first cause where it fails."""
     started = time.monotonic()
@@ -53,7 +54,10 @@ async def run_on_ray(
             Session(plan, model_path, console, device, measure_end) as session,
             cluster(plan) as own,
         ):
+            stop.listen()  # Ray takes SIGTERM for itself
             crew = Crew(session)
+            session.stops.append(crew.stop_training)
+            stop.gently, stop.waits_for = session.stop, crew.doing
             try:
                 await crew.start(may_grow=not own)
                 result = await crew.run()
@@ -79,6 +83,8 @@ class Crew:
         self._engines: list[Peer] = []
         self._followers: list[Peer] = []
         self._following: list[asyncio.Future[None]] = []
+        self._training = False
+        self._asked: asyncio.Future[bool] | None = None
 
     async def start(self, *, may_grow: bool) -> None:
         """Places, all processes side by side, engines, and the parts that know their addresses."""
@@ -122,6 +128,16 @@ class Crew:
             await asyncio.gather(pump, work, return_exceptions=True)
             await self._last_events()
 
+    def stop_training(self) -> bool:
+        """Ask the trainer to save and end after its train step; False where it does not train."""
+        if self._training and self._trainer is not None:
+            self._asked = asyncio.ensure_future(self._trainer.control("stop_training"))
+        return self._training
+
+    def doing(self) -> str:
+        """What the run would end after, as a noun."""
+        return "the trainer's next step and checkpoint" if self._training else "processes to end"
+
     async def stop(self) -> None:
         """End every process, by force where it does not end, and give the places back."""
         asked = [asyncio.ensure_future(part.peer.control("stop")) for part in self._parts]
@@ -142,7 +158,9 @@ class Crew:
         step, _ = await trainer.control("standing")
         if step:
             await trainer.control("refresh")
+        self._training = True
         await self._all(explorer.data("explore"), trainer.data("train"))
+        self._training = False
         await self._coordinator.control("final_push")
         step, _ = await trainer.control("standing")
         await explorer.data("evaluate", step)
@@ -152,7 +170,9 @@ class Crew:
         _, measures_start = await self._trainer.control("standing")
         if self._explorer is not None and measures_start:
             await self._explorer.data("evaluate", 0)
+        self._training = True
         await self._trainer.data("train")
+        self._training = False
         if self._explorer is not None and self._session.measure_end:
             await self._trainer.control("refresh")
             step, _ = await self._trainer.control("standing")

@@ -81,6 +81,10 @@ class TrainerPart:
             await self.trainer.train()
         await self._relay.flush()
 
+    async def stop_training(self) -> bool:
+        """See Trainer.stop."""
+        return self.trainer.stop()
+
     async def push(self, version: int) -> dict[str, float]:
         """The weights to the engines, and the proof that they arrived."""
         assert self._push is not None and self._sync is not None

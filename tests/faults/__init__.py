@@ -1,0 +1,1 @@
+"""Faults: what a run survives, tried on real commands."""

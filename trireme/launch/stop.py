@@ -1,0 +1,180 @@
+"""Stop: how a signal ends a run: at its next safe point, with a checkpoint, and in bounded time.
+
+Invariants:
+- SIGINT, SIGTERM and SIGHUP ask once. A second Ctrl-C ends the process at once, and so does the
+  time limit, whatever user code does meanwhile; the message names what was waited for.
+- Child processes see their pipe close; files are renamed when they are whole and stores have
+  transactions: ending at any instruction loses nothing that a resume does not do again.
+- What is still running when the work has ended is cancelled, and not waited for longer than
+  `LEFT_S`: a coroutine may ignore its cancellation, and a run ends all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from types import FrameType
+from typing import Any, TypeVar
+
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 25.0
+"""The limit before a plan is known."""
+LEFT_S = 5.0
+
+
+class Stop:
+    """Whether, and by what, the run was asked to end."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The first signal that came."""
+        self.plan: Plan | None = None
+        """What runs."""
+        self.limit = GRACE_S
+        self.waits_for: Callable[[], str] = lambda: "the parts of the run to end"
+        self.gently: Callable[[], bool] = lambda: False
+        """Asks the work to end by itself; False where it has nothing to save."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """What people call the signal."""
+        number = self.number or signal.SIGINT
+        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+    @property
+    def code(self) -> int:
+        """The exit code: 128 and the signal's number."""
+        return 128 + (self.number or signal.SIGINT)
+
+    def what_is_left(self) -> str:
+        """What the job's folder holds, and what the same command does with it."""
+        plan = self.plan
+        if plan is None:
+            return "nothing had begun"
+        if plan.mode not in ("both", "train"):
+            again = {"explore": "goes on after the last explore step that was put"}
+            return f"the same command {again.get(plan.mode, 'begins anew')}"
+        folder = JobFolder(plan.job_dir)
+        steps = [step for step in folder.steps() if folder.is_full(step)]
+        stage = f" of stage '{plan.stage_name}'" if plan.stage_name else ""
+        saved = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
+        saved += f"{stage} is saved"
+        if not plan.config.continue_from_checkpoint:
+            job = plan.job_dir.parent if plan.stage_name else plan.job_dir
+            go_on = f"; add name={job.name} continue_from_checkpoint=true to go on" * bool(steps)
+            return f"{saved}; the same command begins anew (continue_from_checkpoint: false){go_on}"
+        begins = f"begins {stage.removeprefix(' of ')} anew".replace("  ", " ")
+        return f"{saved}; the same command {'goes on from it' if steps else begins}"
+
+    def listen(self) -> None:
+        """Receive the signals from now on; again after something else has taken them."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    signal.signal(number, self._came)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` on an event loop of its own. KeyboardInterrupt: it was stopped."""
+        from trireme.trainer.trainer import Stopped  # loads torch, which the command has not yet
+
+        loop = self._loop = asyncio.new_event_loop()
+        try:
+            asyncio.set_event_loop(loop)
+            self._task = loop.create_task(work)
+            if self.number is not None:
+                self._ask()
+            return loop.run_until_complete(self._task)
+        except (asyncio.CancelledError, Stopped):
+            if self.number is None:
+                raise
+            raise KeyboardInterrupt from None
+        finally:
+            self.gently = lambda: False
+            self._loop = self._task = None
+            _close(loop)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            if number == signal.SIGINT:
+                self._end("ended at once by a second Ctrl-C")
+            return  # whoever sends SIGTERM may send it to all, and twice
+        self.number = number
+        timer = threading.Timer(self.limit, self._late)
+        timer.daemon = True
+        timer.start()
+        if self._loop is None:
+            raise KeyboardInterrupt  # nothing runs that could save anything
+        self._say(
+            f"{self.name}: ending at the next safe point, in {self.limit:g} s at most "
+            "(cluster.stop_timeout); Ctrl-C: at once"
+        )
+        self._loop.call_soon_threadsafe(self._ask)
+
+    def _ask(self) -> None:
+        assert self._task is not None
+        if not self.gently():
+            self._task.cancel()
+
+    def _late(self) -> None:
+        frames = sys._current_frames().get(threading.main_thread().ident or 0)
+        calls = traceback.extract_stack(frames) if frames else []
+        busy = [f for f in calls if not f.filename.startswith((sys.prefix, sys.base_prefix))][-1:]
+        where = "".join(f"; the event loop is at {f.filename}:{f.lineno}" for f in busy)
+        self._end(
+            f"{self.name}: ended after {self.limit:g} s (cluster.stop_timeout), which was too "
+            f"short for {self.waits_for()}{where}; {self.what_is_left()}"
+        )
+
+    def _end(self, text: str) -> None:
+        """Now, without a word to anyone: what may hang is what would be asked."""
+        with suppress(Exception):
+            self._say("\x1b[?25h" * sys.stdout.isatty() + text)  # a live display hides the cursor
+        os._exit(self.code)
+
+    def _say(self, text: str) -> None:
+        """Past `sys.stderr`, in the middle of whose work the signal may have come."""
+        os.write(2, f"{text}\n".encode())
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """End what is left on a loop, waiting for nobody who does not want to end."""
+    try:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            _, stuck = loop.run_until_complete(asyncio.wait(left, timeout=LEFT_S))
+            for task in stuck:
+                # the log is closed by now
+                print(f"warning: left behind: {_name(task)} ignores that it is cancelled",
+                      file=sys.stderr)  # fmt: skip
+            if stuck:  # nobody wants to hear that they were still there
+                loop.set_exception_handler(lambda loop, context: None)
+        with suppress(asyncio.TimeoutError):
+            loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), LEFT_S))
+        with suppress(asyncio.TimeoutError):
+            loop.run_until_complete(asyncio.wait_for(loop.shutdown_default_executor(), LEFT_S))
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _name(task: asyncio.Task[Any]) -> str:
+    """Where a task is, by the innermost line of it that is known."""
+    stack = task.get_stack()
+    code = stack[-1].f_code if stack else None
+    line = f"{code.co_filename}:{stack[-1].f_lineno} in {code.co_name}" if code else ""
+    return line or repr(task.get_coro())
