@@ -1,5 +1,5 @@
 # make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-ray | test-fuzz | test-matrix | test-extras | test-python | audit |
+# test-ray | test-fuzz | test-matrix | test-extras | faults | test-python | audit |
 # lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
@@ -15,7 +15,7 @@ MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
 .PHONY: setup demo demo-cluster test test-gpu test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-postgres test-ray test-python audit lint format clean
+    test-vllm test-postgres test-ray test-python audit faults lint format clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,10 @@ format: setup
 test: lint
 	scripts/postgres_setup.sh
 	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+
+# what runs survive: kills, signals, disks, damage, users' code; twenty minutes on two quiet cores
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.harness
 
 # the same code with CUDA, NCCL and bfloat16; TRIREME_VLLM_PYTHON names vLLM's environment
 test-gpu: setup

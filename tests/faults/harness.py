@@ -2,9 +2,10 @@
 
 `python -m tests.faults.harness [--quick] [--only WORD] [--json FILE] [--docs]`: a table (fault,
 tried, survived, lost, doubled, hung); exit code 1 where anything was lost, doubled or hung.
-`--docs` writes it into docs/errors.md. Survived means: the same command, given again, ends with exit code 0,
-has learned from each experience once, as an uninterrupted run has, and, where a run is byte-exact,
-ends with equal weights.
+`--docs` writes it into docs/errors.md. Survived means: the same command, given again, ends with
+exit code 0, has learned from each experience once, as an uninterrupted run has, and, where a run is
+byte-exact, ends with equal weights. After `--minutes` no more trials are begun; the first of each
+fault come first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.faults.jobs import JOB, STEPS, config_of, final_weights, learned, write_config
 from tests.faults.program import Blow, start
@@ -317,7 +319,7 @@ def attempt(trial: Trial) -> Row:
     folder = Path(tempfile.mkdtemp(prefix="trial-", dir=_base)) / "job"
     try:
         made(trial.kind, folder)
-        HOW[trial.how](trial, folder)
+        HOW[trial.how.split()[0]](trial, folder)
         row.lost, row.doubled = compare(trial.kind, folder)
         row.survived = int(not row.lost and not row.doubled)
     except Hung:
@@ -332,6 +334,29 @@ def attempt(trial: Trial) -> Row:
             f"lost {row.lost}, doubled {row.doubled}, hung {row.hung}"]]  # fmt: skip
         row.notes[-1] += f"; {folder}"
     return row
+
+
+def in_turns(chosen: list[Trial]) -> list[Trial]:
+    """The first of each fault, then the second, and so on."""
+    places = Counter[str]()
+    order = []
+    for trial in chosen:
+        places[trial.fault] += 1
+        order.append(places[trial.fault])
+    return [trial for _, trial in sorted(zip(order, chosen, strict=True), key=lambda pair: pair[0])]
+
+
+def until(minutes: float, results: Any) -> Iterator[Row]:
+    """Results as they come, for so long."""
+    deadline = time.monotonic() + 60 * minutes
+    while True:
+        try:
+            yield results.next(timeout=max(deadline - time.monotonic(), 0.1))
+        except StopIteration:
+            return
+        except multiprocessing.TimeoutError:
+            print(f"not all was tried in {minutes:g} minutes", file=sys.stderr)
+            return
 
 
 def table(rows: list[Row]) -> str:
@@ -365,6 +390,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=20.0)
     options = parser.parse_args()
     from tests.tiny import make_model
 
@@ -374,7 +400,7 @@ def main() -> int:
     rows = {trial.fault: Row(trial.fault) for trial in chosen}
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers, prepare, (str(base),)) as pool:
-        for got in pool.imap_unordered(attempt, chosen):
+        for got in until(options.minutes, pool.imap_unordered(attempt, in_turns(chosen))):
             row = rows[got.fault]
             for name in ("tried", "survived", "lost", "doubled", "hung", "notes"):
                 setattr(row, name, getattr(row, name) + getattr(got, name))

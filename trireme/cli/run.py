@@ -40,10 +40,10 @@ def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Pat
         except ValueError as error:
             complain(str(error))
             return 2
-        return run_plans(plans, stop, compare_sft=config is None)
+        return stop.ended(run_plans(plans, stop, compare_sft=config is None))
     except KeyboardInterrupt:
         print(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
-        return stop.code
+        return stop.ended(stop.code)
 
 
 def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -> int:

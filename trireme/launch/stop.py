@@ -45,6 +45,8 @@ class Stop:
         self.waits_for: Callable[[], str] = lambda: "the parts of the run to end"
         self.gently: Callable[[], bool] = lambda: False
         """Asks the work to end by itself; False where it has nothing to save."""
+        self._left = 0
+        """Coroutines that did not end."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
@@ -104,7 +106,17 @@ class Stop:
         finally:
             self.gently = lambda: False
             self._loop = self._task = None
-            _close(loop)
+            self._left += _close(loop)
+
+    def ended(self, code: int) -> int:
+        """The exit code; a process with coroutines that do not end goes at once, or Python would
+        throw into them as it goes.
+        """
+        if self._left:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
@@ -149,8 +161,9 @@ class Stop:
         os.write(2, f"{text}\n".encode())
 
 
-def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """End what is left on a loop, waiting for nobody who does not want to end."""
+def _close(loop: asyncio.AbstractEventLoop) -> int:
+    """End what is left on a loop; how many do not want to end, and are not waited for."""
+    stuck: set[asyncio.Task[Any]] = set()
     try:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -170,6 +183,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     finally:
         asyncio.set_event_loop(None)
         loop.close()
+    return len(stuck)
 
 
 def _name(task: asyncio.Task[Any]) -> str:

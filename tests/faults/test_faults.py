@@ -1,0 +1,33 @@
+"""The harness itself: the docs list its faults, and a few of them are tried."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.job import ROOT, environment
+from tests.faults.harness import names, trials
+from tests.faults.program import POINTS
+
+
+def test_the_docs_table_has_the_harness_faults() -> None:
+    page = (ROOT / "docs/errors.md").read_text()
+    found = page.partition("<!-- faults")[2].partition("<!-- end of faults")[0]
+    assert re.findall(r"^\| (.*?) \| \d", found, re.MULTILINE) == names()
+
+
+def test_kills_are_tried_at_more_than_25_named_points() -> None:
+    blows = [t.blow for t in trials(quick=False) if t.blow is not None and t.blow.what == "KILL"]
+    assert len({(b.point, b.when) for b in blows}) > 25
+    assert {b.point for b in blows} <= set(POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_kill_in_the_middle_of_a_checkpoint_loses_and_doubles_nothing() -> None:
+    words = [sys.executable, "-m", "tests.faults.harness", "--quick", "--only", "SIGKILL"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
