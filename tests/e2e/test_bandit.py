@@ -20,6 +20,7 @@ from trireme import Experience, Model, Task, workflow
 from trireme.algorithms.names import ALGORITHM_PATHS, ALGORITHMS
 from trireme.config import load_config, make_plans
 from trireme.launch.stages import run_stages
+from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 
 STEPS, TASKS, RUNS = 30, 2, 16
@@ -124,7 +125,7 @@ def _run(folder: Path, config: dict[str, Any]) -> list[float]:
     """The mean reward of each explore step."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    run_stages(make_plans(load_config(path)), console=Console(live=False))
+    run_stages(make_plans(load_config(path)), console=Console(live=False), stop=Stop())
     job = folder / "checkpoints/tests" / config["name"]
     lines = (job / "monitor/metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
