@@ -118,12 +118,7 @@ def test_a_resumed_buffer_gives_exactly_what_was_not_taken(filled: Callable[[], 
         state = buffer.state()
         buffer.commit()
         lost = await buffer.take(2)  # learned from, but not in a checkpoint when the process dies
-        if isinstance(buffer, SqlBuffer):
-            again: Any = SqlBuffer("experiences", buffer._database.url.render_as_string(False))
-        elif isinstance(buffer, FileBuffer):
-            again = FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
-        else:
-            again = QueueBuffer("experiences")
+        again = reopened(buffer)
         again.load_state(state)
         assert len(again) == 3
         taken = await again.take(3)
@@ -131,6 +126,36 @@ def test_a_resumed_buffer_gives_exactly_what_was_not_taken(filled: Callable[[], 
         assert uids(taken)[:2] == uids(lost)
 
     run(main())
+
+
+def test_an_older_checkpoint_gives_again_what_later_ones_had_made_final(
+    filled: Callable[[], Any],
+) -> None:
+    async def main() -> None:
+        buffer = await filled()
+        states = []
+        for _ in range(3):  # the last two checkpoints will be damaged
+            await buffer.take(1)
+            states.append(buffer.state())
+            buffer.commit()
+        for _ in range(2):  # and once more, by a run that has gone on from the first
+            again = reopened(buffer)
+            again.load_state(states[0])
+            assert len(again) == 3
+            assert uids(await again.take(1)) == ALL[1:2]
+            again.state()
+            again.commit()
+
+    run(main())
+
+
+def reopened(buffer: Any) -> Any:
+    """What a new process opens; no state is loaded yet."""
+    if isinstance(buffer, SqlBuffer):
+        return SqlBuffer("experiences", buffer._database.url.render_as_string(False))
+    if isinstance(buffer, FileBuffer):
+        return FileBuffer("experiences", FourRows(), total_epochs=1, shuffle=False)
+    return QueueBuffer("experiences")
 
 
 def test_closing_wakes_a_trainer_that_waits_for_more_than_will_come(make: Make) -> None:

@@ -125,8 +125,26 @@ class Claims:
         final = {"claimed_by": None, "sealed": None, "used": 0}
         uses = table.c.consumed + table.c.used
         connection.execute(
-            update(table).where(table.c.sealed == seal).values(consumed=uses, **final)
+            update(table)
+            .where(table.c.sealed == seal)
+            .values(consumed=uses, consumed_by=seal, **final)
         )
+
+    def seals(self, connection: Connection) -> list[str]:
+        """The checkpoints that have made the last use of a row final."""
+        by = self.table.c.consumed_by
+        return list(connection.scalars(select(by).where(by.is_not(None)).distinct()))
+
+    def restore(self, connection: Connection, seals: Sequence[str]) -> int:
+        """Open again what those made final, one use less of each row; how many rows."""
+        table = self.table
+        one_less = {"consumed": table.c.consumed - 1, "consumed_by": None}
+        rows = 0
+        for part in _chunks(seals):
+            used = and_(table.c.consumed_by.in_(part), table.c.consumed > 0)
+            undo = update(table).where(used).values(**_FREE, **one_less)
+            rows += connection.execute(undo).rowcount
+        return rows
 
     def release(
         self, connection: Connection, *, but: Iterable[int] = (), seal: str | None = None

@@ -94,6 +94,8 @@ class SqlBuffer:
         self._failure: BaseException | None = None
         self._held: set[int] = set()
         """Rows taken and not yet sealed."""
+        self._last_seal: int | None = None
+        """The number of the last one, once it is known; a seal is <reader>/<number>/<token>."""
         self._seal: str | None = None
         self._sealed = 0
         """The checkpoint that is being made, and how many rows belong to it."""
@@ -192,7 +194,7 @@ class SqlBuffer:
 
         Raises RuntimeError where some of it has gone to another reader, or our name has.
         """
-        seal = self._seal or secrets.token_hex(8)
+        seal = self._seal or self._next_seal()
         wanted = self._sealed + len(self._held)
 
         def attempt(connection: Connection) -> int:
@@ -213,16 +215,20 @@ class SqlBuffer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Buffer."""
+        number = self._number_of(state["seal"])
 
         def attempt(connection: Connection) -> None:
             self._claims.consume(connection, state["seal"])
             self._claims.release(connection)
+            later = [s for s in self._claims.seals(connection) if self._number_of(s) > number]
+            if back := self._claims.restore(connection, later):
+                logger.warning("%d experiences of later checkpoints are open again", back)
             if self._role == "both" and "newest" in state:
                 self._claims.rewind(connection, state["newest"])
 
         self._transact(attempt)
         self._held.clear()
-        self._seal, self._sealed = None, 0
+        self._seal, self._sealed, self._last_seal = None, 0, number
         self._knows_claims = True
 
     def metrics(self) -> dict[str, float]:
@@ -233,6 +239,19 @@ class SqlBuffer:
         """Let go of the database's connections."""
         self._heartbeat.stop()
         self._database.dispose()
+
+    def _next_seal(self) -> str:
+        """A name for the next checkpoint, with a higher number than any of this reader's has."""
+        if self._last_seal is None:
+            seals = self._transact(self._claims.seals)
+            self._last_seal = max(map(self._number_of, seals), default=0)
+        self._last_seal += 1
+        return f"{self._parties.name}/{self._last_seal}/{secrets.token_hex(8)}"
+
+    def _number_of(self, seal: str) -> int:
+        """Which of this reader's seals that is, the first is 1; 0 where it is another's."""
+        reader, number, _ = seal.rsplit("/", 2)
+        return int(number) if reader == self._parties.name else 0
 
     def _transact(self, attempt: Callable[[Connection], Result]) -> Result:
         """`attempt` in a transaction; again where the server went away in the middle of it."""
