@@ -244,11 +244,13 @@ def test_keys_of_other_engines_are_listed_and_others_mapped(tmp_path):
         "explorer.rollout_model.engine_type=vllm",
         "explorer.rollout_model.engine_num=2",
         "explorer.rollout_model.enforce_eager=true",
+        "explorer.rollout_model.enable_auto_tool_choice=true",
         "trainer.trainer_strategy=fsdp2",
     )
     notes = "\n".join(plan.notes)
     assert "engine_type (vllm): the embedded torch engine generates in its place" in notes
     assert "without effect here: explorer.rollout_model.enforce_eager=True" in notes
+    assert "enable_auto_tool_choice (True): a reply's tool calls are read wherever" in notes
     assert "trainer.trainer_strategy (fsdp2): one process trains" in notes
     assert plan.runners == 16
 

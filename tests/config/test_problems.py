@@ -259,7 +259,7 @@ def test_determinism_that_cannot_be_had(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("explorer.rollout_model.engine_type=external", "explorer.rollout_model.engine_type"),
+        ("explorer.rollout_model.engine_type=tinker", "explorer.rollout_model.engine_type"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
         ("monitor.monitor_type=wandb", "monitor.monitor_type"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
@@ -370,6 +370,10 @@ def test_auxiliary_models_are_looked_at(tmp_path):
     assert problems_of(tmp_path, f"{key}=[{{engine_type: external, {served}}}]") == []
     found = only_problem(tmp_path, f"{key}=[{{engine_type: external, model_path: m}}]")
     assert found.startswith(f"{key}[0].base_urls is []: expected the server's address")
+    found = only_problem(tmp_path, f"{key}=[{{engine_type: tinker, model_path: model}}]")
+    assert found.startswith(f"{key}[0].engine_type (tinker) is not supported yet")
+    found = only_problem(tmp_path, "explorer.rollout_model.engine_type=external")
+    assert "(external) is for explorer.auxiliary_models alone" in found
 
 
 def test_bench_needs_something_to_measure(tmp_path):

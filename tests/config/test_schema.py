@@ -1,3 +1,4 @@
+import ast
 import runpy
 import subprocess
 import sys
@@ -45,6 +46,37 @@ def test_every_key_of_the_support_tables_exists_and_is_in_one_table_only():
     tables = [set(REFUSED), set(PLACED), set(HINTS)]
     assert set().union(*tables, REFUSED_VALUES) <= known
     assert sum(map(len, tables)) == len(set().union(*tables))
+
+
+NOT_BY_NAME = {
+    "Config.service": "its one key is refused",
+    **{
+        f"AlgorithmConfig.{kind}_fn_args": "get_recipe makes these names of the parts' kinds"
+        for kind in ("advantage", "policy_loss", "kl_penalty", "kl_loss", "entropy_loss")
+    },
+    "DataJuicerConfig.server_url": "its section is refused",
+    "DataJuicerConfig.auto_start": "its section is refused",
+}
+"""Keys that no line outside of the schema names, and why that is right."""
+
+
+def test_every_key_is_read_or_said_to_have_no_effect():
+    """By name: that a key called `name` is read, the read of another `name` would hide."""
+    read: set[str] = set()
+    for path in (ROOT / "trireme").rglob("*.py"):
+        if "schema" not in path.parts and path.name != "support.py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                    read.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    read.add(node.value)
+    unread = {
+        f"{name}.{item.name}"
+        for name, section in sections().items()
+        for item in fields(section)
+        if item.name not in read
+    }
+    assert unread - {*REFUSED, *REFUSED_VALUES, *PLACED, *HINTS} == set(NOT_BY_NAME)
 
 
 def test_the_documentation_page_is_up_to_date():

@@ -137,6 +137,9 @@ def _check_auxiliary(stage: Stage) -> None:
                 f"is {model.base_urls}: expected the server's address with engine_type external "
                 "(an OpenAI API) or remote (trireme rollout), and with no other",
             )
+        if model.engine_type in ("sglang", "vllm"):
+            text = "the embedded torch engine generates in its place"
+            stage.notes.append(f"{key}.engine_type ({model.engine_type}): {text}")
         if not model.model_path:
             text = "is not given: expected the folder or hub id of its model and tokenizer"
             stage.problem(f"{key}.model_path", text)

@@ -61,8 +61,9 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
         for name in ("wandb", "mlflow", "swanlab")
     },
     "RolloutModelConfig.engine_type": {
-        name: "is not supported yet: expected torch or remote (vllm maps to torch here)"
-        for name in ("external", "tinker")
+        "external": "is for explorer.auxiliary_models alone, since an OpenAI API takes no new "
+        "weights: expected torch, vllm or remote (a server of trireme rollout)",
+        "tinker": "is not supported yet: expected torch, vllm or remote",
     },
     "TasksetConfig.storage_type": {"sql": "is not supported yet: expected file"},
     "TrainerConfig.trainer_type": {"tinker": "is not supported yet: expected torch or verl"},
@@ -74,6 +75,8 @@ PLACED: dict[str, str] = {
     "Config.ray_namespace": "this run is one process and uses no Ray",
     "ExplorerConfig.env_vars": "set for the whole process, which all runners share",
     "RolloutModelConfig.data_parallel_size": "one engine generates",
+    "RolloutModelConfig.enable_auto_tool_choice": "a reply's tool calls are read wherever a "
+    "request has tools, unless its tool_choice is none",
     "RolloutModelConfig.enable_expert_parallel": "one engine generates",
     "RolloutModelConfig.pipeline_parallel_size": "one engine generates",
     "RolloutModelConfig.tensor_parallel_size": "one engine generates, on one device",
@@ -166,6 +169,10 @@ def check_support(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) 
         refused = REFUSED_VALUES.get(where, {}).get(value if isinstance(value, str) else "")
         refused = refused or REFUSED.get(where)
         if key.startswith("explorer.auxiliary_models[") and where in OF_AUXILIARY:
+            if value == "tinker":
+                stage.problem(
+                    key, "(tinker) is not supported yet: expected torch, external or remote"
+                )
             continue
         if refused:
             idle += (key,)
