@@ -30,6 +30,10 @@ def test_grpo_over_the_batch_std_keeps_the_group_mean():
     out = grpo(rewards, torch.tensor([0, 0, 1, 1]), std_cal_level="batch")
     std = 1.9148542155126762  # sqrt(11 / 3): deviations -2.5, -0.5, 1.5, 1.5
     assert out.tolist() == pytest.approx([-1 / std, 1 / std, 0, 0], abs=1e-5)
+    # three more experiences of run 3 with its one reward change no std
+    rewards, groups = torch.cat([rewards, torch.full((3,), 4.0)]), torch.tensor([0, 0, *[1] * 5])
+    split = grpo(rewards, groups, torch.tensor([0, 1, 2, 3, 3, 3, 3]), std_cal_level="batch")
+    assert split[:4].tolist() == pytest.approx(out.tolist(), abs=1e-5)
 
 
 def test_grpo_counts_a_run_of_several_experiences_once():

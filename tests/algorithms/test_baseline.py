@@ -62,6 +62,9 @@ def test_remax_compares_with_the_greedy_run():
     out = remax(REWARDS, GROUPS, torch.tensor([1, 0, 2, 3]))
     assert out[:3].tolist() == [-1, 0, 4]
     assert out[3].isnan()  # its group's greedy run has failed
+    # of a greedy run of two steps, the last step's reward is the baseline, and neither is trained
+    steps = remax(torch.tensor([0.5, 1.0, 3.0]), torch.zeros(3), torch.tensor([0, 0, 1]))
+    assert steps.tolist() == [0, 0, 2]
 
 
 def test_raft_keeps_the_best_of_a_group_if_it_is_good():

@@ -223,6 +223,16 @@ def test_the_correction_truncates_or_masks(options, expected):
     assert weights.tolist() == pytest.approx(expected)
 
 
+def test_the_correction_of_a_token_that_the_sampler_hardly_had_is_finite():
+    """e^200 is no float32: an untruncated weight of inf would make the whole step's loss NaN."""
+    far = torch.tensor([200.0, -200.0])
+    weights, reported = rollout_correction(
+        far, torch.zeros(2), torch.tensor([0, 1]), rollout_is="token", rollout_is_threshold=math.inf
+    )
+    assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert all(value.isfinite().all() for value in reported.values())
+
+
 def test_the_correction_refuses_an_unknown_level():
     with pytest.raises(ValueError, match="rollout_is is 'geometric': expected one of token, seq"):
         rollout_correction(RATIOS, RATIOS, SAMPLES, rollout_is="geometric")  # pyright: ignore

@@ -266,6 +266,26 @@ def test_the_default_strategy_takes_what_the_buffer_gives(strategy):
     assert len(taken) == 5 and not sampled
 
 
+def test_what_no_weights_sampled_is_never_stale():
+    class Expert:
+        asked = 0
+
+        async def take_step(self) -> list[Experience]:
+            raise AssertionError("not asked for")
+
+        async def take(self, n: int) -> list[Experience]:
+            self.asked += 1
+            assert self.asked == 1, "what the first take gave was dropped"
+            return _rollouts({(0, run): 0.0 for run in range(n)})
+
+    options = {"sample_strategy_args": {"max_staleness": 1}}
+    recipe = get_recipe(
+        _config(algorithm_type="grpo", sample_strategy="staleness_control", **options)
+    )
+    taken, _ = asyncio.run(recipe.take(Expert(), 2, version=9))
+    assert [e.version for e in taken] == [-1, -1]
+
+
 def test_stale_experiences_are_dropped_and_counted():
     class Ages:
         """Five of each version from 0 on; the last take is short."""

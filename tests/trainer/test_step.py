@@ -90,7 +90,8 @@ def _idle(e: Experience) -> bool:
 @pytest.mark.parametrize(
     ("arch", "mode", "kl", "entropy"),
     [(arch, mode, 0.3, 0.2) for arch in ("qwen3", "qwen2", "llama") for mode in MODES]
-    + [("qwen3", mode, 0.0, 0.0) for mode in MODES],
+    + [("qwen3", mode, 0.0, 0.0) for mode in MODES]
+    + [("qwen3", "token-mean", 0.0, 0.2), ("qwen3", "token-mean", 0.3, 0.0)],
 )
 def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")
@@ -99,8 +100,7 @@ def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, t
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     reference = copy.deepcopy(plain)
     plain.load_state_dict({k: v.double() for k, v in backend.module.state_dict().items()})
-    # without divergence and bonus, samples without an advantage are left out of the train step
-    samples = experiences() if kl else _of_groups()
+    samples = experiences() if kl and entropy else _of_groups()
     total = torch.zeros((), dtype=torch.float64)
     num_tokens = sum(int(e.mask.sum()) for e in samples)
     for e in samples:
@@ -116,7 +116,9 @@ def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, t
     }
     recipe = _recipe(**FULL | coefficients, loss_agg_mode=mode)
     got, metrics = _gradients(backend, recipe, samples)
-    assert metrics["perf/idle_experiences"] == sum(_idle(e) for e in samples)
+    # with neither divergence nor bonus, samples without an advantage are left out of the step
+    idle = 0 if kl or entropy else sum(_idle(e) for e in samples)
+    assert metrics["perf/idle_experiences"] == idle
     assert metrics["actor/loss"] == pytest.approx(total.item(), abs=1e-5)
     for name, p in plain.named_parameters():
         assert p.grad is not None
