@@ -1,0 +1,170 @@
+"""What a reader pastes from the documents runs: Python on a scripted engine, commands as parsed.
+
+README's blocks run in tests/e2e/test_readme.py; YAML goes through the loader in
+tests/test_documents.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from tests.model.fake import make
+from tests.test_documents import BLOCK, DOCUMENTS, ROOT
+from tests.workflows.test_scheduler import run as play
+from tests.workflows.test_workflow import call
+from trireme import Experience, Task
+from trireme.cli.main import app
+from trireme.data.selectors import selection
+from trireme.envs.pool import EnvPool
+from trireme.pipeline.names import OPERATORS, TASK_OPERATORS
+from trireme.pipeline.operator import make_operator
+from trireme.rewards.names import REWARDS
+from trireme.workflows.names import CONTEXT_MANAGERS, ENVS, MULTI_TURNS, WORKFLOWS
+
+USER = [{"role": "user", "content": "?"}]
+Page = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    """A page's Python blocks as one plug-in file, with a registry that forgets it afterwards."""
+    for registry in (REWARDS, WORKFLOWS, MULTI_TURNS, ENVS, CONTEXT_MANAGERS):
+        others = {k: v for k, v in registry._registered.items() if k not in ("again", "guess")}
+        monkeypatch.setattr(registry, "_registered", others)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(name: str) -> ModuleType:
+        blocks = BLOCK.findall((ROOT / "docs" / name).read_text(encoding="utf-8"))
+        module = f"page_{Path(name).stem}"
+        text = "\n\n".join(code for language, code in blocks if language == "python")
+        (tmp_path / f"{module}.py").write_text(text)
+        sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        return importlib.import_module(module)
+
+    return load
+
+
+def test_data(page: Page) -> None:
+    page("data.md")
+    rows = [(0.3,), (0.9,), (0.1,)]
+    order = selection("page_data:hardest_first", 3, features=rows).select(3)
+    assert list(order) == [2, 0, 1]
+
+
+def test_multi_turn(page: Page) -> None:
+    page("multi_turn.md")
+    again = Task(
+        {"messages": USER, "solution": "4"},
+        workflow_args={"scheduler": "again", "max_turns": 3},
+        reward_fn_args={"funcs": ["accuracy"]},
+    )
+    [experience] = play(make(["5", "4"]), again)
+    assert experience.messages is not None
+    assert [m["content"] for m in experience.messages] == ["?", "5", "No. Again.", "4"]
+    gym = {"scheduler": "gym_scheduler", "env": "guess", "max_turns": 4}
+    guess = Task({"messages": USER, "env_config": {"secret": "7"}}, workflow_args=gym)
+    [experience] = play(make(["5", "7"]), guess)
+    assert experience.reward == 1.0
+    short = {**gym, "context_manager": "last_turns", "ctx_config": {"keep": 1}}
+    guess = Task({"messages": USER, "env_config": {"secret": "7"}}, workflow_args=short)
+    assert [e.reward for e in play(make(["5", "6", "7"]), guess)] == [1.0, 1.0, 1.0]
+
+
+def test_pipeline(page: Page) -> None:
+    page("pipeline.md")
+    experiences = [Experience([1] * n, prompt_length=1) for n in (3, 9)]
+    brief = make_operator(OPERATORS, "page_pipeline:brief_enough", {"most": 4}, "operators[0]")
+    assert brief.function(experiences) == (experiences[:1], {"dropped": 1})
+    short = make_operator(TASK_OPERATORS, "page_pipeline:not_too_long", {"most": 2}, "key")
+    assert short.function([{"question": "a"}, {"question": "abc"}]) == [{"question": "a"}]
+
+
+def test_rewards(page: Page) -> None:
+    page("rewards.md")
+    assert REWARDS.get("brief")(Task({}), "abc", most=2) == {"brief": 0.0}
+
+
+def test_serve(page: Page) -> None:
+    page("serve.md")  # the clients are made; tests/server sends what they send
+
+
+def test_workflows(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[EnvPool] = []
+    (tmp_path / "my_games.py").write_text(
+        "from page_workflows import Countdown\n\ndef make(number=None):\n    return Countdown()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    module = page("workflows.md")
+    pool = module.shared_pool
+
+    def kept(*args: Any, **options: Any) -> EnvPool:
+        made.append(pool(*args, **options | {"workers": 1}))
+        return made[-1]
+
+    monkeypatch.setattr(module, "shared_pool", kept)
+    [guess] = call("guess", ["5", "7"])
+    assert guess.reward == 1.0 and guess.metrics["turns"] == 1.0
+    by_step = call("guess_by_step", ["1", "7"])
+    assert [e.reward for e in by_step] == [1.0, 1.0]
+    for workflow in (module.CountdownWorkflow, module.InProcesses):
+        steps = call(workflow, ["count", "wait", "count", "count"])
+        assert [e.reward for e in steps] == [1.0] * 4
+    for each in made:
+        each.close()
+
+
+COMMANDS = [
+    pytest.param(line, id=f"{document.relative_to(ROOT)}: {line[:60]}")
+    for document in DOCUMENTS
+    for language, text in BLOCK.findall(document.read_text(encoding="utf-8"))
+    if language == "bash"
+    for line in text.replace("\\\n", " ").splitlines()
+    if line.split("#")[0].strip()
+]
+NOT_RUN = {
+    "ray": "Ray's own command line",
+    "alfworld-download": "ALFWorld's own",
+    **dict.fromkeys(("cd", "export", "source", "git"), "the shell's"),
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_is_one_that_there_is(line: str) -> None:
+    """Parsed by the program itself; scripts, modules, targets, extras and YAMLs exist."""
+    line = re.sub(r"<[\w ]+>", "placeholder", line)
+    first, *words = shlex.split(line.rstrip("& "), comments=True)
+    for word in words:
+        if word.startswith("examples/") and not word.startswith("examples/checkpoints"):
+            assert (ROOT / word).exists(), word
+    if first.removeprefix(".venv/bin/") in ("trireme", "trinity"):
+        group: Any = typer.main.get_command(app)
+        command = group.commands[words[0]]
+        command.make_context(words[0], words[1:])
+    elif first == "python" and words[0] == "-m":
+        assert words[1] in ("venv", "pip") or importlib.util.find_spec(words[1]), words[1]
+    elif first == "python":
+        assert (ROOT / words[0]).is_file(), words[0]
+    elif first == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(
+            re.search(rf"^{target}:", makefile, re.M) for target in words if "=" not in target
+        )
+    elif first == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        wanted = re.findall(r"\.\[([\w,-]+)\]", line)
+        assert {e for text in wanted for e in text.split(",")} <= {*extras["optional-dependencies"]}
+    else:
+        assert first in NOT_RUN, f"{first}: check it here, or say why not in NOT_RUN"
