@@ -20,6 +20,8 @@ COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What each command was called with; each returns 3."""
+    from trireme.cli.view import Wanted
+
     seen: dict[str, Any] = {}
     for name in COMMANDS:
         module = ModuleType(f"trireme.cli.{name}")
@@ -29,7 +31,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return 3
 
         setattr(module, name, command)
-        vars(module)["add_plugin_dirs"] = lambda folders: None
+        vars(module).update(add_plugin_dirs=lambda folders: None, Wanted=Wanted)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen
 

@@ -309,7 +309,11 @@ def part_metrics(job: Path, part: str) -> list[dict[str, float]]:
 def put_into(case: Case, job: Path) -> tuple[Counter[str], int | None]:
     """The ids that the store, or its copy, has; a database also says how often each was used."""
     if case.commands == "one" and case.store != "sql":
-        copy = job / "buffer/store.jsonl" if case.store != "file" else job.parents[2] / "copy.jsonl"
+        copy = (
+            job / "buffer/experience_buffer.jsonl"
+            if case.store != "file"
+            else job.parents[2] / "copy.jsonl"
+        )
         return Counter(json.loads(line)["eid"] for line in copy.read_text().splitlines()), None
     with sqlite3.connect(job / "buffer/store.db") as database:
         found = database.execute("select msg_id, consumed, claimed_by from store").fetchall()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +67,7 @@ async def slow(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"done"})
 
 
-async def served(folder: Path, ended: asyncio.Event, *, kill: bool) -> str:
+async def served(folder: Path, ended: asyncio.Event, *, stop: bool) -> str:
     """One request, during which the server is told to end; what came of the request."""
     config = uvicorn.Config(slow, lifespan="off", log_level="warning")
 
@@ -77,23 +75,23 @@ async def served(folder: Path, ended: asyncio.Event, *, kill: bool) -> str:
         await ended.wait()
 
     here, server = session(folder), serving.Server(config)
-    with serving._listening(here) as own, serving._stopped_by_signals(server):
+    with serving._listening(here) as own:
         url = (folder / serving.URL_FILE).read_text()
         running = asyncio.ensure_future(serving._serve(server, own, watch()))
         async with httpx.AsyncClient() as client:
             asking = asyncio.ensure_future(client.get(url))
             while not server.server_state.tasks:
                 await asyncio.sleep(0.005)
-            os.kill(os.getpid(), signal.SIGTERM) if kill else ended.set()
+            server.stop() if stop else ended.set()
             text = (await asking).text
         await running
     return text
 
 
-@pytest.mark.parametrize("kill", [True, False])
-def test_a_signal_and_the_trainers_end_let_requests_finish(tmp_path: Path, kill: bool) -> None:
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_stop_and_the_trainers_end_let_requests_finish(tmp_path: Path, stop: bool) -> None:
     async def main() -> str:
-        return await served(tmp_path, asyncio.Event(), kill=kill)
+        return await served(tmp_path, asyncio.Event(), stop=stop)
 
     assert asyncio.run(main()) == "done"
 

@@ -70,7 +70,7 @@ def test_a_plug_in_that_fails_to_load_shows_where(tiny_dir: Path, tmp_path: Path
     broken.write_text("def inside():\n    raise OSError('no disk')\n\n\ninside()\n")
     code, said = fails(tiny_dir, "--port", "0", "--external_plugins", str(broken))
     assert code == 2
-    assert "OSError: no disk" in said and "line 2, in inside" in said and str(broken) in said
+    assert f"OSError: no disk\n  {broken}:2: raise OSError('no disk')" in said
 
 
 @pytest.mark.parametrize("kind", ["nothing there", "no model"])

@@ -64,7 +64,10 @@ def test_with_the_truth_judgements_are_a_group_of_their_own() -> None:
 def test_judgements_are_no_rollouts_of_the_task() -> None:
     found, _ = run(["[1, 0.3]", "none"], 1.0)
     outcome = Outcome(Task(task_id=7, index={"taskset_id": 0, "index": 5}), found)
-    assert [row["reward"] for row in runs_of([outcome])] == [pytest.approx(1.1), pytest.approx(0.1)]
+    assert [row["reward"] for row in runs_of(outcome.rollouts)] == [
+        pytest.approx(1.1),
+        pytest.approx(0.1),
+    ]
     assert pass_rates([outcome]) == {0: {5: pytest.approx(0.6)}}
     assert ["task_index" in e.info for e in found] == [True, True, False, False]
 

@@ -232,11 +232,12 @@ def _bytes_of(row: dict[str, Any]) -> int:
     return len(row["experience_bytes"]) + sum(len(text or "") for text in texts) + ROW_BYTES
 
 
-def record_for(
-    path: str | None, folder: Path, name: str = "experience_buffer", **limits: Any
-) -> Record:
-    """The copy that a buffer's `path` asks for: lines in `folder`, rows if it is a database."""
-    lines = folder / f"{name}.jsonl"
+def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
+    """The copy that a buffer's `path` asks for: lines in `folder`, rows if it is a database.
+
+    The lines have one name, whatever the buffer's is: seed 003 lists it so.
+    """
+    lines = folder / "experience_buffer.jsonl"
     if path is None:
         return Record(lines=lines, **limits)
     if path.endswith((".jsonl", ".json")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from trireme.config.check import check_folder, check_stage
@@ -73,7 +73,10 @@ def job_folder(config: Config) -> Path:
     folder = (Path.cwd() / root).joinpath(*parts)
     anew = not config.continue_from_checkpoint and config.mode != "bench"
     if anew and folder.is_dir() and any(folder.iterdir()):
-        folder = folder.with_name(f"{folder.name}_{datetime.now():%Y%m%d%H%M%S}")
+        began, now = folder, datetime.now()
+        while folder.exists():  # two runs may begin in one second
+            folder = began.with_name(f"{began.name}_{now:%Y%m%d%H%M%S}")
+            now += timedelta(seconds=1)
     return folder
 
 

@@ -49,7 +49,7 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
             "postgresql://<user>@<host>/<database>",
         )
     if not path:
-        path = f"sqlite:///{buffer.name}.db" if kind == "sql" else f"{buffer.name}.jsonl"
+        path = f"sqlite:///{buffer.name}.db" if kind == "sql" else "experience_buffer.jsonl"
     elif kind == "sql" and not is_url:
         path = f"sqlite:///{path}"
     return kind, _placed(path, job_dir)

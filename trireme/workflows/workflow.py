@@ -71,9 +71,18 @@ class WorkflowSpec:
     """The function or class that the user wrote."""
 
     def needs(self, task: Task) -> Mapping[str, str]:
-        """The extras that a class says that it needs: see `Workflow.needs`."""
+        """The extras that a class needs: see `Workflow.needs`. None where a subclass of the class
+        that says so makes an environment of its own.
+        """
         says = _class_method(self.code, "needs") if inspect.isclass(self.code) else None
-        return says(task) if says else {}
+        if says is None:
+            return {}
+        for cls in self.code.__mro__:
+            if "needs" in vars(cls):
+                break
+            if {"make_env", "open"} & set(vars(cls)):
+                return {}
+        return says(task)
 
     @property
     def label(self) -> str:

@@ -58,7 +58,7 @@ def make_buffer(
             retry_seconds=config.max_retry_interval,
         )
         return store, None
-    record = record_for(config.path, folder.buffer, config.name, **_copy_limits(plan))
+    record = record_for(config.path, folder.buffer, **_copy_limits(plan))
     replay = config.replay_buffer
     if replay.enable:
         seed = {"seed": plan.seed} if replay.priority_fn == "decay_limit_randomization" else {}
