@@ -94,7 +94,7 @@ def run(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Com
         command(folder, config, *overrides),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env=environment(),
         cwd=folder,
     )
@@ -130,5 +130,6 @@ def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Pop
             if process.poll() is not None or late:
                 process.kill()
                 raise AssertionError("\n".join(map(str, process.communicate())))
+        assert not late, f"what was waited for did not come in {seconds:g} s"
         time.sleep(0.05)
     return found

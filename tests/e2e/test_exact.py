@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.forked import started
 from tests.e2e.job import command, environment, kill_when, run, small_config, weights
 
 
@@ -92,11 +93,15 @@ def test_three_runs_and_three_killed_ones_end_with_the_same_bytes(
     moments = ("global_step_2", "global_step_6", "global_step_10")
     for name in ("a", "b", "c", *moments):
         words = (VARIANTS[variant], f"name={name}")
-        if name in moments:
-            kill_when(tmp_path, config, name, *words)
-        done = run(tmp_path, config, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
         job = tmp_path / "checkpoints/tests" / name
+        if name in moments:
+            started(tmp_path, config, *words).kill_when(job / name)
+            assert not (job / "global_step_12").exists()
+        if name == "c":  # with another hash seed
+            done = run(tmp_path, config, *words)
+            assert done.returncode == 0, done.stdout + done.stderr
+        else:
+            started(tmp_path, config, *words).ends_well()
         found[name] = hashlib.sha256(weights(job, 12)).hexdigest()[:16]
         print(f"{variant:<8}{name:<16}{found[name]}", flush=True)
     assert len(set(found.values())) == 1, found

@@ -10,18 +10,17 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
-import subprocess
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from allpairspy import AllPairs
 
-from tests.e2e.job import command, environment, kill_when, rows, run, small_config, write_jsonl
-from tests.server.made import command as server
+from tests.e2e.forked import Forked, started
+from tests.e2e.job import command, rows, run, small_config, wait_for, write_jsonl
 from tests.tiny import CHATML, make_model
 from trireme.config import Plan, examine
 from trireme.experience import Experience
@@ -107,9 +106,23 @@ def pairs(case: Case) -> set[tuple[tuple[str, str], ...]]:
 CASES = all_cases()
 
 
+QUICK = [
+    Case("multi_step_grpo", "fixed", "sql", "embedded", "steps", "lora", "one"),
+    Case("ppo", "fixed", "replay", "embedded", "tools", "full", "one"),
+    Case("dpo", "fixed", "file", "embedded", "single", "lora", "one"),
+    Case("ppo", "fully_async", "sql", "embedded", "single", "full", "two"),
+    Case("grpo", "fully_async", "file", "embedded", "single", "full", "one"),
+    Case("grpo", "trainer_driven", "replay_again", "embedded", "single", "full", "one"),
+    Case("ppo", "explorer_driven", "queue", "process", "steps", "full", "one"),
+]
+"""In every `make test`, a minute in all; the others are for `make test-matrix`."""
+
+
 def parameters() -> list[Any]:
-    """`make test-matrix` alone has them: minutes."""
-    return [pytest.param(case, id="-".join(case), marks=pytest.mark.large) for case in CASES]
+    """The cases, each with its name."""
+    assert set(QUICK) < set(CASES)
+    minutes: dict[bool, list[Any]] = {True: [], False: [pytest.mark.large]}
+    return [pytest.param(c, id="-".join(c), marks=minutes[c in QUICK]) for c in CASES]
 
 
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -118,9 +131,11 @@ TEMPLATE = "{%- if tools %}{{- tools | tojson }}{%- endif %}" + CHATML
 
 async def two_steps(task: Task, model: Model) -> list[Experience]:
     """Two experiences a rollout."""
+    rewards = []
     for text in ("first", "second"):
-        await model.chat([{"role": "user", "content": f"{task.prompt} {text}"}])
-    return model.experiences(reward=[_reward(call.text) for call in model.recorder.calls])
+        reply = await model.chat([{"role": "user", "content": f"{task.prompt} {text}"}])
+        rewards.append(_reward(reply.text))
+    return model.experiences(reward=rewards)
 
 
 async def with_tools(task: Task, model: Model) -> list[Experience]:
@@ -213,33 +228,32 @@ def _from_data(case: Case, config: dict[str, Any], folder: Path) -> dict[str, An
 
 @pytest.mark.parametrize("case", parameters())
 def test_a_case(tmp_path: Path, case: Case) -> None:
-    with ExitStack() as stack:
-        url = None
-        if case.engine == "remote":
-            make_model(tmp_path / "model", max_len=384, template=TEMPLATE)
-            flags = ("--max-model-len", "192")
-            _, url = stack.enter_context(server(tmp_path / "model", *flags))
+    remote = serving(tmp_path) if case.engine == "remote" else nullcontext()
+    with remote as url:
         config = config_of(case, tmp_path, url)
+        job = tmp_path / "checkpoints/tests/job"
         if case.commands == "two":
             run_two(tmp_path, config, 2 if case.episode == "steps" else 1)
-            nothing_lost(case, tmp_path / "checkpoints/tests/job")
+            nothing_lost(case, job)
             return
         plan = plan_of(tmp_path, config)
-        ends_well(tmp_path, config)
-        job = tmp_path / "checkpoints/tests/job"
+        started(tmp_path, config).ends_well()
         nothing_lost(case, job)
-        exact = case.algorithm in ("dpo", "sft") or (
-            (case.style, case.engine) == ("fixed", "embedded") and case.store != "replay_again"
-        )
-        assert plan.deterministic == exact
-        if exact:
-            kill_when(tmp_path, config, "global_step_1", "name=again")
-            ends_well(tmp_path, config, "name=again")
-            again = tmp_path / "checkpoints/tests/again"
-            nothing_lost(case, again)
-            assert last_weights(again) == last_weights(job), "killed and resumed"
-            ends_well(tmp_path, config, "name=third")
-            assert last_weights(tmp_path / "checkpoints/tests/third") == last_weights(job)
+    exact = case.algorithm in ("dpo", "sft") or (
+        (case.style, case.engine) == ("fixed", "embedded") and case.store != "replay_again"
+    )
+    assert plan.deterministic == exact
+    if exact:
+        again = tmp_path / "checkpoints/tests/again"
+        started(tmp_path, config, "name=again").kill_when(again / "global_step_1")
+        started(tmp_path, config, "name=again").ends_well()
+        nothing_lost(case, again)
+        assert last_weights(again) == last_weights(job), "killed and resumed"
+    if case in EXACT and exact:  # by a process with another hash seed
+        third = tmp_path / "checkpoints/tests/third"
+        done = run(tmp_path, config, "name=third")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert last_weights(third) == last_weights(job)
 
 
 def plan_of(folder: Path, config: dict[str, Any]) -> Plan:
@@ -250,9 +264,18 @@ def plan_of(folder: Path, config: dict[str, Any]) -> Plan:
     return plan
 
 
-def ends_well(folder: Path, config: dict[str, Any], *overrides: str) -> None:
-    done = run(folder, config, *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of a rollout server of the case's model."""
+    folder.joinpath("server").mkdir()
+    model = make_model(folder / "server/model", max_len=384, template=TEMPLATE)
+    words = ["rollout", "--model", str(model), "--port", "0", "--max-model-len", "192"]
+    command = Forked(words, folder / "server", folder / "server/out.txt")
+    try:
+        wait_for(lambda: "serving" in command.said() or not command.process.is_alive(), 300)
+        yield command.said().split(" on ")[1].split(",")[0].strip()
+    finally:
+        command.kill()
 
 
 def run_two(folder: Path, config: dict[str, Any], experiences: int) -> None:
@@ -260,25 +283,16 @@ def run_two(folder: Path, config: dict[str, Any], experiences: int) -> None:
     config["buffer"]["trainer_input"]["experience_buffer"]["storage_type"] = "sql"
     config["buffer"]["trainer_input"]["experience_buffer"].pop("path", None)
     config["trainer"]["total_steps"] = STEPS * experiences
-    processes = []
+    commands = []
     for mode in ("explore", "train"):
         (folder / mode).mkdir()
-        processes.append(
-            subprocess.Popen(
-                command(folder / mode, config, f"mode={mode}"),
-                env=environment(),
-                cwd=folder,
-                stdout=(folder / f"{mode}.out").open("w"),
-                stderr=subprocess.STDOUT,
-            )
-        )
+        commands.append(started(folder / mode, config, f"mode={mode}"))
     try:
-        for process, mode in zip(processes, ("explore", "train"), strict=True):
-            assert process.wait(400) == 0, (folder / f"{mode}.out").read_text()
+        for each in commands:
+            each.ends_well()
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for each in commands:
+            each.kill()
 
 
 def nothing_lost(case: Case, job: Path) -> None:
@@ -329,9 +343,8 @@ def last_weights(job: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.large
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "sentence"),
     [
         (["algorithm.algorithm_type=sft"], "mode is 'both': expected train, since sft reads data"),
         (
@@ -356,11 +369,11 @@ def last_weights(job: Path) -> bytes:
     ],
 )  # fmt: skip
 def test_what_cannot_go_together_is_refused_in_one_sentence(
-    tmp_path: Path, overrides: list[str], said: str
+    tmp_path: Path, overrides: list[str], sentence: str
 ) -> None:
-    done = run(tmp_path, small_config(tmp_path), *overrides)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert said in " ".join((done.stdout + done.stderr).split()), done.stderr
+    command = started(tmp_path, small_config(tmp_path), *overrides)
+    assert command.ended() == 2, command.said()
+    assert sentence in " ".join(command.said().split())
 
 
 def test_every_pair_that_has_a_meaning_occurs() -> None:
