@@ -135,8 +135,10 @@ def test_the_workflow_plays_a_game_to_its_end(name: str, files: list[Path]) -> N
     spec = resolve(name)
 
     async def main() -> Any:
-        model = make(replies, max_model_len=8192)
-        return await spec.call(Task({"prompt": str(files[0])}), model, 1, 0)
+        model, task = make(replies, max_model_len=8192), Task({"prompt": str(files[0])})
+        if spec.blocking:
+            return await asyncio.to_thread(spec.call, task, model.blocking(), 1, 0)
+        return await spec.call(task, model, 1, 0)
 
     found = asyncio.run(main())
     assert all(e.reward == 1.0 for e in found)
