@@ -445,3 +445,10 @@ def test_a_database_of_another_kind_is_refused(tmp_path):
     key = "buffer.trainer_input.experience_buffer"
     found = only_problem(tmp_path, f"{key}.storage_type=sql", f"{key}.path=mysql://me@host/b")
     assert found.startswith(f"{key}.path is of the kind mysql: expected sqlite:///<file>")
+
+
+@pytest.mark.parametrize("stop", ["", "x" * 1025])
+def test_a_stop_string_that_no_engine_takes(tmp_path, stop):
+    found = only_problem(tmp_path, f"{TASKSET}.rollout_args.stop=['{stop}']")
+    assert found.startswith(f"{TASKSET}.rollout_args.stop has '{stop[:60]}")
+    assert found.endswith(": expected texts of 1 to 1024 characters")

@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.job import run, small_config
 from tests.e2e.test_modes import metrics
 
+pytestmark = pytest.mark.timeout(700)
 PLUGIN = '''
 """Every task fails in its own way, by the sum that it asks for."""
 import asyncio
@@ -82,7 +83,7 @@ def job(folder: Path, workflow: str) -> dict[str, Any]:
         taskset["default_workflow_type"] = "simple_workflow"
     config["buffer"]["explorer_input"]["default_workflow_type"] = workflow
     config["synchronizer"] = {"sync_style": "dynamic_by_explorer"}
-    config["explorer"] |= {"max_timeout": 6.0, "max_retry_times": int(workflow == "moody")}
+    config["explorer"] |= {"max_timeout": 15.0, "max_retry_times": int(workflow == "moody")}
     return config
 
 

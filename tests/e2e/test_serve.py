@@ -40,7 +40,7 @@ def play(pair: Pair, first: int, last: int) -> None:
     words = [sys.executable, str(AGENT), str(pair.job / "explorer_server_url.txt")]
     done = subprocess.run(
         [*words, str(first), str(last)],
-        env=environment(), capture_output=True, text=True, timeout=200,
+        env=environment(), capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -48,7 +48,7 @@ def play(pair: Pair, first: int, last: int) -> None:
 def refuse_all(pair: Pair) -> None:
     """Requests that ended an engine, or could: refused, and the server's run goes on."""
     url = (pair.job / "explorer_server_url.txt").read_text()
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=300) as client:
         for path, body in bad.agents_requests()[::3]:
             bad.refused(client.post(path, json=body))
         assert client.get("/health").status_code == 200

@@ -23,7 +23,7 @@ from trireme.launch.engine_host import EngineHost, start_all, stop_all
 PROMPT = [5, 6, 7, 8]
 MAX_LEN = 64
 LONG = Sampling(max_tokens=40, ignore_eos=True)
-SLOW_START = pytest.mark.timeout(400)
+SLOW_START = pytest.mark.timeout(900)
 VLLM = pytest.param("vllm", marks=[needs_vllm, SLOW_START])
 Run = Callable[[Callable[[Engine], Awaitable[Any]]], Any]
 
@@ -50,7 +50,7 @@ def run(request: pytest.FixtureRequest, tiny_dir: Path) -> Run:
 
     if request.param == "vllm":
         host, folder = request.getfixturevalue("vllm")
-        return lambda main: asyncio.run(asyncio.wait_for(_vllm(main, host, folder), 60))
+        return lambda main: asyncio.run(asyncio.wait_for(_vllm(main, host, folder), 300))
 
     def make(device: Device) -> Engine:
         if request.param == "scripted":

@@ -98,6 +98,7 @@ def trainers_requests() -> list[tuple[str, dict[str, Any]]]:
         ("/generate/", {"prompts": [[10**6]]}),
         ("/generate/", {"prompts": ["a"] * 100, "n": 1000}),
         ("/v1/completions", {"prompt": ["a"] * 100, "n": 1000}),
+        ("/engine/stream", {"id": "x", "requests": [{"ids": [5], "sampling": {"n": 1024}}] * 17}),
         ("/engine/cancel", {"id": "x", "index": -1}),
         ("/engine/weights/commit", {"version": -1}),
         ("/engine/weights/commit", {"version": 1, "path": "/nowhere"}),

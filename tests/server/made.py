@@ -122,7 +122,7 @@ def fails(folder: Path, *flags: str) -> tuple[int, str]:
         rollout_command(folder, *flags),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
         cwd=os.fspath(folder.parent) if folder.parent.exists() else None,
     )

@@ -15,7 +15,7 @@ from tests.server import bad, fuzz
 from tests.server.made import command, torch_rollouts
 
 COUNTS = [
-    pytest.param(120, id="some"),
+    pytest.param(120, id="some", marks=pytest.mark.timeout(600)),
     pytest.param(10_000, id="all", marks=[pytest.mark.large, pytest.mark.timeout(3600)]),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.server.made import on_port, torch_rollouts, until
-from trireme.engines import remote, servers
+from trireme.engines import outbox, remote, servers
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.server.rollouts import Rollouts
@@ -43,7 +44,7 @@ def with_servers(
             urls = [await stack.enter_async_context(on_port(one)) for one in made]
             engine = RemoteEngine(urls)
             try:
-                await asyncio.wait_for(main(engine, made, urls), 60)
+                await asyncio.wait_for(main(engine, made, urls), 110)
             finally:
                 await engine.close()
 
@@ -67,6 +68,36 @@ def test_weights_that_are_sent_are_those_that_sample(
         assert made[0].engine.health().version == engine.health().version == 3
         rows = await engine.logprobs([PROMPT])
         assert rows == await made[0].engine.logprobs([PROMPT])
+
+    with_servers(tiny_dir, 1, main)
+
+
+def test_what_is_more_than_a_server_takes_at_once_goes_in_several_requests(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MOST_SAMPLES", 4)
+    monkeypatch.setattr(outbox, "MOST_TOKENS", 10)
+    posted: list[list[int]] = []
+
+    async def main(engine: RemoteEngine, _: list[Rollouts], urls: list[str]) -> None:
+        post = engine._client.stream
+
+        def noted(*words: Any, **options: Any) -> Any:
+            requests = options["json"]["requests"]
+            posted.append([len(request["ids"]) for request in requests])
+            return post(*words, **options)
+
+        monkeypatch.setattr(engine._client, "stream", noted)
+        await engine.connect()
+        sizes = [(3, 2), (3, 2), (1, 1), (9, 1), (12, 1), (2, 4), (2, 1)]  # tokens, samples
+        found = await asyncio.gather(
+            *(
+                engine.generate([5] * tokens, replace(SHORT, n=n), key=(1, 0, index))
+                for index, (tokens, n) in enumerate(sizes)
+            )
+        )
+        assert [len(samples) for samples in found] == [n for _, n in sizes]
+        assert posted == [[3, 3], [1, 9], [12], [2], [2]]
 
     with_servers(tiny_dir, 1, main)
 

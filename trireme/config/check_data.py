@@ -78,6 +78,9 @@ def check_tasksets(stage: Stage) -> None:
             text = f"is '{item.taskset.name}', which is that of {other} too: expected its own"
             stage.problem(f"{item.key}.name", text)
         _check_names(stage, item)
+        if wrong := [s for s in item.taskset.rollout_args.stop if not 1 <= len(s) <= 1024]:
+            text = f"has {wrong[0]!r:.80}: expected texts of 1 to 1024 characters"
+            stage.problem(f"{item.key}.rollout_args.stop", text)
         found = _rows(stage, item.key, item.taskset)
         made = prepares_tasks(stage) and not item.is_eval  # operators may make columns
         if found and not made:

@@ -13,6 +13,8 @@ StopReason = Literal["stop", "length", "aborted"]
 
 COLDEST, HOTTEST = 1e-6, 100
 """Of the temperatures: between 0 and the coldest one float32 would overflow."""
+MOST_SAMPLES = 16384
+"""Of one request to a server, over all of its prompts."""
 
 
 _HEAT = f"0 (greedy), or a number from {COLDEST:g} to {HOTTEST}"

@@ -1,4 +1,5 @@
-"""Outbox: sends the generations that are asked for at one time to a server in one request.
+"""Outbox: sends the generations that are asked for at one time to a server in one request, or in
+as few as it takes.
 
 The answers come as lines, each when its generation has ended. A caller that is cancelled tells the
 server so; the others go on.
@@ -9,13 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 
+from trireme.engines.engine import MOST_SAMPLES
+
 GATHER_S = 0.002
 """How long a request waits for others."""
+MOST_TOKENS = 2**21
+"""Of the prompts in one request: about 14 MiB of JSON."""
+
+Asked = list[tuple[dict[str, Any], asyncio.Future[Any]]]
 
 
 class Outbox:
@@ -28,7 +35,7 @@ class Outbox:
         self._client = client
         self._url = url
         self._check = check
-        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        self._waiting: Asked = []
         self._work: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: dict[str, Any]) -> Any:
@@ -51,7 +58,11 @@ class Outbox:
 
     async def _send(self) -> None:
         await asyncio.sleep(GATHER_S)
-        batch, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, []
+        for batch in _batches(waiting):
+            self._background(self._post(batch))
+
+    async def _post(self, batch: Asked) -> None:
         name = secrets.token_hex(8)
         for index, (_, answer) in enumerate(batch):
             answer.add_done_callback(lambda done, index=index: self._gone(done, name, index))
@@ -95,6 +106,21 @@ class Outbox:
         task = asyncio.ensure_future(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+
+
+def _batches(waiting: Asked) -> Iterator[Asked]:
+    """In their order, no more at once than a server takes."""
+    batch: Asked = []
+    samples = tokens = 0
+    for request, answer in waiting:
+        n, length = request["sampling"]["n"], len(request["ids"])
+        if batch and (samples + n > MOST_SAMPLES or tokens + length > MOST_TOKENS):
+            yield batch
+            batch, samples, tokens = [], 0, 0
+        batch.append((request, answer))
+        samples, tokens = samples + n, tokens + length
+    if batch:
+        yield batch
 
 
 def _settle(answer: asyncio.Future[Any], found: dict[str, Any]) -> None:

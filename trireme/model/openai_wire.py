@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trireme.engines.engine import MOST_SAMPLES
 from trireme.model.sampling import what_is_wrong
 from trireme.model.tool_calls import OPENING
 from trireme.nearest import did_you_mean
@@ -26,8 +27,8 @@ class Decode(Protocol):
 
 
 _B = TypeVar("_B", bound=BaseModel)
-MOST_PROMPTS, MOST_SAMPLES = 1024, 16384
-"""Of one request for text completions; of any request, over all of its prompts."""
+MOST_PROMPTS = 1024
+"""Of one request for text completions."""
 
 
 class Wire(BaseModel):

@@ -31,6 +31,8 @@ from trireme.server.sessions import Sessions
 T = TypeVar("T")
 MOST = 4096
 """Requests in flight; more are refused."""
+LARGE_BODY = 2**20
+"""Bytes; one that is larger is read beside the event loop."""
 STATUS = ((ValueError, 400), (TimeoutError, 504), (FileNotFoundError, 400))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -51,7 +53,10 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """Its body. Raises HTTPException where it is none."""
-        return read_json(await self.body())
+        body = await self.body()
+        if len(body) > LARGE_BODY:
+            return await asyncio.to_thread(read_json, body)
+        return read_json(body)
 
 
 class JsonRoute(APIRoute):
@@ -75,8 +80,11 @@ def read_json(body: bytes) -> Any:
             raise ValueError(f"{text:.40} is no finite number")
         return number
 
+    # a function of Python's for each number lets other threads run between them: without one the
+    # loop waits until the last token id of a large body has been read
+    whole = None if len(body) <= LARGE_BODY else lambda text: int(text)
     try:
-        found = json.loads(body, parse_float=finite, parse_constant=finite)
+        found = json.loads(body, parse_float=finite, parse_int=whole, parse_constant=finite)
         if _SURROGATE.search(body):
             json.dumps(found, ensure_ascii=False).encode()
         return found

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from trireme.model.openai_wire import MOST_SAMPLES, refuse_many
+from trireme.engines.engine import MOST_SAMPLES
+from trireme.model.openai_wire import refuse_many
 from trireme.server.app import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
 from trireme.server.weights import Part, WeightGroup

@@ -15,8 +15,7 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from trireme.engines.engine import Completion, Sampling
-from trireme.model.openai_wire import MOST_SAMPLES
+from trireme.engines.engine import MOST_SAMPLES, Completion, Sampling
 from trireme.model.sampling import with_options
 from trireme.server.app import JsonRoute
 from trireme.server.engine_routes import GenerateBody
@@ -51,6 +50,12 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     @router.post("/stream")
     async def stream(body: StreamBody) -> StreamingResponse:
         """Lines of JSON: `index` with `completions`, or with `error` and its `status`."""
+        counts = [request.sampling.get("n") for request in body.requests]
+        samples = sum(n if isinstance(n, int) else 1 for n in counts)
+        if samples > MOST_SAMPLES:
+            raise ValueError(
+                f"the request's generations are {samples} samples: expected at most {MOST_SAMPLES}"
+            )
         tasks = [asyncio.ensure_future(generate(request)) for request in body.requests]
         streams[body.id] = tasks
 

@@ -13,7 +13,7 @@ from trireme.server.engine_spec import EngineSpec
 
 PYTHON = os.environ.get("TRIREME_VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(not PYTHON, reason="TRIREME_VLLM_PYTHON names no environment")
-START_S = 240
+START_S = 600
 
 
 def vllm_host(folder: Path, *, max_model_len: int = 64, **options: Any) -> EngineHost:

@@ -24,7 +24,7 @@ from trireme.sync.probe import WrongWeights, compare, probe_ids
 from trireme.sync.process_group import GroupSync
 from trireme.trainer.backend import TorchBackend
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]
 WORKERS = "tests.engines.vllm.stale_head"
 
@@ -47,7 +47,7 @@ def run(host: EngineHost, main: Callable[[RemoteEngine], Awaitable[Any]]) -> Non
     async def go() -> None:
         engine = RemoteEngine([host.url], api_key=host.key)
         try:
-            await asyncio.wait_for(main(engine), 200)
+            await asyncio.wait_for(main(engine), 600)
         finally:
             await engine.close()
 
