@@ -88,9 +88,10 @@ $(VLLM)/.installed: constraints-vllm.txt
 test-ray: setup
 	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rs tests/e2e/test_ray.py
 
-# 10,000 requests and calls that nobody thought of, against a live engine: minutes
+# requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them
+FUZZ ?= 10000
 test-fuzz: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
+	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
 
 # every pair of features in some run; runs, killed ones too, with equal bytes: minutes, and not in CI
 test-matrix: setup

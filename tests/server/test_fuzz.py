@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from tests.server.made import command, torch_rollouts
 
 COUNTS = [
     pytest.param(120, id="some", marks=pytest.mark.timeout(600)),
-    pytest.param(10_000, id="all", marks=[pytest.mark.large, pytest.mark.timeout(3600)]),
+    pytest.param(
+        int(os.environ.get("TRIREME_FUZZ", "10000")),
+        id="all",
+        marks=[pytest.mark.large, pytest.mark.timeout(7200)],
+    ),
 ]
 
 
