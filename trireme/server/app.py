@@ -80,11 +80,15 @@ def read_json(body: bytes) -> Any:
             raise ValueError(f"{text:.40} is no finite number")
         return number
 
-    # a function of Python's for each number lets other threads run between them: without one the
-    # loop waits until the last token id of a large body has been read
-    whole = None if len(body) <= LARGE_BODY else lambda text: int(text)
+    def whole(text: str) -> int:
+        """As the parser does by itself, but other threads run between two numbers: without it the
+        loop waits until the last token id of a large body has been read.
+        """
+        return int(text)
+
     try:
-        found = json.loads(body, parse_float=finite, parse_int=whole, parse_constant=finite)
+        parse_int = whole if len(body) > LARGE_BODY else None
+        found = json.loads(body, parse_float=finite, parse_int=parse_int, parse_constant=finite)
         if _SURROGATE.search(body):
             json.dumps(found, ensure_ascii=False).encode()
         return found

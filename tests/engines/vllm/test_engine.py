@@ -110,7 +110,7 @@ def test_scores_samples_and_updates_are_the_models_own(
         assert close_to(reference(old, ids)[3:][:switch], c.logprobs[:switch])
         assert close_to(reference(new, ids)[3:][switch:], c.logprobs[switch:])
 
-        await engine.update_weights(old, 0)
+        await engine.update_weights(old, 8)
 
     run(host, main)
 
@@ -149,7 +149,7 @@ def test_weights_come_by_a_group_and_by_http_and_are_proved(
         assert (await group.push(1))["sync/probe_diff"] < 1e-5
         assert (await memory.push(2))["sync/probe_diff"] < 1e-5
         assert (await group.push(3))["sync/probe_diff"] < 1e-5
-        await engine.update_weights(folder, 0)
+        await engine.update_weights(folder, 4)
         device.close()
 
     run(host, main)
