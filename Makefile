@@ -98,7 +98,7 @@ test-matrix: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-postgres test-ray test-fuzz
+test-extras: setup test-vllm test-megatron test-postgres test-ray
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py
