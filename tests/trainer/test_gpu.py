@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.ranks import run
 from tests.trainer.samples import Settings, experiences
+from tests.trainer.test_close import LIMIT, distance, large_head, outside_top
 from trireme.algorithms.recipes import get_recipe
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
+from trireme.engines.fingerprint import fingerprint
 from trireme.engines.torch.engine import TorchEngine
-from trireme.sync.probe import TOLERANCE
+from trireme.sync.probe import compare_weights
 from trireme.trainer.backend import TorchBackend
 from trireme.trainer.fsdp2 import Fsdp2Backend
 from trireme.trainer.ranks import Place, Ranks
@@ -60,27 +62,35 @@ def test_ranks_over_nccl_learn_what_a_cpu_learns(tiny_dir: Path, tmp_path: Path)
         assert got.tolist() == pytest.approx(expected, abs=1e-3)
 
 
-def test_in_bfloat16_the_trainer_scores_what_the_engine_recorded(tiny_dir: Path) -> None:
-    trainer = on("cuda", tiny_dir, dtype="bfloat16")
+def test_in_bfloat16_the_trainer_scores_what_the_engine_recorded(tmp_path: Path) -> None:
+    folder = large_head(tmp_path / "model")
+    trainer = on("cuda", folder, dtype="bfloat16")
 
-    async def sampled() -> list[Any]:
+    async def sampled() -> tuple[list[Any], Any, dict[str, float]]:
         device = Device()
         engine = TorchEngine(
-            tiny_dir,
-            tokenizer=AutoTokenizer.from_pretrained(tiny_dir),
+            folder,
+            tokenizer=AutoTokenizer.from_pretrained(folder),
             device=device,
             max_model_len=128,
             dtype="bfloat16",
             device_name="cuda",
         )
         try:
-            sampling = Sampling(max_tokens=64, n=8, ignore_eos=True)
-            return await engine.generate(ROWS[0], sampling)
+            replies = await engine.generate(ROWS[0], Sampling(max_tokens=64, n=8, ignore_eos=True))
+            greedy = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
+            [likeliest] = await engine.generate(ROWS[0], greedy)
+            return replies, likeliest, await engine.fingerprint()
         finally:
             await engine.close()
             device.close()
 
-    for reply in asyncio.run(sampled()):
-        (scored,) = trainer.score([ROWS[0] + reply.ids])
-        limit = TOLERANCE["bfloat16"]
-        assert scored[len(ROWS[0]) :] == pytest.approx(reply.logprobs, abs=limit)
+    replies, likeliest, prints = asyncio.run(sampled())
+    compare_weights(prints, fingerprint(trainer.weights(), "bfloat16"), version=0)
+    scored = trainer.score([ROWS[0] + reply.ids for reply in replies])
+    own = [value for row in scored for value in row[len(ROWS[0]) :]]
+    assert distance(own, [value for reply in replies for value in reply.logprobs]) < LIMIT
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = plain(torch.tensor([ROWS[0] + likeliest.ids])).logits[0, len(ROWS[0]) - 1 : -1]
+    assert outside_top(logits, likeliest.ids) == 0
