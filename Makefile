@@ -121,11 +121,13 @@ test-python:
 	        --ignore tests/e2e tests || exit 1; \
 	done
 
-# known vulnerabilities of the pinned versions: asks PyPI's advisories, so it needs the network
+# known vulnerabilities of the pinned versions: asks PyPI's advisories, so it needs the network;
+# strict, since what PyPI does not answer for would otherwise be left out, and the audit be green
 audit: setup
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet pip-audit
-	@$(BIN)/python -m pip_audit --no-deps --disable-pip -r constraints.txt || { echo \
-	    "make audit: a pinned version has a known vulnerability, or the advisories did not answer"; \
+	@$(BIN)/python -m pip_audit --strict --no-deps --disable-pip -r constraints.txt || { echo \
+	    "make audit: a version is known to be vulnerable (listed above), or was not looked up: \
+	pypi.org did not answer for it"; \
 	    exit 1; }
 
 clean:
