@@ -18,6 +18,7 @@ def test_skips():
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("required", "code"), [("", 0), ("vllm", 0), ("vllm,postgres", 1)])
 @pytest.mark.parametrize("module", [False, True], ids=["test", "module"])
 def test_a_skip_of_what_is_required_fails(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -67,7 +68,11 @@ def test_a_variant_runs_to_its_end_and_engine_and_trainer_agree(
 def test_lora_saves_the_merged_model_and_leaves_the_base_alone(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     before = load_file(tmp_path / "model/model.safetensors")
-    assert run(tmp_path, config, *VARIANTS["lora"]).returncode == 0
+    done = run(tmp_path, config, *VARIANTS["lora"])
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"LoRA: trainable [\d,]+ of [\d,]+ parameters \(\d+\.\d\d%\)", done.stdout)
+    assert len(told) == 1, done.stdout
+    assert told[0] in (tmp_path / "checkpoints/tests/job/log/trainer.log").read_text()
     folder = tmp_path / "checkpoints/tests/job/global_step_4/actor/huggingface"
     merged = load_file(folder / "model.safetensors")
     assert set(merged) == set(before)

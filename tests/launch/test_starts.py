@@ -137,6 +137,7 @@ def started(
     return output.out, output.err
 
 
+@pytest.mark.timeout(600)
 def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,8 +42,8 @@ def test_lines_come_first_last_and_every_few_seconds() -> None:
         console.step("trainer", step, {"actor/sft_loss": 0.5})
     lines = text.getvalue().splitlines()
     assert lines[0] == "rft: 10 steps"
-    assert [line.split()[1] for line in lines[1:]] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
-    assert lines[2] == "rft 3/10  reward 0.400  loss 0.5  2.00 s/step  left 0:14"
+    assert [line.split()[1] for line in lines[1:]] == ["1/10", "4/10", "7/10", "10/10"]
+    assert lines[2] == "rft 4/10  reward 0.400  loss 0.5  2.00 s/step  left 0:12"
 
 
 def test_an_evaluation_is_a_line_of_its_own() -> None:

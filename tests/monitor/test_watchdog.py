@@ -13,7 +13,9 @@ from tests.config.made import config_of, values
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import make_plans
 from trireme.config.schema import AlgorithmConfig
-from trireme.monitor.watchdog import CAUSES, FEW, Facts, Warned, Watchdog
+from trireme.monitor.causes import CAUSES, Facts
+from trireme.monitor.course import FEW
+from trireme.monitor.watchdog import Warned, Watchdog
 
 Row = dict[str, float]
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"

@@ -112,7 +112,7 @@ def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
         for r in (0, 1)
     }
     files = {p.name for p in actor.iterdir()}
-    assert files == shards | {"fsdp_config.json", "huggingface"}
+    assert files == shards | {"fsdp_config.json", "huggingface", *["lora_adapter"] * lora}
     assert json.loads((actor / "fsdp_config.json").read_text())["world_size"] == 2
     assert (actor / "huggingface" / "config.json").exists()
     manifest = json.loads((job / "global_step_2" / "manifest.json").read_text())
@@ -126,6 +126,9 @@ def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
     name = Path("global_step_2", "actor", "huggingface", "model.safetensors")
     if lora:  # merged by rows, or at once
         _close(load_file(job / name), load_file(own / name))
+        adapter = Path("global_step_2", "actor", "lora_adapter")
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            assert (job / adapter / file).read_bytes() == (own / adapter / file).read_bytes()
     else:
         assert (job / name).read_bytes() == (own / name).read_bytes()
     _close(_train(alone, range(2, 4)), whole)

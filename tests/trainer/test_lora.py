@@ -36,7 +36,7 @@ def test_merged_weights_are_those_of_peft_and_the_module_stays_unmerged(tiny_dir
     assert backend.adapter is not None
     merged = backend.weights()
     before = {n: p.clone() for n, p in backend.module.named_parameters()}
-    backend.adapter.save(tmp_path)
+    backend.adapter.save(tmp_path, backend.adapter.weights())
     base = AutoModelForCausalLM.from_pretrained(tiny_dir)
     expected = PeftModel.from_pretrained(base, str(tmp_path)).merge_and_unload().state_dict()
     del expected["lm_head.weight"]  # tied
@@ -81,7 +81,7 @@ def test_a_resumed_adapter_ends_with_the_same_bytes(tiny_dir, tmp_path):
 def test_the_saved_adapter_holds_the_additions_alone(tiny_dir, tmp_path):
     backend = _trained(tiny_dir, steps=1)
     assert backend.adapter is not None
-    backend.adapter.save(tmp_path)
+    backend.adapter.save(tmp_path, backend.adapter.weights())
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert saved and all("lora_" in name for name in saved)
 
@@ -115,6 +115,8 @@ def test_a_checkpoint_has_the_adapter_as_peft_loads_it(tmp_path: Path) -> None:
         torch.nn.init.normal_(tensor, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     (tmp_path / "actor").mkdir()
     backend.save(tmp_path / "actor", hf=False)
+    adapter = {path.name for path in (tmp_path / "actor" / "lora_adapter").iterdir()}
+    assert adapter == {"adapter_config.json", "adapter_model.safetensors"}
     plain = AutoModelForCausalLM.from_pretrained(base)
     loaded = PeftModel.from_pretrained(plain, str(tmp_path / "actor" / "lora_adapter"))
     ids = torch.tensor([[5, 6, 7, 8]])

@@ -3,6 +3,7 @@
 buffer/   log/   monitor/   run/   log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
 global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
+global_step_N/actor/lora_adapter/   (with LoRA: as peft reads it)
 global_step_N/critic/model.safetensors, critic/{optim,extra_state}_world_size_W_rank_R.pt
 explorer_meta.json   trainer_meta.json   stage_meta.json
 latest_checkpointed_iteration.txt   latest_state_dict_iteration.txt
@@ -24,6 +25,8 @@ STEP_NAME = re.compile(r"^global_step_(\d+)$")
 WEIGHTS = "model.safetensors"
 """The policy's weights where one process trained, and for others to load."""
 FSDP_CONFIG = "fsdp_config.json"
+LORA_ADAPTER = "lora_adapter"
+"""Folder in `actor/` with the adapter as peft reads it."""
 MANIFEST = "manifest.json"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
 
 PIECE = r" ?[A-Za-z]+| ?[0-9]+| ?[#+*/=\-]+|[.,?!:<>()\[\]]|\s"
 SPECIAL = ("<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -86,6 +87,7 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     assert model.generation_config is not None
+    disable_progress_bar()  # nothing of that size needs one, least of all as a run's first line
     model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

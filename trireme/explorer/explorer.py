@@ -31,8 +31,8 @@ from trireme.explorer.runner import Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json
 from trireme.log import get_logger
+from trireme.monitor.causes import left_out_by
 from trireme.monitor.figures import in_words
-from trireme.monitor.watchdog import left_out_by
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.usercode import with_place

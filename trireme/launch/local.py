@@ -62,7 +62,7 @@ async def run_plan(
             if plan.takes_turns and isinstance(engine := session.engine, RemoteEngine):
                 device.turns = engine.turns = Turns(engine)
             result = await kept(session, hosts, modes[plan.mode](session))
-            result.warnings = session.warnings()
+            result.warnings = session.alarm.end()
     finally:
         await stop_all(hosts)
         device.close()
@@ -121,7 +121,7 @@ async def run_both(session: Session) -> StageResult:
     finally:
         await explorer.close()
         await session.close_engines()
-    return session.result(explorer, trainer)
+    return StageResult.of(session, explorer, trainer)
 
 
 async def run_train(session: Session) -> StageResult:
@@ -130,7 +130,7 @@ async def run_train(session: Session) -> StageResult:
         return await run_supervised(session)
     trainer = session.trainer(session.synchronizer)
     await train_for_others(session, trainer)
-    return session.result(None, trainer)
+    return StageResult.of(session, None, trainer)
 
 
 async def train_for_others(session: Session, trainer: Trainer) -> None:
@@ -154,7 +154,7 @@ async def run_supervised(session: Session) -> StageResult:
     trainer = session.trainer(None)
     if not session.eval_tasksets:
         await trainer.train()
-        return session.result(None, trainer)
+        return StageResult.of(session, None, trainer)
     explorer = session.explorer(session.synchronizer)
     try:
         if session.measures_start:
@@ -166,7 +166,7 @@ async def run_supervised(session: Session) -> StageResult:
     finally:
         await explorer.close()
         await session.close_engines()
-    return session.result(explorer, trainer)
+    return StageResult.of(session, explorer, trainer)
 
 
 async def run_explore(session: Session) -> StageResult:
@@ -181,7 +181,7 @@ async def run_explore(session: Session) -> StageResult:
     finally:
         await explorer.close()
         await session.close_engines()
-    return session.result(explorer, None)
+    return StageResult.of(session, explorer, None)
 
 
 async def run_bench(session: Session) -> StageResult:
@@ -201,7 +201,7 @@ async def run_bench(session: Session) -> StageResult:
     finally:
         await explorer.close()
         await session.close_engines()
-    return session.result(explorer, None)
+    return StageResult.of(session, explorer, None)
 
 
 async def first_failure_ends_all(*work: Awaitable[Any]) -> None:

@@ -85,7 +85,7 @@ async def _run(session: Session) -> StageResult:
     finally:
         await session.close_engines()
     await session.buffer.close()
-    result = session.result(None, None)
+    result = StageResult.of(session, None, None)
     result.steps = intake.step
     return result
 

@@ -5,13 +5,10 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +18,7 @@ from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
-from trireme.config import ConfigError, Plan, Problem
+from trireme.config import Plan
 from trireme.data.mixture import Mixture
 from trireme.data.tasksets import Taskset
 from trireme.engines.device import Device
@@ -29,18 +26,16 @@ from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Engine
 from trireme.engines.gate import Gate
 from trireme.experience import Experience
-from trireme.explorer.explorer import Explorer, explorer_state
-from trireme.files import write_json
+from trireme.explorer.explorer import Explorer
 from trireme.launch.auxiliary import (
     Auxiliary,
     Served,
-    examine_auxiliary,
     make_auxiliary,
     refuse_other_vocabulary,
 )
-from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
+from trireme.launch.opening import open_run
 from trireme.launch.parts import rollout, stores, tasks, training
 from trireme.launch.parts.sync import (
     make_checkpoint_push,
@@ -49,13 +44,10 @@ from trireme.launch.parts.sync import (
     make_synchronizer,
 )
 from trireme.launch.parts.text import Text, make_text
-from trireme.launch.stage_result import StageResult
-from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import get_logger, setup_logging
-from trireme.monitor.monitor import FILE_NAME as METRICS
-from trireme.monitor.monitor import Monitors, open_monitor, read_metrics
-from trireme.monitor.watchdog import Facts, Warned, Watchdog, sample_of
+from trireme.monitor.monitor import Monitors
+from trireme.monitor.watchdog import sample_of
 from trireme.pipeline.operator import Operator
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
@@ -130,7 +122,7 @@ class Session(AbstractContextManager["Session"]):
         if plan.mode in ("both", "train"):
             self.resumed = load_checkpoint(self.folder)
         if self._is_whole:
-            self._open_run()
+            self.monitor, self.alarm = open_run(self)
 
     def __exit__(
         self,
@@ -147,77 +139,6 @@ class Session(AbstractContextManager["Session"]):
         self._close_log()
         self._held.close()
 
-    def _open_run(self) -> None:
-        """What one process does for all parts."""
-        for note in self.plan.notes:
-            logger.info(note)
-        self._examine()
-        start = this_start(self.plan, self.model_path, self.recipe, self.resumed)
-        told = self._compare(start)
-        kind = self.plan.config.monitor.monitor_type
-        self.monitor = open_monitor(self.folder.monitor, kind, self._steps_that_count())
-        self._wake_watchdog()
-        add_start(self.folder, start)
-        for line in told:
-            logger.info(line)
-            self.console.note(line)
-
-    def _compare(self, start: dict[str, Any]) -> list[str]:
-        """What a resume goes on from, and what has changed. Raises ConfigError for what cannot."""
-        plan, folder = self.plan, self.folder
-        state = self.resumed.run_state.get("explorer") if self.resumed else None
-        own = folder.state_of(plan.config.explorer.name)
-        if plan.mode == "explore" and own.exists():
-            state = explorer_state(own)
-        if self.resumed is None and state is None:
-            return []
-        earlier = [old for old in read_starts(folder) if same_part(old, start)]
-        old = earlier[-1] if earlier else None
-        lines = []
-        if self.resumed is not None:
-            refuse_meaningless(
-                plan, self.model_path, folder, self.resumed.step, self.recipe, old, start
-            )
-            lines = [f"going on from {folder.step_dir(self.resumed.step)}"]
-        if old is None:
-            return [*lines, "what has changed since its last start is not known: no run/ tells it"]
-        step = self.resumed.step if self.resumed else state["step"] if state else 0
-        explored = state["step"] if state else step
-        row = state["taskset"].get("current_index") if state else None
-        found = changes(old, start, train=step + 1, explore=explored + 1, row=row)
-        if not found:
-            return [*lines, "nothing has changed since its last start"]
-        return [
-            *lines,
-            f"changed since its last start ({old['time']}):",
-            *(f"  {f}" for f in found),
-        ]
-
-    def _steps_that_count(self) -> dict[str, int]:
-        """Of each part whose steps come anew from here on, the last that does not."""
-        step = self.resumed.step if self.resumed else 0
-        if self.plan.mode == "train" and not self.recipe.from_data:
-            return {"trainer": step}
-        if self.plan.mode not in ("both", "train"):
-            return {}
-        state = self.resumed.run_state if self.resumed else {}
-        explored = state.get("explorer", {"step": step})["step"]
-        return {"trainer": step, "explorer": explored, "eval": explored}
-
-    def _examine(self) -> None:
-        """Raise ConfigError for parts and options that cannot be, before a model is loaded."""
-        try:
-            greedy = self.recipe.greedy_run
-            _ = self.operators
-            examine_auxiliary(self.plan)
-            for taskset in (self.taskset, *self.eval_tasksets):
-                if taskset is not None:
-                    tasks.examine_taskset(taskset, greedy_run=greedy)
-            if self._reads_file:  # a malformed row is named now
-                _ = self.buffer
-        except (ValueError, ImportError) as error:
-            raise ConfigError([Problem("", str(error))]) from error
-
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
         """The tasks to explore."""
@@ -229,7 +150,8 @@ class Session(AbstractContextManager["Session"]):
         return tasks.make_eval_tasksets(self.plan)
 
     @property
-    def _reads_file(self) -> bool:
+    def reads_file(self) -> bool:
+        """Whether the trainer reads a data set by itself."""
         return self.plan.buffer_type == "file"
 
     @property
@@ -268,6 +190,9 @@ class Session(AbstractContextManager["Session"]):
             backend = self._ranks.backend
         else:
             backend = training.make_backend(self.plan, self.model_path, self.recipe)
+        if backend.adapter is not None:
+            get_logger("trainer").info(line := backend.adapter.trains())
+            self.console.note(line)
         if self.resumed is not None:
             backend.load(self.resumed.actor)
         return backend
@@ -316,7 +241,7 @@ class Session(AbstractContextManager["Session"]):
         """The store between the two, where the checkpoint left it."""
         if self.elsewhere.buffer is not None:
             return self.elsewhere.buffer
-        ends = end_tokens_of(self.model_path, self.text.tokenizer) if self._reads_file else ()
+        ends = end_tokens_of(self.model_path, self.text.tokenizer) if self.reads_file else ()
         buffer, record = stores.make_buffer(
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
@@ -435,7 +360,7 @@ class Session(AbstractContextManager["Session"]):
             self.recipe,
             self.plan.train_batch_size,
             auxiliary=self.auxiliary,
-            turn=None if self._reads_file else self.synchronizer.trainers_turn,
+            turn=None if self.reads_file else self.synchronizer.trainers_turn,
         )
 
     def trainer(self, sync: TrainerSync | None) -> Trainer:
@@ -473,47 +398,15 @@ class Session(AbstractContextManager["Session"]):
     def report(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
         """One step of one part: to the monitors, the watchdog and the console."""
         if self._is_whole:
-            found, flags = self.watchdog.look(part, step, metrics)
-            metrics = {**metrics, **flags}
-            self._warn(found)
+            metrics = self.alarm.look(part, step, metrics)
         self.monitor.log(metrics, step, part)
         self.console.step(part, step, metrics)
 
     def show(self, experience: Experience) -> None:
         """How a rollout ended: to the watchdog and the console."""
-        self.watchdog.sample = sample_of(experience)
+        if self._is_whole:
+            self.alarm.watchdog.sample = sample_of(experience)
         self.console.rollout(experience)
-
-    def warnings(self) -> list[dict[str, Any]]:
-        """What the watchdog has seen, now that no step follows."""
-        self._warn(self.watchdog.end())
-        return [dataclasses.asdict(one) for one in self.watchdog.warned.values()]
-
-    def _wake_watchdog(self) -> None:
-        """It knows what the first part of a resumed run saw and said."""
-        self.watchdog = Watchdog(Facts.of(self.plan, self.recipe))
-        explored = self.folder.state_of(self.plan.explorer_name or "explorer")
-        if self.resumed is None and not (self.plan.mode == "explore" and explored.exists()):
-            self._warned_file.unlink(missing_ok=True)
-            return
-        said = json.loads(self._warned_file.read_text()) if self._warned_file.exists() else []
-        metrics = self.folder.monitor / METRICS
-        rows = read_metrics(metrics) if metrics.exists() else []
-        self.watchdog.read(rows, [Warned(**one) for one in said])
-
-    def _warn(self, found: Sequence[Warned]) -> None:
-        for one in found:
-            where = f"{one.part} step {one.step}: {one.cause}: {one.text}"
-            text = "\n  ".join(filter(None, [where, one.sample]))
-            get_logger(one.part).warning(text, extra={"whole": True})
-        if found:
-            write_json(
-                self._warned_file, [dataclasses.asdict(w) for w in self.watchdog.warned.values()]
-            )
-
-    @property
-    def _warned_file(self) -> Path:
-        return self.folder.monitor / "watchdog.json"
 
     async def snapshot(self) -> dict[str, Any]:
         """Where explorer, buffer and synchronizer stand now."""
@@ -552,21 +445,6 @@ class Session(AbstractContextManager["Session"]):
             keep=trainer.max_checkpoints_to_keep,
             save_critic=partial(learning.save_critic, self.backend) if learning.critic else None,
         )
-
-    def result(self, explorer: Explorer | None, trainer: Trainer | None) -> StageResult:
-        """What the stage came to."""
-        result = StageResult(self.plan.stage_name, self.plan.mode, self.recipe.schema)
-        if explorer is not None:
-            result.first = explorer.first_evaluation
-            if explorer.last_evaluation is not explorer.first_evaluation:
-                result.last = explorer.last_evaluation
-            result.steps = explorer.step
-            result.phases |= explorer.seconds
-        if trainer is not None:
-            result.steps = trainer.step
-            result.phases["train"] = trainer.seconds
-            result.model_dir = str(self.folder.hf_dir(trainer.step))
-        return result
 
     def keep(self, record: Record) -> None:
         """Close it with the session; what a killed run wrote after its checkpoint goes."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trireme.explorer.explorer import Evaluation
+from trireme.explorer.explorer import Evaluation, Explorer
+from trireme.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from trireme.launch.session import Session
 
 
 @dataclass
@@ -26,6 +30,24 @@ class StageResult:
     model_dir: str | None = None
     warnings: list[dict[str, Any]] = field(default_factory=list)
     """What the watchdog has seen."""
+
+    @classmethod
+    def of(
+        cls, session: Session, explorer: Explorer | None, trainer: Trainer | None
+    ) -> StageResult:
+        """What the parts of a session came to."""
+        result = cls(session.plan.stage_name, session.plan.mode, session.recipe.schema)
+        if explorer is not None:
+            result.first = explorer.first_evaluation
+            if explorer.last_evaluation is not explorer.first_evaluation:
+                result.last = explorer.last_evaluation
+            result.steps = explorer.step
+            result.phases |= explorer.seconds
+        if trainer is not None:
+            result.steps = trainer.step
+            result.phases["train"] = trainer.seconds
+            result.model_dir = str(session.folder.hf_dir(trainer.step))
+        return result
 
     def add(self, part: StageResult) -> None:
         """What one part of the run came to; of steps the last part's count."""

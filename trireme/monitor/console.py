@@ -1,7 +1,7 @@
 """Console: what a person sees of a run while it runs, and the table at its end.
 
 On a terminal one live display (progress, figures, a rollout's text) stays at the bottom and lasting
-lines go above it; elsewhere there are only lines, one every few seconds.
+lines go above it; elsewhere there are only lines, one a step and every few seconds at most.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ class Console:
         if part == self._by:
             self._step = step
             self._times.append((now, step))
-        done = part == self._by and (first or step == self._total)
-        if not self.live and (done or now - self._last_line >= self.every):
+        counts = part == self._by
+        done = counts and (first or step == self._total)
+        # a line a step at most: another part's figures wait for the step that they belong to
+        due = (counts or first) and now - self._last_line >= self.every
+        if not self.live and (done or due):
             self._last_line = now
             self._line(self._progress_line())
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
+from trireme.checkpoint.layout import LORA_ADAPTER
 from trireme.checkpoint.save import save_whole
 from trireme.checkpoint.saved import read
 from trireme.experience import Experience
@@ -247,7 +248,7 @@ class TorchBackend:
             actor, weights=self.weights(), optimizer=extra.pop("optimizer"), extra=extra, hf=hf
         )
         if self.adapter:
-            self.adapter.save(actor / "lora_adapter")
+            self.adapter.save(actor / LORA_ADAPTER, extra["adapter"])
 
     def load(self, actor: Path) -> None:
         """See TrainerBackend. Raises ValueError for the files of another model."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.layout import FSDP_CONFIG, WEIGHTS, rank_file
+from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, WEIGHTS, rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import read
 from trireme.files import write_json
@@ -212,6 +212,8 @@ class Fsdp2Backend:
             self._team.write_own(actor, state)
             if rank == 0:
                 write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": world})
+            if rank == 0 and self.adapter:
+                self.adapter.save(actor / LORA_ADAPTER, state["adapter"])
 
         self._team.attempt(own)
         if hf:

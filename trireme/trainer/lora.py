@@ -5,7 +5,8 @@ The reference model is the same network with the additions switched off, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.shards import assign
 
 _ADAPTER = "default"
@@ -107,6 +109,16 @@ class Adapter:
         """What a tensor of the adapted model is called in the plain one."""
         return key.replace(_BASE_LAYER, ".")
 
-    def save(self, folder: str | Path) -> None:
-        """The adapter as peft writes it: adapter_config.json and adapter_model.safetensors."""
-        self._peft.save_pretrained(str(folder))
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """`weights` as peft reads them: adapter_config.json and adapter_model.safetensors."""
+        folder.mkdir(exist_ok=True)
+        config = copy.copy(self._peft.peft_config[_ADAPTER])
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        write_weights(folder / "adapter_model.safetensors", weights)
+
+    def trains(self) -> str:
+        """How many of the model's parameters are trained, in a line."""
+        counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
+        trained, total = sum(n for n, grad in counts if grad), sum(n for n, _ in counts)
+        return f"LoRA: trainable {trained:,} of {total:,} parameters ({trained / total:.2%})"

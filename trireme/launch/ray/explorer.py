@@ -62,7 +62,7 @@ class ExplorerPart:
     async def result(self) -> StageResult:
         """What the explorer came to."""
         assert self._session is not None
-        return self._session.result(self.explorer, None)
+        return StageResult.of(self._session, self.explorer, None)
 
     async def stop(self) -> None:
         """End the runners, leave the engines, close the files."""

@@ -61,7 +61,7 @@ async def run_on_ray(
             try:
                 await crew.start(may_grow=not own)
                 result = await crew.run()
-                result.warnings = session.warnings()
+                result.warnings = session.alarm.end()
             finally:
                 await crew.stop()
     finally:

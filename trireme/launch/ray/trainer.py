@@ -100,7 +100,7 @@ class TrainerPart:
 
     async def result(self) -> StageResult:
         """What the trainer came to."""
-        return self._session.result(None, self.trainer)
+        return StageResult.of(self._session, None, self.trainer)
 
     async def stop(self) -> None:
         """Leave the engines and close the files."""

@@ -1,0 +1,413 @@
+"""Causes: what in the figures of a run says that it does not learn, and what to do about it.
+
+Each is a pure function of the figures. What is normal in a run is no cause: `Facts` says what that
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from trireme.monitor.course import Course, Figures, mean, values
+
+if TYPE_CHECKING:
+    from trireme.algorithms.recipes import Recipe
+    from trireme.config import Plan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is normal in this run."""
+
+    rewards_teach: bool = True
+    """False: a teacher does, and rewards only measure."""
+    staleness: float | None = 0.0
+    """How many pushes old tokens are by the synchronizer's plan; None: they may be of any age."""
+
+    @classmethod
+    def of(cls, plan: Plan, recipe: Recipe) -> Facts:
+        """Of a plan and its algorithm: one without a ratio is made for what is stale."""
+        replays = plan.config.buffer.trainer_input.experience_buffer.replay_buffer.enable
+        any_age = replays or "old_logprobs" not in recipe.policy_loss.data()
+        planned = 1 + plan.sync_offset / plan.sync_interval
+        return cls(
+            rewards_teach=not recipe.asks("teacher_logprobs"),
+            staleness=None if any_age else planned,
+        )
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One way in which a run does not learn."""
+
+    name: str
+    part: str
+    limit: float
+    seen: Callable[[Course, float, Facts], str | None]
+    """What the figures say where they are past the limit."""
+    when: str
+    """In words, the limit as {limit}."""
+    why: str
+    """Of the limit."""
+    do: str
+    shows: bool = False
+    """Whether a rollout says more."""
+
+
+def _span(rows: Sequence[Figures]) -> str:
+    return "the first step" if len(rows) == 1 else f"the last {len(rows)} steps"
+
+
+def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
+    rows = course.now
+    highest, lowest = values(rows, "rollout/reward/max"), values(rows, "rollout/reward/min")
+    if not facts.rewards_teach or not highest or any(highest) or any(lowest):
+        return None
+    if course.best > limit:
+        return None  # rewards that were there and went away are another cause
+    return f"every reward of {_span(rows)} is 0"
+
+
+def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
+    rows = course.now
+    idle = values(rows, "experience_pipeline/idle_groups")
+    if not facts.rewards_teach or len(idle) < len(rows) or not idle or fmean(idle) < limit:
+        return None
+    if _all_zero(course, 0.0, facts) or any(values(rows, "experience_pipeline/not_finite")):
+        return None
+    reward = mean(rows, "rollout/reward/mean")
+    return (
+        f"in {fmean(idle):.0%} of the groups of {_span(rows)} all rollouts have the same reward "
+        f"(the mean is {reward:.3g}), which gives no gradient"
+    )
+
+
+def _rewards_gone(course: Course, limit: float, facts: Facts) -> str | None:
+    rows = course.now
+    found = values(rows, "rollout/reward/mean")
+    if not facts.rewards_teach or not found or course.best <= 0.05:
+        return None
+    if fmean(found) > limit * course.best:
+        return None
+    return f"the mean reward was {course.best:.3g}, and in {_span(rows)} it is {fmean(found):.3g}"
+
+
+def _cut(rows: Sequence[Figures]) -> float:
+    """The share of rollouts with a reply that was cut."""
+    too_long = mean(rows, "rollout/prompt_truncated/mean")
+    return mean(rows, "rollout/truncated/mean") - too_long
+
+
+def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
+    share, rows = _cut(course.now), course.now
+    if share < limit:
+        return None
+    length = mean(rows, "rollout/response_length/mean")
+    return (
+        f"{share:.0%} of the rollouts of {_span(rows)} have a reply that was cut at its limit "
+        f"(mean length {length:.0f} tokens)"
+    )
+
+
+def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
+    share = mean(course.now, "rollout/prompt_truncated/mean")
+    if share < limit or not share:
+        return None
+    return (
+        f"{share:.0%} of the rollouts of {_span(course.now)} had a prompt that is too long: "
+        "nothing was asked, and their reward is 0"
+    )
+
+
+def _lengths_drift(course: Course, limit: float, facts: Facts) -> str | None:
+    name = "rollout/response_length/mean"
+    then, now = mean(course.began, name), mean(course.now, name)
+    few, many = _cut(course.began), _cut(course.now)
+    if not then or now < limit * then or few > 0.1 or many < 0.25:
+        return None
+    return (
+        f"replies grew from {then:.0f} to {now:.0f} tokens, and the share that is cut from "
+        f"{few:.0%} to {many:.0%}"
+    )
+
+
+def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
+    then, now = (mean(rows, "actor/entropy") for rows in (course.began, course.now))
+    if not values(course.now, "actor/entropy") or then <= 0.02 or now > limit * then or now > 0.05:
+        return None
+    return f"the entropy fell from {then:.3g} to {now:.3g} nats a token: replies are all alike"
+
+
+def _gap(course: Course, limit: float, facts: Facts) -> str | None:
+    found = mean(course.now, "rollout/logprob_diff_mean")
+    if found <= limit:
+        return None
+    return (
+        f"engine and trainer differ by {found:.3g} nats a token on the same weights (mean of "
+        f"{_span(course.now)})"
+    )
+
+
+def _stale(course: Course, limit: float, facts: Facts) -> str | None:
+    age = mean(course.now, "rollout/staleness_mean")
+    if facts.staleness is None or age <= limit + facts.staleness:
+        return None
+    return f"tokens are {age:.1f} pushes old when they are trained (mean of {_span(course.now)})"
+
+
+def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
+    share = mean(course.now, "rollout/conversation/tools_dropped/mean")
+    if share <= limit:
+        return None
+    return "the chat template writes nothing of the tools that the calls have"
+
+
+def _rewritten(course: Course, limit: float, facts: Facts) -> str | None:
+    splits = mean(course.now, "rollout/conversation/splits/mean")
+    if splits < limit:
+        return None
+    return (
+        f"the chat template rewrites what was said before: a conversation is split {splits:.1f} "
+        "times, and each part is trained by itself"
+    )
+
+
+def _nothing_masked(course: Course, limit: float, facts: Facts) -> str | None:
+    share = mean(course.now, "rollout/untrained/mean")
+    if share < limit or not share:
+        return None
+    return f"{share:.0%} of the rollouts of {_span(course.now)} have no token that is trained"
+
+
+def _left_out(course: Course, limit: float, facts: Facts) -> str | None:
+    rows = course.now
+    emptied = mean(rows, "experience_pipeline/emptied_groups")
+    tasks = mean(rows, "rollout/tasks")
+    return None if not tasks or emptied < limit * tasks else left_out_by(rows)
+
+
+def left_out_by(rows: Sequence[Figures]) -> str:
+    """How many experiences of these steps are trained, and who has left out the others."""
+    start, end = "experience_pipeline/", "/dropped"
+    made, kept, filtered, bad = (
+        sum(values(rows, start + name)) for name in ("made", "kept", "filtered_count", "not_finite")
+    )
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(start))
+    said = [
+        f"{name.removeprefix(start).removesuffix(end)} left out {sum(values(rows, name)):.0f}"
+        for name in names
+        if name.endswith(end) and any(values(rows, name))
+    ]
+    if filtered:
+        why = f" ({bad:.0f} have a reward that is no finite number or too large)" if bad else ""
+        said.append(f"the algorithm left out {filtered:.0f}{why}")
+    whom = ", ".join(said) or "nothing says by whom"
+    return f"of {made:.0f} experiences of {_span(rows)} {kept:.0f} are left to train on: {whom}"
+
+
+def _not_finite(course: Course, limit: float, facts: Facts) -> str | None:
+    names = ("not_finite", "filtered_count", "made")
+    bad, filtered, made = (
+        sum(values(course.rows[-1:], f"experience_pipeline/{name}")) for name in names
+    )
+    if bad <= limit:
+        return None
+    more = f", and {filtered - bad:.0f} of their groups with them" if filtered > bad else ""
+    return (
+        f"{bad:.0f} of {made:.0f} experiences of this step have "
+        f"a reward from which no advantage can be computed (NaN, or too large to be squared in "
+        f"32 bits), and are left out{more}"
+    )
+
+
+def _failed(course: Course, limit: float, facts: Facts) -> str | None:
+    rows = course.now
+    failed, made = mean(rows, "rollout/failed"), mean(rows, "rollout/runs")
+    if not failed or failed < limit * (failed + made):
+        return None
+    kinds = ("error", "timeout", "empty")
+    counts = [(kind, sum(values(rows, f"rollout/failed/{kind}"))) for kind in kinds]
+    why = ", ".join(f"{kind} {count:.0f}" for kind, count in counts if count)
+    share = failed / (failed + made)
+    return f"{share:.0%} of the rollouts of {_span(rows)} failed ({why}) and are left out"
+
+
+def _rows_cut(course: Course, limit: float, facts: Facts) -> str | None:
+    names = ("data/rows", "data/cut", "data/dropped")
+    read, cut, dropped = (sum(values(course.now, name)) for name in names)
+    if not read or cut + dropped < limit * read:
+        return None
+    return (
+        f"of {read:.0f} rows {cut:.0f} were cut at model.max_model_len and {dropped:.0f} left out, "
+        "since nothing of them that is trained fits"
+    )
+
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "zero_rewards",
+        "explorer",
+        0.0,
+        _all_zero,
+        "every reward is 0",
+        "one success in 32 rollouts is enough to learn from",
+        "compare the reward with what the reply ends in: another format, another type, a wrong "
+        "`format.response_key`; else the task is too hard: warm up with `sft`, or easier tasks",
+        shows=True,
+    ),
+    Cause(
+        "equal_rewards",
+        "explorer",
+        0.9,
+        _all_equal,
+        "in {limit:.0%} of the groups no rollout has an advantage",
+        "towards the end of a good run half of the groups may be solved by all",
+        "a reward that tells replies apart; tasks that are neither always nor never solved "
+        "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1",
+        shows=True,
+    ),
+    Cause(
+        "rewards_gone",
+        "explorer",
+        0.1,
+        _rewards_gone,
+        "the mean reward is at most {limit:.0%} of what it was",
+        "noise halves a reward, it does not take nine tenths",
+        "the policy has collapsed: go back to a checkpoint with a smaller "
+        "`algorithm.optimizer.lr`, `trainer.grad_clip: 1.0`, or a `kl_loss_fn`",
+        shows=True,
+    ),
+    Cause(
+        "replies_cut",
+        "explorer",
+        0.5,
+        _replies_cut,
+        "{limit:.0%} of the rollouts have a reply that was cut",
+        "a cut reply seldom has its answer; where half are, length is learnt and not the task",
+        "raise `model.max_response_tokens` (and `max_model_len`), or ask for shorter replies; a "
+        "model that never ends a turn lacks its chat template or end token",
+        shows=True,
+    ),
+    Cause(
+        "prompts_too_long",
+        "explorer",
+        0.05,
+        _prompts_too_long,
+        "{limit:.0%} of the rollouts have a prompt that is too long",
+        "each is a reward of 0 that says nothing of the model",
+        "raise `model.max_prompt_tokens` and `max_model_len`, or leave such rows out; "
+        "`trireme check` says how long they are",
+    ),
+    Cause(
+        "length_drift",
+        "explorer",
+        1.5,
+        _lengths_drift,
+        "replies are {limit:g} times as long as at first, and a quarter of them is cut",
+        "replies may grow where that pays; into the limit they grow where nothing holds them",
+        "a `length_penalty` operator or `math_dapo_reward` with its penalty; `loss_agg_mode: "
+        "token-mean`; a larger limit where replies are still right",
+    ),
+    Cause(
+        "entropy_collapse",
+        "trainer",
+        0.1,
+        _entropy_gone,
+        "the entropy is at most {limit:.0%} of what it was, and below 0.05 nats",
+        "at that point the rollouts of a group are the same text, and nothing is left to compare",
+        "`clip_range_high: 0.28`, an entropy bonus (`entropy_loss_fn_args: {entropy_coef: "
+        "0.001}`), a smaller `lr`, a `kl_loss_fn`; a reward that is already solved needs no more",
+    ),
+    Cause(
+        "logprob_gap",
+        "trainer",
+        0.02,
+        _gap,
+        "engine and trainer differ by {limit:g} nats a token on the same weights",
+        "float32 gives 1e-5; at 0.02 ratios leave the clip range though nothing was trained",
+        "`algorithm.rollout_correction` (truncated importance sampling), the same `dtype` in "
+        "engine and trainer; with a model of its own code compare the two on one prompt",
+    ),
+    Cause(
+        "staleness",
+        "trainer",
+        4.0,
+        _stale,
+        "tokens are {limit:g} pushes older than the synchronizer's plan makes them",
+        "up to about four, clipping and correction hold",
+        "`sample_strategy: staleness_control`, a smaller `capacity` of the buffer, more trainers "
+        "for each explorer, or an algorithm for stale experiences (`opmd`, `topr`)",
+    ),
+    Cause(
+        "tools_dropped",
+        "explorer",
+        0.0,
+        _tools_dropped,
+        "calls have tools, and the chat template writes none of them",
+        "the model cannot call what it is not shown",
+        "`model.chat_template_path` with a template that writes `tools`, or describe them in the "
+        "system prompt",
+    ),
+    Cause(
+        "history_rewritten",
+        "explorer",
+        0.5,
+        _rewritten,
+        "conversations are split {limit:g} times on average",
+        "each part repeats its history: the same tokens cost several times as much",
+        "right where thinking is to be dropped; else a template that keeps history as it was",
+    ),
+    Cause(
+        "nothing_masked",
+        "explorer",
+        0.05,
+        _nothing_masked,
+        "{limit:.0%} of the rollouts have no token that is trained",
+        "a workflow that returns such experiences mostly builds its mask wrong",
+        "look at `trireme view --url`: the trained tokens are coloured; check `action_mask`, "
+        "`loss_scale` and how the workflow makes its experiences",
+    ),
+    Cause(
+        "left_out",
+        "explorer",
+        0.9,
+        _left_out,
+        "operators leave nothing of {limit:.0%} of the groups",
+        "a filter is to take the useless part, and not the data set",
+        "a lower `threshold`, another order of the operators, or tasks of another difficulty",
+    ),
+    Cause(
+        "reward_not_finite",
+        "explorer",
+        0.0,
+        _not_finite,
+        "a reward is no finite number, or too large for 32 bits",
+        "it takes its whole group with it",
+        "mend the workflow's or the reward's division or logarithm; `invalid_reward_filter` drops "
+        "such experiences before they spoil their group. "
+        "`log/explorer_experience_pipeline.log` names them",
+    ),
+    Cause(
+        "rollouts_failed",
+        "explorer",
+        0.1,
+        _failed,
+        "{limit:.0%} of the rollouts fail",
+        "a few time-outs are normal where environments are",
+        "their tracebacks are in `log/explorer_runner_*.log`; `explorer.max_failures` says when a "
+        "run is to stop",
+    ),
+    Cause(
+        "rows_cut",
+        "trainer",
+        0.1,
+        _rows_cut,
+        "{limit:.0%} of a data set's rows are cut or left out",
+        "what is cut is the end of a reply, with its end token",
+        "raise `model.max_model_len`, or shorten the rows; `trireme check` says how long they are",
+    ),
+)
+"""All causes with their limits; docs/errors.md has the same table."""
