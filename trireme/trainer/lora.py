@@ -114,6 +114,9 @@ class Adapter:
         folder.mkdir(exist_ok=True)
         config = copy.copy(self._peft.peft_config[_ADAPTER])
         config.inference_mode = True
+        for key, value in vars(config).items():
+            if isinstance(value, set):  # whose order is another one in each process
+                setattr(config, key, sorted(value))
         config.save_pretrained(str(folder))
         write_weights(folder / "adapter_model.safetensors", weights)
 
