@@ -62,6 +62,26 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert count == 4 * 4 * 4
 
 
+@pytest.mark.parametrize("storage", ["queue", "sql"])
+def test_a_damaged_checkpoint_is_passed_by_and_its_step_made_again(
+    tmp_path: Path, whole: tuple[Path, bytes], storage: str
+) -> None:
+    config = small_config(tmp_path)
+    config["buffer"]["trainer_input"] = {
+        "experience_buffer": {"name": "shared", "storage_type": storage}
+    }
+    assert run(tmp_path, config).returncode == 0
+    job = tmp_path / "checkpoints/tests/job"
+    damaged = job / "global_step_4/actor/huggingface/model.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is damaged and passed by" in done.stdout + done.stderr
+    assert weights(job, 4) == whole[1]
+
+
 def test_metrics_say_that_engine_and_trainer_agree(whole: tuple[Path, bytes]) -> None:
     rows = [json.loads(line) for line in (whole[0] / "monitor/metrics.jsonl").open()]
     trained = [row["metrics"] for row in rows if row["part"] == "trainer"]

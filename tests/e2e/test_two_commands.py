@@ -40,7 +40,7 @@ class Pair:
     def kill_when(self, mode: str, ready: Callable[[], bool]) -> None:
         """SIGKILL a part at a moment when it is known to be under way."""
         process = self.running[mode]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not ready():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "the moment to kill never came"
@@ -52,7 +52,7 @@ class Pair:
     def finish(self) -> None:
         """Both end by themselves, and well."""
         for process in self.running.values():
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, output
 
     def explored(self) -> int:

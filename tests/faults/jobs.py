@@ -15,7 +15,7 @@ from tests.faults.program import LEARNED
 STEPS = 4
 JOB = "checkpoints/tests/job"
 PLUGIN = '''
-"""Workflows that fail for one rollout of each task, and a loss that is not finite once."""
+"""Workflows and judges of which every fourth call goes wrong."""
 import asyncio, os
 from pathlib import Path
 from trireme import reward, workflow
@@ -121,7 +121,7 @@ def config_of(kind: str, folder: Path, model: Path) -> dict[str, Any]:
     if store == "user":
         (folder / "faulty.py").write_text(PLUGIN)
         config["plugins"] = [str(folder / "faulty.py")]
-        config["explorer"] |= {"max_timeout": 3, "max_retry_times": 0, "max_failures": 1.0}
+        config["explorer"] |= {"max_timeout": 15, "max_retry_times": 0, "max_failures": 1.0}
         own = "default_reward_fn_type" if style.startswith("judge") else "default_workflow_type"
         config["buffer"]["explorer_input"][own] = style
     elif style:

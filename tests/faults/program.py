@@ -16,11 +16,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LEARNED = "learned.jsonl"
+LEARNED, FILLER, HIT = "learned.jsonl", "filler", "hit"
+"""In the job's folder: what each train step learned from, what fills the disk, which points were
+really reached.
+"""
 
 POINTS = {
     "train step": "trireme.trainer.trainer:Trainer._train_on",
@@ -66,7 +70,9 @@ class Blow:
     when: str = "before"
     at: int = 1
     what: str = "KILL"
-    """Names of signals, each sent to the process itself; or of an errno, which is raised."""
+    """Names of signals, each sent to the process itself; of an errno, which is raised; FULL: the
+    file system that the job lies on is filled; NAN: the gradients are no numbers.
+    """
 
 
 def start(folder: Path, words: Sequence[str], blow: Blow | None) -> int:
@@ -77,6 +83,9 @@ def start(folder: Path, words: Sequence[str], blow: Blow | None) -> int:
     code = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # nohup ignores one
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(folder)
         output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
@@ -104,13 +113,20 @@ def start(folder: Path, words: Sequence[str], blow: Blow | None) -> int:
 def _build_in(blow: Blow) -> None:
     count = 0
 
-    def reached(when: str) -> None:
+    def reached(when: str, *args: Any) -> None:
         nonlocal count
         if when != blow.when:
-            return
+            return None
         count += 1
         if count != blow.at:
-            return
+            return None
+        Path(HIT).touch()
+        if blow.what == "FULL":
+            return _fill(Path(FILLER))
+        if blow.what == "NAN":
+            for group in args[0].optimizer.param_groups:
+                group["params"][0].grad.mul_(float("nan"))
+            return None
         for word in blow.what.split():
             if number := getattr(signal, f"SIG{word}", None):
                 os.kill(os.getpid(), number)
@@ -120,12 +136,18 @@ def _build_in(blow: Blow) -> None:
     _replace(POINTS[blow.point], lambda inner: _around(inner, reached))
 
 
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
 def _around(inner: Callable[..., Any], reached: Callable[[str], None]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(inner):
 
         @functools.wraps(inner)
         async def waiting(*args: Any, **options: Any) -> Any:
-            reached("before")
+            reached("before", *args)
             result = await inner(*args, **options)
             reached("after")
             return result
@@ -134,7 +156,7 @@ def _around(inner: Callable[..., Any], reached: Callable[[str], None]) -> Callab
 
     @functools.wraps(inner)
     def plain(*args: Any, **options: Any) -> Any:
-        reached("before")
+        reached("before", *args)
         result = inner(*args, **options)
         reached("after")
         return result

@@ -31,6 +31,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 25.0
 """The limit before a plan is known."""
 LEFT_S = 5.0
+PYTHON = (sys.prefix, sys.base_prefix)
+"""What lies there is Python's own, or a package."""
 
 
 class Stop:
@@ -143,7 +145,7 @@ class Stop:
     def _late(self) -> None:
         frames = sys._current_frames().get(threading.main_thread().ident or 0)
         calls = traceback.extract_stack(frames) if frames else []
-        busy = [f for f in calls if not f.filename.startswith((sys.prefix, sys.base_prefix))][-1:]
+        busy = [f for f in calls if not f.filename.startswith(PYTHON)][-1:]
         where = "".join(f"; the event loop is at {f.filename}:{f.lineno}" for f in busy)
         self._end(
             f"{self.name}: ended after {self.limit:g} s (cluster.stop_timeout), which was too "
@@ -187,8 +189,11 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
 
 
 def _name(task: asyncio.Task[Any]) -> str:
-    """Where a task is, by the innermost line of it that is known."""
-    stack = task.get_stack()
-    code = stack[-1].f_code if stack else None
-    line = f"{code.co_filename}:{stack[-1].f_lineno} in {code.co_name}" if code else ""
-    return line or repr(task.get_coro())
+    """Where a task is: the innermost line outside Python's own files and packages."""
+    coroutine, line = task.get_coro(), repr(task.get_coro())
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(PYTHON):
+            line = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        coroutine = getattr(coroutine, "cr_await", None)
+    return line
