@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ Make = Callable[..., Any]
 
 class FourRows:
     """A data set of four rows."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return 4

@@ -117,6 +117,7 @@ def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):
     def paths():
         config = load_config(home / "x.yaml")
         inputs = config.buffer.explorer_input
+        assert inputs.taskset is not None
         return (*config.plugins, config.model.model_path, inputs.taskset.path)
 
     here.mkdir()
@@ -136,7 +137,8 @@ def test_what_trinity_s_files_say_is_taken(tmp_path):
     )
     config = load_config(file)
     assert config.trainer.max_checkpoints_to_keep == 0
-    assert config.model.lora_configs[0].exclude_modules == ["lm_head"]
+    [lora] = config.model.lora_configs or []
+    assert lora.exclude_modules == ["lm_head"]
 
 
 def test_an_unknown_key_in_a_list_or_a_stage_is_named_in_full(tmp_path):

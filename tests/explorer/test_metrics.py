@@ -8,6 +8,7 @@ from trireme.experience import EID, Experience
 from trireme.explorer.metrics import evaluation_metrics, pass_metrics, rollout_metrics
 from trireme.explorer.runner import Failed, Outcome
 from trireme.task import Task
+from trireme.usercode import Fault
 
 
 def one(task: int, run: int, reward: float, step: int = 0) -> Experience:
@@ -49,7 +50,10 @@ def test_the_last_step_gives_a_runs_reward() -> None:
 
 def test_a_failed_rollout_is_counted_and_lowers_an_evaluation() -> None:
     good = Outcome(Task(), [one(0, 0, 1.0)])
-    bad = Outcome(Task(), failures=[Failed("1/1/0", "timeout", "too long")])
+    bad = Outcome(
+        Task(),
+        failures=[Failed("1/1/0", "timeout", Fault("workflow 'w'", "too long", "", lasting=False))],
+    )
     metrics = evaluation_metrics([good, bad], repeat_times=1)
     assert metrics["accuracy/mean@1"] == 0.5
     assert metrics["failed"] == 1 and metrics["tasks"] == 2

@@ -173,7 +173,7 @@ def _settings(count: int) -> Callable[[Any], Any]:
         database=None,
         derandomize=True,
         phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck.__members__.values()],
     )
 
 
@@ -196,8 +196,8 @@ def fuzz_description(target: Target, count: int) -> None:
     import schemathesis
 
     schema = schemathesis.openapi.from_dict(target.client.get("/openapi.json").json())
-    found = [result.ok() for result in schema.get_all_operations()]
-    operations = [o for o in found if not o.path.startswith(NOT_DRAWN)]
+    found: list[Any] = list(schema.get_all_operations())
+    operations = [o for o in (one.ok() for one in found) if not o.path.startswith(NOT_DRAWN)]
     for operation in operations:
 
         @_settings(max(count // len(operations), 1))
