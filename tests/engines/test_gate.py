@@ -31,3 +31,22 @@ def test_the_end_of_a_rollout_wakes_whoever_listens_however_it_ends() -> None:
     with pytest.raises(ValueError), gate.rollout(FIRST):
         raise ValueError
     assert woken == [set()]
+
+
+def test_only_time_that_a_request_is_held_for_others_counts_as_held(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("trireme.engines.gate.time.monotonic", lambda: now[0])
+    gate = Gate()
+    with gate.rollout(FIRST), gate.rollout(SECOND):
+        assert not gate.open([FIRST])
+        now[0] = 5.0
+        assert (gate.held(FIRST), gate.held(SECOND)) == (5.0, 0.0)
+        assert gate.open([FIRST, SECOND])
+        now[0] = 7.0
+        assert gate.held(FIRST) == 5.0
+        assert not gate.open([FIRST])
+        now[0] = 8.0
+        assert not gate.open([])  # given up by the rollout itself
+        now[0] = 9.0
+        assert gate.held(FIRST) == 6.0
+    assert gate.held(FIRST) == 0.0

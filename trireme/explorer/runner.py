@@ -176,7 +176,7 @@ class Runner:
         call = asyncio.ensure_future(self._call(task, spec, model, runs))
         seconds = self.limit.seconds
         try:
-            await asyncio.wait({call}, timeout=seconds)
+            await self._wait(call, key[:3], seconds)
             if not call.done():
                 whose = "max_timeout" if seconds == self.limit.most else "dynamic_timeout"
                 late = f"it took longer than explorer.{whose} ({seconds:g} s)"
@@ -195,6 +195,16 @@ class Runner:
             drop(call)
             model.revoke()
             await self.engine.abort(key)
+
+    async def _wait(self, call: asyncio.Future[Any], key: Key, seconds: float) -> None:
+        """Until the call is done or has had its `seconds`, those at the gate not counted."""
+        own = -self.gate.held(key) if self.gate else 0.0
+        begun = time.monotonic()
+        left = seconds
+        while left > 0 and not call.done():
+            await asyncio.wait({call}, timeout=left)
+            held = self.gate.held(key) + own if self.gate else 0.0
+            left = seconds - (time.monotonic() - begun - held)
 
     async def _call(
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]

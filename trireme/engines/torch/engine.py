@@ -247,11 +247,10 @@ class TorchEngine:
 
     def _ready(self) -> bool:
         """Whether an advance may start now."""
-        if self._paused or self._updates or not (self._waiting or self._decoder.active):
+        waiting = (r.key for r in self._requests.values() if r.stop_reason is None)
+        if self._gate is not None and not self._gate.open(waiting):  # also where none is left
             return False
-        if self._gate is None:
-            return True
-        return self._gate.open(r.key for r in self._requests.values() if r.stop_reason is None)
+        return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)
 
     def _pick(self) -> list[Request]:
         """Waiting requests that fit, in order."""
