@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -133,3 +134,9 @@ def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Pop
         assert not late, f"what was waited for did not come in {seconds:g} s"
         time.sleep(0.05)
     return found
+
+
+def attended() -> None:
+    """In the child: signals as a terminal leaves them, also where these tests run under nohup."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -5,13 +5,14 @@ The rows are in mistakes.py. Here are those that need a process of their own as 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.e2e.job import command, environment
+from tests.e2e.job import attended, command, environment, wait_for
 from tests.e2e.mistakes import MISTAKES, TASKSET, Mistake, answer, folder_for
 
 
@@ -60,6 +61,7 @@ def sleeping(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(folder, config, workflow, *overrides),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=folder,
+        preexec_fn=attended,
     )  # fmt: skip
 
 
@@ -70,3 +72,13 @@ def test_a_blocked_event_loop_ends_the_run(folder: Path) -> None:
     assert "`await asyncio.sleep(...)`" in sentence and "a plain `def`" in sentence
     assert line.startswith(f"  {folder}/mistaken_plugin.py:") and "time.sleep(1000)" in line
     assert "in sleeps" in Path(details.removeprefix("details: ")).read_text()
+
+
+def test_one_control_c_ends_a_run_whose_event_loop_is_blocked(folder: Path) -> None:
+    process = sleeping(folder, "name=interrupted")
+    log = folder / "checkpoints/tests/interrupted/log/explorer.log"
+    wait_for(lambda: log.exists() and "event loop for" in log.read_text(), 240, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, said
+    assert "mistaken_sleeps' blocked the event loop" in said and "time.sleep(1000)" in said

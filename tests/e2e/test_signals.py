@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.job import command, environment, run, small_config, wait_for, weights
+from tests.e2e.job import attended, command, environment, run, small_config, wait_for, weights
 from tests.e2e.test_two_commands import Pair, check, pair  # noqa: F401 - the fixture
 
 JOB = "checkpoints/tests/job"
@@ -61,12 +61,6 @@ def job(folder: Path, workflow: str = "waits", **sections: dict[str, Any]) -> di
     for name, values in sections.items():
         config[name] = config.get(name, {}) | values
     return config
-
-
-def attended() -> None:
-    """In the child: signals as a terminal leaves them, also where these tests run under nohup."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def start(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
