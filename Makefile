@@ -57,6 +57,7 @@ test: lint
 
 # what runs survive: kills, signals, disks, damage, users' code; twenty minutes on two quiet cores
 faults: setup
+	scripts/postgres_setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.harness
 
 # the same code with CUDA, NCCL and bfloat16; TRIREME_VLLM_PYTHON names vLLM's environment
@@ -93,12 +94,12 @@ FUZZ ?= 10000
 test-fuzz: setup
 	OMP_NUM_THREADS=1 TRIREME_FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/server/test_fuzz.py -m large
 
-# every pair of features in some run; runs, killed ones too, with equal bytes: minutes, and not in CI
+# every pair of features in some run; runs, killed ones too, with equal bytes: minutes
 test-matrix: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-postgres test-ray
+test-extras: setup test-vllm test-megatron test-postgres test-ray test-matrix
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py

@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.experience import EID, Experience
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.ranks import Place, Ranks, free_address
 from trireme.trainer.step import train_step
 
@@ -74,15 +73,8 @@ def batch() -> list[Experience]:
 def measure(model: Path, share: bool, place: Place | None, out: Path) -> None:
     """Median seconds of a step, and the weights after some, into `out` by rank 0."""
     torch.set_num_threads(1)
-    options = {
-        "optimizer": OptimizerConfig(lr=1e-4),
-        "max_token_len": 4096,
-        "share_prefix": share,
-    }
-    if place is None:
-        backend = TorchBackend(model, **options)
-    else:
-        backend = Fsdp2Backend(model, ranks=Ranks(place), **options)
+    settings = TrainSettings(OptimizerConfig(lr=1e-4), 4096, grad_clip=1.0, share_prefix=share)
+    backend = Backend(model, settings, Ranks(place) if place else None)
     samples, seconds, weights = batch(), [], {}
     for step in range(STEPS):
         started = time.perf_counter()
@@ -97,7 +89,7 @@ def measure(model: Path, share: bool, place: Place | None, out: Path) -> None:
 def run(model: Path, share: bool, world: int, sequence: int, out: Path) -> dict:
     """One row of the table."""
     context = multiprocessing.get_context("spawn")
-    first = Place(0, world, free_address(), sequence)
+    first = Place(0, world, free_address(), sequence, timeout=600)
     places = [replace(first, rank=r) for r in range(world)] if world > 1 else [None]
     processes = [context.Process(target=measure, args=(model, share, p, out)) for p in places]
     for process in processes:

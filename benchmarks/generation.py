@@ -32,7 +32,7 @@ from trireme.engines.engine import Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.server.engine_spec import EngineSpec
+from trireme.server.process import EngineSpec
 
 PROMPTS, SAMPLES, ROUNDS = 32, 8, 3
 TARGETS = {"equal": 1.0, "ragged": 1.5}

@@ -23,16 +23,15 @@ import torch
 from target import Target, judge
 
 from trireme.algorithms.recipes import get_recipe
-from trireme.algorithms.table import MULTI_STEP_GRPO
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.experience import EID, Experience
-from trireme.trainer.backend import TorchBackend
+from trireme.registry import ALGORITHMS
+from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.learning import Learning
 from trireme.trainer.pack import pack
-from trireme.trainer.step import batch_loss
-from trireme.trainer.tally import Tally
+from trireme.trainer.step import Tally, batch_loss
 
 OBSERVATION, REPLY, ROLLOUTS, WORDS = 20, 8, 8, 80
 
@@ -60,20 +59,17 @@ def episodes(steps: int) -> list[Experience]:
                 )
             )
             history = tokens + draw(OBSERVATION)
-    return MULTI_STEP_GRPO.advantages(found)[0]
+    return ALGORITHMS.get("multi_step_grpo").advantages(found)[0]
 
 
 def gradient(folder: Path, found: list[Experience], share: bool) -> tuple[torch.Tensor, float]:
     """The gradient of one train step, and the seconds that it took."""
-    backend = TorchBackend(
-        str(folder),
-        optimizer=OptimizerConfig(),
-        max_token_len=1 << 20,
-        total_steps=1,
-        share_prefix=share,
+    settings = TrainSettings(
+        OptimizerConfig(), max_token_len=1 << 20, grad_clip=1.0, total_steps=1, share_prefix=share
     )
+    backend = Backend(folder, settings)
     batch = flatten(found)
-    batch = batch.with_fields(weights=MULTI_STEP_GRPO.weights(batch))
+    batch = batch.with_fields(weights=ALGORITHMS.get("multi_step_grpo").weights(batch))
     recipe = get_recipe(AlgorithmConfig(algorithm_type="multi_step_grpo", kl_loss_fn="none"))
     loss = partial(batch_loss, recipe=recipe, tally=Tally(), fresh=None, learning=Learning(recipe))
     seconds = []

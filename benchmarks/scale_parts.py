@@ -38,7 +38,7 @@ from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.engines.engine import Completion
 from trireme.experience import EID, Experience
 from trireme.serialize import decode, encode
-from trireme.trainer.backend import TorchBackend
+from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.pack import pack
 from trireme.trainer.step import train_step
 
@@ -147,7 +147,7 @@ def largest_tensor(folder: Path, experiences: list[Experience]) -> float:
         head_dim=8, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    backend = TorchBackend(folder, optimizer=OptimizerConfig(), max_token_len=1 << 20)
+    backend = Backend(folder, TrainSettings(OptimizerConfig(), 1 << 20, grad_clip=1.0))
     recipe = get_recipe(AlgorithmConfig(algorithm_type="sft"))
     with Largest() as largest:
         train_step(backend, recipe, experiences, version=0)

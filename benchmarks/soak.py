@@ -1,10 +1,12 @@
-"""Does a server stay as it is under hours of good, bad and abandoned requests?
+"""Do a server and a run hold no more after hours than after minutes?
 
-`python benchmarks/soak.py --minutes 20` starts `trireme rollout` on a tiny model, asks it all that
-the fuzz and the border's tests know and more that is good, leaves in the middle of some, and prints
-each half minute what the process holds: memory, handles, threads. After the warm-up (a third of the
-time, at most until 4,096 sessions are there, which are all that are kept) it has to be flat:
-otherwise, or where a good request is not answered, the exit code is 1.
+`python benchmarks/soak.py --minutes 20` starts `trireme rollout` and `trireme run` on tiny models.
+It asks the server all that the fuzz and the border's tests know and more that is good, and leaves
+in the middle of some; the run takes one step after the other, with evaluations and checkpoints.
+Each half minute it prints what each process holds: memory, handles, threads. After the warm-up (a
+third of the time; the server's at most until 4,096 sessions are there, which are all that are kept)
+they have to be flat: otherwise, or where a good request is not answered or the run ends, the exit
+code is 1.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import asyncio
 import json
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +28,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.e2e.job import command as run_command
+from tests.e2e.job import small_config
 from tests.server import bad, fuzz
 from tests.server.made import command
 from tests.tiny import make_model
@@ -123,19 +129,59 @@ async def sample(process: psutil.Process, soak: Soak, rows: list[dict[str, float
                 for line in figures.splitlines()
                 if line.startswith("trireme_sessions_open ")
             )
-            row = {
-                "minute": (time.monotonic() - start) / 60,
-                "requests": float(sum(soak.statuses.values())),
-                "sessions": sessions,
-                "rss_mb": process.memory_info().rss / 2**20,
-                "handles": float(process.num_fds()),
-                "threads": float(process.num_threads()),
-            }
+            requests = float(sum(soak.statuses.values()))
+            row = {"requests": requests, "sessions": sessions, **held(process, start)}
             rows.append(row)
-            print("  ".join(f"{name} {value:8.1f}" for name, value in row.items()), flush=True)
+            show("server", row)
 
 
-async def run(url: str, process: psutil.Process, minutes: float) -> list[str]:
+def held(process: psutil.Process, start: float) -> dict[str, float]:
+    """What a process holds, and since when it is looked at."""
+    return {
+        "minute": (time.monotonic() - start) / 60,
+        "rss_mb": process.memory_info().rss / 2**20,
+        "handles": float(process.num_fds()),
+        "threads": float(process.num_threads()),
+    }
+
+
+def show(what: str, row: dict[str, float]) -> None:
+    """One line."""
+    figures = "  ".join(f"{name} {value:8.1f}" for name, value in row.items())
+    print(f"{what:6}  {figures}", flush=True)
+
+
+async def watch_run(minutes: float, folder: Path) -> list[str]:
+    """A run that goes on and on, until it is stopped; what is not as it should be."""
+    config = small_config(folder)
+    config["buffer"] |= {"total_steps": 10**6, "total_epochs": 10**6}
+    config["trainer"] = {"save_interval": 50, "max_checkpoints_to_keep": 2}
+    config["explorer"] |= {"eval_interval": 100}
+    log = folder / "run.txt"
+    with log.open("w") as output:
+        process = await asyncio.create_subprocess_exec(
+            *run_command(folder, config), stdout=output, stderr=subprocess.STDOUT
+        )
+    rows, start = [], time.monotonic()
+    try:
+        while (left := start + 60 * minutes - time.monotonic()) > 0:
+            await asyncio.sleep(min(SAMPLE_S, left))
+            if process.returncode is not None:
+                return [f"the run ended with {process.returncode}: {log.read_text()[-500:]}"]
+            rows.append(held(psutil.Process(process.pid), start))
+            show("run", rows[-1])
+        process.terminate()
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    print(f"run: {log.read_text().strip().splitlines()[-1]}")
+    stopped = [] if code == 128 + signal.SIGTERM else [f"SIGTERM ended the run with {code}"]
+    return [*stopped, *grown("run", rows[len(rows) // 3 :])]
+
+
+async def watch_server(url: str, process: psutil.Process, minutes: float) -> list[str]:
     """What is not as it should be."""
     soak = Soak(url, time.monotonic() + 60 * minutes)
     rows: list[dict[str, float]] = []
@@ -144,14 +190,19 @@ async def run(url: str, process: psutil.Process, minutes: float) -> list[str]:
     warm = rows[len(rows) // 3 :]
     full = [row for row in warm if row["sessions"] >= LEAST_SESSIONS * 7 / 8]
     warm = full or warm
+    return grown("server", warm)
+
+
+def grown(what: str, warm: list[dict[str, float]]) -> list[str]:
+    """What a process holds more of at the end than after the warm-up."""
     third = max(len(warm) // 3, 1)
     wrong = []
     for name, share in GROWTH.items():
         first = sum(row[name] for row in warm[:third]) / third
         last = sum(row[name] for row in warm[-third:]) / third
-        print(f"{name}: {first:.1f} after the warm-up, {last:.1f} at the end")
+        print(f"{what} {name}: {first:.1f} after the warm-up, {last:.1f} at the end")
         if last > first * (1 + share) + SLACK[name]:
-            wrong.append(f"{name} grew from {first:.1f} to {last:.1f}")
+            wrong.append(f"{what}: {name} grew from {first:.1f} to {last:.1f}")
     return wrong
 
 
@@ -162,9 +213,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         with command(model, "--max-model-len", "512") as (process, url):
-            wrong = asyncio.run(run(url, psutil.Process(process.pid), minutes))
+            wrong = asyncio.run(both(url, psutil.Process(process.pid), minutes, Path(folder)))
     print("; ".join(wrong) or "flat")
     return 1 if wrong else 0
+
+
+async def both(url: str, server: psutil.Process, minutes: float, folder: Path) -> list[str]:
+    """The server and the run side by side."""
+    found = await asyncio.gather(
+        watch_server(url, server, minutes), watch_run(minutes, folder / "run")
+    )
+    return [*found[0], *found[1]]
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.server.engine_spec import EngineSpec
+from trireme.server.process import EngineSpec
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.memory import MemorySync
 from trireme.sync.process_group import GroupSync
-from trireme.trainer.backend import TorchBackend
+from trireme.trainer.backend import Backend, TrainSettings
 
 TIMES, SHARE_OF_FLOOR = 3, 0.7
 
@@ -53,7 +53,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> list[tuple[str, 
         folder / "model", ["a b c"], seed=0, width=options.width, layers=options.layers
     )
     device, kind = Device(1), "vllm" if options.vllm else "torch"
-    backend = TorchBackend(model, optimizer=OptimizerConfig(), max_token_len=512)
+    backend = Backend(model, TrainSettings(OptimizerConfig(), 512, grad_clip=1.0))
     host = EngineHost(
         EngineSpec(str(model), 128, kind=kind),
         name="engine",

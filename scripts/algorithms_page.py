@@ -10,24 +10,23 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from trireme.algorithms import names
 from trireme.algorithms.part import SETTINGS
+from trireme.algorithms.recipes import PARTS
 from trireme.cli.listing import first_line
+from trireme.registry import ALGORITHMS, Registry
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- tables: scripts/algorithms_page.py -->", "<!-- end of tables -->"
-_PARTS = (
-    ("advantage_fn", names.ADVANTAGES, names.ADVANTAGE_PATHS),
-    ("policy_loss_fn", names.POLICY_LOSSES, names.POLICY_LOSS_PATHS),
-    ("kl_loss_fn", names.KLS, names.KL_PATHS),
-    ("entropy_loss_fn", names.ENTROPIES, names.ENTROPY_PATHS),
-    ("sample_strategy", names.SAMPLES, names.SAMPLE_PATHS),
-)
 
 
 def tables() -> str:
     """All tables."""
-    return "\n".join([*_algorithms(), *(line for part in _PARTS for line in _part(*part))])
+    return "\n".join(
+        [
+            *_algorithms(),
+            *(line for registry in dict.fromkeys(PARTS.values()) for line in _part(registry)),
+        ]
+    )
 
 
 def document() -> str:
@@ -40,21 +39,22 @@ def document() -> str:
 def _algorithms() -> Iterator[str]:
     yield "| `algorithm_type` | advantage | policy loss | KL | averaged by | when to use it |"
     yield "|-|-|-|-|-|-|"
-    for name in names.ALGORITHM_PATHS:
-        recipe = names.ALGORITHMS.get(name)
+    for name in ALGORITHMS.built_in():
+        recipe = ALGORITHMS.get(name)
         cells = (f"`{name}`", recipe.advantage_fn or "", recipe.policy_loss_fn, recipe.kl_loss_fn,
                  recipe.loss_agg_mode, recipe.use)  # fmt: skip
         yield f"| {' | '.join(cells)} |"
 
 
-def _part(kind: str, registry: names.Registry, paths: dict[str, str]) -> Iterator[str]:
+def _part(registry: Registry) -> Iterator[str]:
+    kind = registry.name.removeprefix("algorithm.")
     yield f"\n### `{kind}`\n"
     if kind in SETTINGS:
         own = ", ".join(f"`{key}` {value:g}" for key, value in SETTINGS[kind].items())
         yield f"All have the options {own}.\n"
     yield "| name | what it computes | options |"
     yield "|-|-|-|"
-    for name in paths:
+    for name in registry.built_in():
         function = registry.get(name)
         options = [
             f"`{p.name}` {p.default}"

@@ -1,4 +1,4 @@
-"""Configuration page: docs/configuration.md, written from the schema and from what is supported.
+"""Configuration page: docs/configuration.md, written from the schema.
 
 `python scripts/configuration_page.py` writes it; a test holds that it was written.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
+from pydantic.fields import FieldInfo
+
+from trireme.config.options import kind_text, range_text, without_none
 from trireme.config.schema import Config
-from trireme.config.support import HINTS, PLACED, REFUSED, REFUSED_VALUES
-from trireme.config.typed import hints, kind_text, range_text, section_in
+from trireme.config.section import Mapped, NoEffect, Refused, Section, fate_of, section_in
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """# Configuration
@@ -44,53 +45,50 @@ def document() -> str:
     return "\n".join([_HEAD, *_section(Config, "", set())])
 
 
-def _section(section: type, prefix: str, done: set[type]) -> Iterator[str]:
-    """One heading and table, then those of the sections inside; each dataclass once."""
+def _section(section: type[Section], prefix: str, done: set[type]) -> Iterator[str]:
+    """One heading and table, then those of the sections inside; each section once."""
     done.add(section)
     yield f"## {f'`{prefix}`' if prefix else 'Top level'}\n"
     yield f"{inspect.getdoc(section)}\n"
     yield "| key | value | default | meaning | here |"
     yield "|-|-|-|-|-|"
-    for item in fields(section):
-        cells = _cells(section, item)
+    for name, item in section.model_fields.items():
+        cells = _cells(section, name, item)
         yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
     yield ""
-    for item in fields(section):
-        inner = section_in(hints(section)[item.name])
+    for name, item in section.model_fields.items():
+        inner = section_in(item.annotation)
         if inner is not None and inner not in done:
-            yield from _section(inner, f"{prefix}.{item.name}" if prefix else item.name, done)
+            yield from _section(inner, f"{prefix}.{name}" if prefix else name, done)
 
 
-def _cells(section: type, item: Field[Any]) -> tuple[str, ...]:
-    kind = hints(section)[item.name]
-    inner = section_in(kind)
-    value = kind_text(kind) if inner is None or _is_list(kind) else "a section"
-    limits = range_text(item)
-    held = getattr(section(), item.name)
-    shown = "" if is_dataclass(held) or held in (None, "", [], {}) else f"`{_yaml(held)}`"
-    meaning = sentences(section)[item.name]
+def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...]:
+    kind = item.annotation
+    is_section = section_in(kind) is not None and get_origin(without_none(kind)) is not list
+    value = "a section" if is_section else kind_text(kind)
+    held = getattr(section(), name)
+    shown = "" if isinstance(held, Section) or held in (None, "", [], {}) else f"`{_yaml(held)}`"
     return (
-        f"`{item.name}`",
-        f"{value} {limits}".strip(),
+        f"`{name}`",
+        f"{value} {range_text(item.metadata)}".strip(),
         shown,
-        meaning,
-        _here(f"{section.__name__}.{item.name}"),
+        sentences(section)[name],
+        _here(item),
     )
 
 
-def _here(where: str) -> str:
+def _here(item: FieldInfo) -> str:
     """What this version does with a key."""
-    if where in REFUSED:
-        return "refused"
-    if where in REFUSED_VALUES:
-        return "refused: " + ", ".join(sorted(REFUSED_VALUES[where]))
-    if where in PLACED:
-        return "mapped"
-    return "no effect" if where in HINTS else ""
-
-
-def _is_list(kind: Any) -> bool:
-    return "list" in str(kind).split("[")[0] or str(kind).startswith("list")
+    match fate_of(item):
+        case Refused(values=values) if values:
+            return "refused: " + ", ".join(sorted(values))
+        case Refused():
+            return "refused"
+        case Mapped():
+            return "mapped"
+        case NoEffect():
+            return "no effect"
+    return ""
 
 
 def _yaml(value: Any) -> str:
@@ -98,7 +96,7 @@ def _yaml(value: Any) -> str:
 
 
 @cache
-def sentences(section: type) -> dict[str, str]:
+def sentences(section: type[Section]) -> dict[str, str]:
     """Field name -> the docstring under it."""
     tree = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(tree, ast.ClassDef)

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,9 +24,19 @@ def binaries() -> Path | None:
 class Server:
     """A running server."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, control: Callable[[str], None]) -> None:
         self.port = port
+        self._control = control
         self._count = 0
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Not there, as after a crash."""
+        self._control("stop")
+        try:
+            yield
+        finally:
+            self._control("start")
 
     def database(self) -> str:
         """The URL of an empty place for tables; a schema is made faster than a database."""
@@ -89,9 +99,14 @@ def serving(programs: Path) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder}"
-    call("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", options, "start")
+
+    def control(word: str) -> None:
+        more = ["-m", "immediate"] if word == "stop" else ["-l", str(folder / "log"), "-o", options]
+        call("pg_ctl", "-D", data, "-w", *more, word)
+
+    control("start")
     try:
-        yield Server(port)
+        yield Server(port, control)
     finally:
-        call("pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+        control("stop")
         shutil.rmtree(folder)

@@ -26,14 +26,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "experience",
         "serialize",
         "task",
-        "registry",
         "log",
-        "threads",
+        "aio",
         "files",
         "usercode",
         "config",
     ),
-    ("nearest", "lazy"),
+    ("registry",),
 )
 HEAVY = {"torch", "transformers", "datasets", "ray", "vllm", "peft", "numpy", "pandas"}
 FILES = sorted(ROOT.rglob("*.py"))

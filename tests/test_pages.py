@@ -28,10 +28,16 @@ from trireme import Experience, Task
 from trireme.cli.main import app
 from trireme.data.selectors import selection
 from trireme.envs.pool import EnvPool
-from trireme.pipeline.names import OPERATORS, TASK_OPERATORS
-from trireme.pipeline.operator import make_operator
-from trireme.rewards.names import REWARDS
-from trireme.workflows.names import CONTEXT_MANAGERS, ENVS, MULTI_TURNS, WORKFLOWS
+from trireme.pipeline.operators import make_operator
+from trireme.registry import (
+    CONTEXT_MANAGERS,
+    ENVS,
+    MULTI_TURNS,
+    OPERATORS,
+    REWARDS,
+    TASK_OPERATORS,
+    WORKFLOWS,
+)
 
 USER = [{"role": "user", "content": "?"}]
 Page = Callable[[str], ModuleType]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import trireme.registry
 from trireme.registry import Registry
 
 
@@ -16,7 +20,7 @@ def make() -> Registry:
 
 
 def test_built_in_names_and_dotted_paths_are_imported_on_first_use() -> None:
-    from collections import Counter, OrderedDict
+    from collections import OrderedDict
 
     registry = make()
     assert registry.get("counter") is Counter
@@ -61,3 +65,82 @@ def test_a_file_in_the_working_folder_is_found_by_its_path(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     assert Registry("thing").get("file_in_folder:thing") == 3
+
+
+REGISTRIES = [thing for thing in vars(trireme.registry).values() if isinstance(thing, Registry)]
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda given: given.name)
+def test_the_names_that_are_read_are_those_that_are_registered(registry: Registry) -> None:
+    known = registry.built_in()
+    for module in registry._home:
+        importlib.import_module(module)
+    assert {*registry._built_in} == {*known} == {*registry._at_home}
+    assert all(registry.get(name) is not None for name in known)
+
+
+def _register_at_home(registry: Registry, name: str) -> None:
+    """As the first file of its home does while it is imported."""
+    code = compile(f"registry.register({name!r})(type(registry))", "home", "exec")
+    exec(code, {"__name__": registry._home[0], "registry": registry})
+
+
+def test_a_user_may_give_a_built_in_name_to_another_thing_of_ours() -> None:
+    code = (
+        "from trireme.registry import ALGORITHMS, REWARDS\n"
+        "from trireme.rewards.math import format_reward\n"
+        "from trireme.workflows.loss_scale import SCALES, by_patterns\n"
+        "for registry, name, thing in (\n"
+        "    (REWARDS, 'math_reward', format_reward),\n"
+        "    (SCALES, 'react', by_patterns(('x', 0.0))),\n"
+        "    (ALGORITHMS, 'grpo', ALGORITHMS.get('ppo')),\n"
+        "):\n"
+        "    assert registry.get(name) is not thing\n"
+        "    registry.register_module(name, thing)\n"
+        "    assert registry.get(name) is thing, name\n"
+        "REWARDS.register_module('mine', format_reward)\n"
+        "assert 'mine' not in REWARDS.built_in()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "'math_reward' of " in done.stderr and done.stderr.count("replaces the built-in one") == 3
+    )
+
+
+def test_only_the_file_that_gives_a_name_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from trireme.registry import MULTI_TURNS, REWARDS, SELECTORS, WORKFLOWS\n"
+        "mine = WORKFLOWS.register('mine')(print)\n"
+        "assert WORKFLOWS.get('mine') is print and 'webshop_workflow' in WORKFLOWS.names()\n"
+        "assert 'torch' not in sys.modules and SELECTORS.get('shuffle')\n"
+        "assert 'trireme.data.selectors' in sys.modules and 'torch' not in sys.modules\n"
+        "assert WORKFLOWS.get('math_workflow')\n"
+        "assert 'trireme.workflows.webshop' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_users_name_stays_when_the_built_in_one_is_imported_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = Registry("thing", home=["trireme.data.selectors"], by="SELECTORS.register")
+    with caplog.at_level(logging.WARNING):
+        registry.register("shuffle")(dict)
+    assert "'shuffle' of builtins:dict replaces the built-in one" in caplog.text
+    _register_at_home(registry, "shuffle")
+    assert registry.get("shuffle") is dict
+    assert registry.built_in()[:2] == ["sequential", "shuffle"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_users_path_goes_over_a_built_in_name_whenever_that_is_imported(late: bool) -> None:
+    registry = Registry("thing", home=["trireme.data.selectors"], by="SELECTORS.register")
+    theirs = Registry("thing", default_mapping={"shuffle": "collections.Counter"})
+    if not late:
+        registry.adopt(theirs)
+    _register_at_home(registry, "shuffle")
+    if late:
+        registry.adopt(theirs)
+    assert registry.get("shuffle") is Counter

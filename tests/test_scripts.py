@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from trireme.algorithms import names
+from trireme.registry import ADVANTAGES, ALGORITHMS, POLICY_LOSSES
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "examples", "scripts")
@@ -41,7 +41,7 @@ def _load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_script_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (names.ADVANTAGES, names.POLICY_LOSSES, names.ALGORITHMS):
+    for registry in (ADVANTAGES, POLICY_LOSSES, ALGORITHMS):
         monkeypatch.setattr(registry, "_registered", {})  # other tests take the same names
     assert _load(path, monkeypatch).__doc__
 

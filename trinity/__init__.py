@@ -1,1 +1,104 @@
-"""Trinity: Trireme under the import paths that users' files already have."""
+"""Trinity: Trireme under the import paths that users' files already have.
+
+Most of these modules are no files: they are made when they are imported, and their names are
+imported when they are used. A file that lies where one of them would be goes before it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trireme.registry import lazy_names
+
+_REWARDS = {"REWARD_FUNCTIONS": "trireme.registry:REWARDS", "RewardFn": "trireme.rewards.reward"}
+_MODEL = {"ModelWrapper": "trireme.model.blocking:BlockingModel"}
+_WORKFLOW = {
+    "Task": "trireme.task",
+    "WORKFLOWS": "trireme.registry",
+    "Workflow": "trireme.workflows.classes",
+    "SimpleWorkflow": "trireme.workflows.single_turn",
+    "MathWorkflow": "trireme.workflows.single_turn",
+    "MathBoxedWorkflow": "trireme.workflows.single_turn",
+    "MultiTurnWorkflow": "trireme.workflows.episode",
+    "AsyncSimpleWorkflow": "trireme.workflows.single_turn:SimpleWorkflow",
+    "AsyncMathWorkflow": "trireme.workflows.single_turn:MathWorkflow",
+    "AsyncMathBoxedWorkflow": "trireme.workflows.single_turn:MathBoxedWorkflow",
+    "AsyncMultiTurnWorkflow": "trireme.workflows.episode:MultiTurnWorkflow",
+}
+_STEP_WISE = {
+    "StepWiseRewardWorkflow": "trireme.workflows.step_wise",
+    "RewardPropagationWorkflow": "trireme.workflows.step_wise",
+    "AsyncStepWiseRewardWorkflow": "trireme.workflows.step_wise:StepWiseRewardWorkflow",
+    "AsyncRewardPropagationWorkflow": "trireme.workflows.step_wise:RewardPropagationWorkflow",
+    "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
+}
+_ALFWORLD = {
+    "AlfworldWorkflow": "trireme.workflows.alfworld",
+    "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
+}
+_WEBSHOP = {"WebShopWorkflow": "trireme.workflows.webshop"}
+
+NAMES: dict[str, dict[str, str]] = {
+    "trinity.buffer": {},
+    "trinity.buffer.operators": {
+        "EXPERIENCE_OPERATORS": "trireme.registry:OPERATORS",
+        "ExperienceOperator": "trireme.pipeline.operators",
+        "ExperienceOperatorV1": "trireme.pipeline.operators:ExperienceOperator",
+    },
+    "trinity.common": {},
+    "trinity.common.config": {"Config": "trireme.config", "load_config": "trireme.config"},
+    "trinity.common.experience": dict.fromkeys(
+        ("EID", "Experience", "group_by"), "trireme.experience"
+    ),
+    "trinity.common.models": _MODEL,
+    "trinity.common.models.model": _MODEL,
+    "trinity.common.rewards": _REWARDS,
+    "trinity.common.rewards.reward_fn": _REWARDS,
+    "trinity.common.workflows": _WORKFLOW | _STEP_WISE | _ALFWORLD | _WEBSHOP,
+    "trinity.common.workflows.envs": {},
+    "trinity.common.workflows.envs.alfworld": _ALFWORLD,
+    "trinity.common.workflows.envs.alfworld.alfworld_workflow": {
+        **_ALFWORLD,
+        "AlfWORLD_SYSTEM_PROMPT": "trireme.workflows.alfworld:SYSTEM_PROMPT",
+        "create_environment": "trireme.workflows.alfworld",
+        "format_observation": "trireme.workflows.alfworld",
+        "parse_action": "trireme.workflows.episode",
+    },
+    "trinity.common.workflows.envs.webshop": _WEBSHOP,
+    "trinity.common.workflows.envs.webshop.webshop_workflow": {
+        **_WEBSHOP,
+        "format_observation": "trireme.workflows.webshop",
+        "parse_action": "trireme.workflows.episode",
+    },
+    "trinity.common.workflows.step_wise_workflow": _STEP_WISE,
+    "trinity.common.workflows.workflow": _WORKFLOW,
+    "trinity.utils": {},
+    "trinity.utils.log": {"get_logger": "trireme.log"},
+    "trinity.utils.registry": {"Registry": "trireme.registry"},
+}
+"""Module -> its names -> where each lies: a module of ours, or `module:other_name`."""
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Finds the modules of `NAMES` that are no files, and makes them."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """None for what is not ours, or is a file."""
+        place = Path(__file__).parent.joinpath(*name.split(".")[1:])
+        if name not in NAMES or place.with_suffix(".py").exists() or any(place.glob("__init__.py")):
+            return None
+        spec = ModuleSpec(name, self, is_package=True)
+        spec.submodule_search_locations = [str(place)]  # users may put files of theirs there
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Its names are imported when they are used."""
+        vars(module)["__getattr__"] = lazy_names(module.__name__, NAMES[module.__name__])
+
+
+sys.meta_path.insert(0, _Modules())  # a folder without __init__.py must not be found before

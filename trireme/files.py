@@ -1,4 +1,4 @@
-"""Files: how a file comes into being whole, or not at all.
+"""Files: writes files and folders atomically: each appears whole or not at all.
 
 Everything is written beside its place, brought to the disk, then renamed: a process may die at any
 instruction. Errors of the disk name the path that could not be written.

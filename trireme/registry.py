@@ -1,37 +1,61 @@
-"""Registry: names that a YAML may use, and what each stands for.
+"""Registry: keeps the names that a YAML may use, and what each stands for.
 
-A name is looked up in this order: registered by the user, built in (imported on first use), dotted
-path (`package.module.Name` or `my_file:name`). A user's name overrides a built-in and one line says
-so; two users' names collide loudly.
+A name is looked up in this order: registered by the user, built in, dotted path
+(`package.module.Name` or `my_file:name`). A user's name overrides a built-in and one line says so;
+two users' names collide loudly. What is built in is registered as users register theirs, by the
+decorators below, in the files that a registry's `home` names. These are read for the names that
+they give, and imported when one is looked up: importing them takes seconds.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any
-
-from trireme.nearest import did_you_mean
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+Thing = TypeVar("Thing")
 
 
 class Registry:
     """One kind of thing by name: workflows, rewards, algorithms and their parts."""
 
-    def __init__(self, name: str, default_mapping: dict[str, str] | None = None) -> None:
-        """`default_mapping` holds the built-in ones: name -> dotted path, imported on first use."""
+    def __init__(
+        self,
+        name: str,
+        default_mapping: Mapping[str, str] | None = None,
+        *,
+        home: Sequence[str] = (),
+        by: str = "",
+    ) -> None:
+        """`home`: the modules that register what is built in, by the word `by` (a pattern) at the
+        start of a line.
+
+        `default_mapping`: name -> dotted path, imported on first use.
+        """
         self.name = name
-        self._built_in = dict(default_mapping or {})
+        self._home, self._by = tuple(home), by
+        self._built_in: dict[str, Any] = dict(default_mapping or {})
         self._registered: dict[str, Any] = {}
         self._of_paths: dict[str, Any] = {}
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        return sorted({*self._built_in, *self._registered})
+        return sorted({*self.built_in(), *self._registered})
+
+    def built_in(self) -> list[str]:
+        """Names that are not a user's, in the order of the files that give them."""
+        return list(dict.fromkeys([*self._at_home, *self._built_in]))
 
     def get(self, key: str | None) -> Any:
         """What `key` names; None for None. Raises ValueError (unknown) or ImportError (broken)."""
@@ -39,12 +63,18 @@ class Registry:
             return None
         if key in self._registered:
             return self._registered[key]
-        path = self._built_in.get(key, key)
-        if path is key and "." not in key and ":" not in key:
+        if key in self._at_home and key not in self._built_in:
+            importlib.import_module(self._at_home[key])
+        if key in self._built_in:
+            thing = self._built_in[key]
+            if isinstance(thing, str):
+                thing = self._registered[key] = _import_path(thing, kind=self.name)
+            return thing
+        if "." not in key and ":" not in key:
             raise ValueError(self._unknown(key))
-        found = self._of_paths.get(key) or _import_path(path, kind=self.name)
-        (self._of_paths if path is key else self._registered)[key] = found  # a path is no name
-        return found
+        if key not in self._of_paths:  # a path is no name
+            self._of_paths[key] = _import_path(key, kind=self.name)
+        return self._of_paths[key]
 
     def register_module(
         self,
@@ -60,15 +90,18 @@ class Registry:
         """
         if module_cls is None:
             return lambda cls: self.register_module(module_name, cls, force, lazy)
-        taken = self._registered.get(module_name)
-        if taken is not None and module_name not in self._built_in and not force:
+        if self._is_at_home():  # a path that a user gave for the name stays
+            self._built_in.setdefault(module_name, module_cls)
+            return module_cls
+        taken, replaces = self._registered.get(module_name), module_name in self.built_in()
+        if taken is not None and not replaces and not force:
             if _same_definition(taken, module_cls):
                 return module_cls
             raise ValueError(
                 f"{self.name}: the name '{module_name}' is registered twice, "
                 f"by {_where(taken)} and by {_where(module_cls)}: rename one"
             )
-        if module_name in self._built_in:
+        if replaces:
             logger.warning(
                 "%s: '%s' of %s replaces the built-in one",
                 self.name,
@@ -81,15 +114,15 @@ class Registry:
             self._registered[module_name] = module_cls
         return module_cls
 
+    def register(self, name: str) -> Callable[[Thing], Thing]:
+        """Decorator: a function or class by this name."""
+        return self.register_module(name)
+
     def adopt(self, other: Registry) -> None:
         """Take over what another registry of the same kind knows."""
         self._built_in.update(other._built_in)
         for name, thing in other._registered.items():
             self.register_module(name, thing)
-
-    def register(self, name: str) -> Callable[[Any], Any]:
-        """Decorator form of `register_module`, for our own short decorators."""
-        return self.register_module(name)
 
     def __setitem__(self, name: str, thing: Any) -> None:
         """`registry["name"] = thing`, the way in which some plug-ins register."""
@@ -99,11 +132,59 @@ class Registry:
         return self.get(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._built_in or name in self._registered
+        return name in self._registered or name in self.built_in()
+
+    @cached_property
+    def _at_home(self) -> dict[str, str]:
+        """Built-in name -> the module that registers it."""
+        line = re.compile(rf'^(?:@|\w+ = )?(?:{self._by})\(\s*"(\w+)"', re.MULTILINE)
+        return {name: module for module in self._home for name in line.findall(_source(module))}
+
+    def _is_at_home(self) -> bool:
+        """Whether a file of `home` is being imported: what is registered then is built in, and all
+        else is a user's, also where it is made of our classes and functions.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code.co_name == "<module>" and frame.f_globals["__name__"] in self._home:
+                return True
+            frame = frame.f_back
+        return False
 
     def _unknown(self, key: str) -> str:
         hint = did_you_mean(key, self.names())
         return f"unknown {self.name} '{key}'{hint} Known: {', '.join(self.names())}"
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:
+    """`form` with the nearest of the known names; nothing where none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return form.format(near[0]) if near else ""
+
+
+def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError for the first option that `whose` (`reward 'math'`, say) does not have."""
+    known = list(known)
+    for option in options:
+        if option not in known:
+            hint = did_you_mean(option, known, " (did you mean '{}'?)")
+            has = f"It has: {', '.join(known)}" if known else "It has no options"
+            raise ValueError(f"{whose} has no option '{option}'{hint}. {has}")
+
+
+def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` (PEP 562): each name is imported from its module when it is used.
+
+    `names`: name -> `package.module`, or `package.module:other_name`.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        source, _, other = names[name].partition(":")
+        return getattr(importlib.import_module(source), other or name)
+
+    return get
 
 
 def _import_path(path: str, *, kind: str) -> Any:
@@ -127,6 +208,13 @@ def _import_path(path: str, *, kind: str) -> Any:
     return getattr(module, attribute)
 
 
+def _source(module: str) -> str:
+    """The text of a module's file."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
 def _same_definition(a: Any, b: Any) -> bool:
     """Whether both come from the same line of the same file (a module that was loaded twice)."""
     return _where(a) == _where(b)
@@ -137,3 +225,76 @@ def _where(thing: Any) -> str:
     code = getattr(thing, "__code__", None)
     name = getattr(thing, "__qualname__", repr(thing))
     return f"{code.co_filename if code else getattr(thing, '__module__', '?')}:{name}"
+
+
+_ALGORITHMS, _WORKFLOWS, _REWARDS = "trireme.algorithms", "trireme.workflows", "trireme.rewards"
+
+ALGORITHMS = Registry(
+    "algorithm.algorithm_type", home=[f"{_ALGORITHMS}.table"], by="algorithm|ALGORITHMS.register"
+)
+ADVANTAGES = Registry(
+    "algorithm.advantage_fn",
+    home=[f"{_ALGORITHMS}.advantage", f"{_ALGORITHMS}.token_advantage"],
+    by="advantage",
+)
+POLICY_LOSSES = Registry(
+    "algorithm.policy_loss_fn",
+    home=[f"{_ALGORITHMS}.policy_loss", f"{_ALGORITHMS}.sequence_loss"],
+    by="policy_loss",
+)
+KLS = Registry("algorithm.kl_loss_fn", home=[f"{_ALGORITHMS}.kl"], by="kl_loss")
+ENTROPIES = Registry(
+    "algorithm.entropy_loss_fn", home=[f"{_ALGORITHMS}.kl"], by="ENTROPIES.register"
+)
+SAMPLES = Registry(
+    "algorithm.sample_strategy", home=[f"{_ALGORITHMS}.sample"], by="SAMPLES.register"
+)
+
+advantage = ADVANTAGES.register
+"""Decorator: an advantage `(rewards [N], groups [N], *, options) -> [N]` by this name."""
+policy_loss = POLICY_LOSSES.register
+"""Decorator: a loss `(logprobs, old_logprobs, advantages, *, options) -> [M]` by this name."""
+kl_loss = KLS.register
+"""Decorator: a divergence `(logprobs, ref_logprobs, *, options) -> [M]` by this name."""
+
+WORKFLOWS = Registry(
+    "workflow",
+    home=[
+        *(f"{_WORKFLOWS}.{name}" for name in ("single_turn", "gym", "alfworld", "webshop")),
+        f"{_WORKFLOWS}.scheduled",
+    ],
+    by="workflow",
+)
+MULTI_TURNS = Registry(
+    "multi-turn scheduler",
+    home=[f"{_WORKFLOWS}.{name}" for name in ("math_tips", "tool_calls", "gym_scheduler")],
+    by="MULTI_TURNS.register",
+)
+"""Schedulers of conversations: see workflows/scheduler.py. `multi_turns` for plug-ins."""
+ENVS = Registry("environment")
+"""Those of the gym scheduler. `gym_envs` for plug-ins."""
+CONTEXT_MANAGERS = Registry("context manager")
+
+workflow = WORKFLOWS.register
+"""Decorator: an async function `(task, model)`, or a Workflow class, by this name."""
+
+REWARDS = Registry("reward", home=[f"{_REWARDS}.math"], by="reward")
+ORMS = Registry(
+    "reward function", home=[f"{_REWARDS}.orm", f"{_REWARDS}.judge"], by="ORMS.register"
+)
+"""Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
+
+reward = REWARDS.register
+"""Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""
+
+OPERATORS = Registry("experience operator", home=["trireme.pipeline.operators"], by="operator")
+TASK_OPERATORS = Registry("task operator")
+"""All of them are users' own."""
+
+operator = OPERATORS.register
+"""Decorator: a function `(experiences, *, options)` or an ExperienceOperator, by this name."""
+task_operator = TASK_OPERATORS.register
+"""Decorator: a function `(rows, *, options) -> rows` by this name."""
+
+SELECTORS = Registry("data_selector", home=["trireme.data.selectors"], by="SELECTORS.register")
+"""Orders of a taskset's rows: see data/selectors.py."""

@@ -1,4 +1,4 @@
-"""Serialize: experiences as bytes and back, as one safetensors block with JSON in it.
+"""Serialize: turns experiences into bytes and back: one safetensors block with JSON in it.
 
 No pickle: what comes from a disk or a wire can hold tensors and JSON values and nothing else. All
 rows of numbers lie end to end in one tensor of 4-byte words, each in the shortest of three forms

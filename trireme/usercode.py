@@ -1,5 +1,4 @@
-"""User code: what failed when code of a user's raised, where in their own files, and whether to
-try it again.
+"""User code: says what failed when users' code raised, in which line, and whether to try again.
 
 A call of a user's workflow, reward, operator, environment or plug-in stands in
 `with UserCode("reward 'price'", function):`. What it raises keeps its type and goes on; `fault_of`

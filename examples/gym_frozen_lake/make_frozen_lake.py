@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.gym import TextGym
+from trireme.envs.gyms import TextGym
 
 ACTIONS = ("left", "down", "right", "up")
 LAKE = {"is_slippery": True, "success_rate": 0.9, "render_mode": "ansi"}

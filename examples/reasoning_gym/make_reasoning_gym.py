@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.reasoning_gym import problems
+from trireme.envs.gyms import problems
 
 SUMS = (
     "reasoning_gym:basic_arithmetic?operators=['+']&min_terms=5&max_terms=5&min_digits=1"

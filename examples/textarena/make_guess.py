@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
-from trireme.envs.textarena import ArenaGame
+from trireme.envs.gyms import ArenaGame
 
 NUM_TRAIN, NUM_TEST, NUM_GAMES = 2000, 200, 1000
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from trireme.algorithms.advantage import dapo, grpo
-from trireme.algorithms.baseline import asymre, opmd, raft, rec, reinforce, remax, rloo
+from trireme.algorithms.advantage import asymre, dapo, grpo, opmd, raft, rec, reinforce, remax, rloo
 
 REWARDS = torch.tensor([0.0, 1.0, 5.0, 4.0])
 GROUPS = torch.tensor([0, 0, 0, 1])  # mean 2 of the first; the second is alone

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trireme.algorithms.entropy_clip import clipb, clipv
+from trireme.algorithms.token_advantage import clipb, clipv
 
 # p = 1/2, H = log 2: S = 0. p = 1/8, H = log 2: S = (log 2 - 3 log 2) / 8 = -log(2) / 4.
 LOGPROBS = torch.tensor([0.5, 0.5, 0.5, 0.125]).log()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trireme.algorithms import kl, reduce
+from trireme.algorithms import kl
 from trireme.algorithms.policy_loss import ppo, sft
 
 LN2 = math.log(2)
@@ -97,10 +97,10 @@ LOSS = torch.tensor([1.0, 2.0, 3.0, 8.0])
     ],
 )
 def test_reduction_by_mode(mode, expected):
-    weights = reduce.weights(mode, SAMPLE_IDS, 3, width=5)
+    weights = kl.weights(mode, SAMPLE_IDS, 3, width=5)
     assert (weights * LOSS).sum().item() == pytest.approx(expected)
 
 
 def test_reduction_refuses_an_unknown_mode():
     with pytest.raises(ValueError, match="token-mean"):
-        reduce.weights("mean", SAMPLE_IDS, 3, width=5)
+        kl.weights("mean", SAMPLE_IDS, 3, width=5)

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from trireme.algorithms import kl
-from trireme.algorithms.correction import rollout_correction
-from trireme.algorithms.entropy import mix as mixed_entropy
-from trireme.algorithms.mix import chord_mu, mix, mix_chord
+from trireme.algorithms.kl import own_entropy, segment_mean, segment_sum
 from trireme.algorithms.policy_loss import (
+    chord_mu,
     cispo,
     importance_sampling,
+    mix,
+    mix_chord,
     opmd,
     ppo,
+    rollout_correction,
     sapo,
     sft_is,
     sft_phi,
     sppo,
     topr,
 )
-from trireme.algorithms.reduce import segment_mean, segment_sum
 from trireme.algorithms.sequence_loss import dpo, gspo, rec
 
 
@@ -177,7 +178,7 @@ def test_chords_mu_rises_and_falls(step, expected):
 
 
 def test_the_entropy_of_an_experts_tokens_does_not_count():
-    out = mixed_entropy(torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
+    out = own_entropy(torch.tensor([1.0, 2.0]), torch.tensor([False, True]))
     assert out.tolist() == [1, 0]
 
 

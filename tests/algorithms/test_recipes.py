@@ -7,35 +7,31 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Annotated, Optional
 
 import pytest
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from trireme.algorithms.advantage import by_group
-from trireme.algorithms.names import (
-    ADVANTAGE_PATHS,
+from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.config.schema import AlgorithmConfig
+from trireme.experience import EID, Experience
+from trireme.registry import (
     ADVANTAGES,
-    ALGORITHM_PATHS,
     ALGORITHMS,
     ENTROPIES,
-    ENTROPY_PATHS,
-    KL_PATHS,
     KLS,
-    POLICY_LOSS_PATHS,
     POLICY_LOSSES,
-    SAMPLE_PATHS,
     SAMPLES,
     advantage,
     policy_loss,
 )
-from trireme.algorithms.recipes import algorithm, get_recipe
-from trireme.config.schema.algorithm import AlgorithmConfig
-from trireme.experience import EID, Experience
 
 
 def _config(**given):
-    return AlgorithmConfig(**given)
+    return AlgorithmConfig.model_construct(**given)  # what a section would refuse, too
 
 
 def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experience]:
@@ -48,21 +44,34 @@ def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experienc
     ]
 
 
-def test_every_built_in_name_resolves():
-    for registry, paths in (
-        (ALGORITHMS, ALGORITHM_PATHS),
-        (ADVANTAGES, ADVANTAGE_PATHS),
-        (POLICY_LOSSES, POLICY_LOSS_PATHS),
-        (KLS, KL_PATHS),
-        (ENTROPIES, ENTROPY_PATHS),
-        (SAMPLES, SAMPLE_PATHS),
-    ):
-        for name in paths:
-            assert registry.get(name) is not None
+@pytest.mark.parametrize(
+    ("registry", "some", "count"),
+    [
+        (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 26),
+        (ADVANTAGES, {"grpo", "rloo", "ppo", "clipv"}, 17),
+        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord"}, 15),
+        (KLS, {"none", "k2", "abs"}, 7),
+        (ENTROPIES, {"none", "default", "mix"}, 3),
+        (SAMPLES, {"default", "warmup", "mix"}, 5),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_every_built_in_name_is_known(registry, some, count):
+    names = registry.built_in()
+    assert some <= {*names} and len(names) == count
+    assert all(callable(registry.get(name)) or registry is ALGORITHMS for name in names)
 
 
-def test_names_load_no_torch():
-    code = "import sys, trireme.algorithms.names; sys.exit('torch' in sys.modules)"
+def test_an_algorithm_may_be_like_another():
+    recipe = algorithm("like_dapo", like="dapo", kl="k1", group_size=4)
+    dapo = ALGORITHMS.get("dapo")
+    assert (recipe.advantage_fn, recipe.options) == ("dapo", dapo.options)
+    assert (recipe.kl_loss_fn, recipe.group_size, recipe.use) == ("k1", 4, "")
+
+
+def test_registering_loads_no_torch():
+    code = "import sys, trireme.registry; from trireme import advantage, kl_loss; "
+    code += "advantage('mine')(print); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -115,6 +124,17 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
 def test_bad_settings_are_refused_in_one_sentence(given, message):
     with pytest.raises(ValueError, match=message):
         get_recipe(_config(**{"algorithm_type": "grpo", **given}))
+
+
+def test_an_unknown_part_is_told_first_without_asserts_too():
+    """`python -O` leaves asserts out."""
+    program = (
+        "from types import SimpleNamespace as S; from trireme.algorithms.recipes import get_recipe;"
+        "get_recipe(S(algorithm_type='grpo', kl_loss_fn='k9', loss_agg_mode='sum'))"
+    )
+    words = [sys.executable, "-O", "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert "unknown algorithm.kl_loss_fn 'k9'" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -384,3 +404,25 @@ def test_an_advantage_of_the_wrong_shape_is_told():
 def test_something_that_is_no_recipe_is_refused():
     with pytest.raises(ValueError, match="not a Recipe"):
         get_recipe(SimpleNamespace(algorithm_type="trireme.algorithms.policy_loss.ppo"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Annotated[float | None, Gt(0), Le(2)], Optional[Annotated[float, Gt(0), Le(2)]]],  # noqa: UP045
+    ids=["whole", "arm"],
+)
+def test_the_range_of_an_option_stands_at_the_option_a_users_too(kind):
+    def ranged(logprobs: Tensor, *, width=None) -> Tensor:
+        return -logprobs * (width or 1.0)
+
+    ranged.__annotations__["width"] = kind
+    POLICY_LOSSES.register_module("ranged", ranged, force=True)
+
+    def made(width):
+        args = {"policy_loss_fn": "ranged", "policy_loss_fn_args": {"width": width}}
+        return get_recipe(_config(algorithm_type="grpo", **args)).policy_loss.options["width"]
+
+    assert (made(2), made(None), made("0.5")) == (2, None, 0.5)
+    for wrong in (0, 2.5):
+        with pytest.raises(ValueError, match=r"policy_loss_fn 'ranged': width is .*expected"):
+            made(wrong)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from trireme.algorithms.advantage import gigpo, last_steps, step_wise_grpo
 from trireme.algorithms.assign import assign_advantages
-from trireme.algorithms.names import ADVANTAGES
 from trireme.algorithms.part import make_part
 from trireme.experience import EID, Experience
+from trireme.registry import ADVANTAGES
 
 # one task, two runs: run 0 has steps 0, 1, 2 and ends with 1; run 1 has step 0 and ends with 0
 REWARDS = torch.tensor([1.0, 1.0, 0.0, 1.0])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from trireme.algorithms.names import ALGORITHM_PATHS
 from trireme.algorithms.recipes import Recipe, get_recipe
-from trireme.config.schema.algorithm import AlgorithmConfig
+from trireme.config.schema import AlgorithmConfig
+from trireme.registry import ALGORITHMS
 
 K2 = {"kl_loss_fn": "k2"}
 PPO = {
@@ -189,7 +189,7 @@ def _options(recipe: Recipe, kind: str) -> dict[str, Any]:
 
 
 def test_every_algorithm_has_a_row_here():
-    assert {*ROWS, "grpo_verl"} == {*ALGORITHM_PATHS}
+    assert {*ROWS, "grpo_verl"} == {*ALGORITHMS.built_in()}
     assert _recipe("grpo_verl") is not None and _recipe("grpo_verl").name == "grpo"
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import MetaData, text
 
 from tests.buffer.samples import run, sample, step_of, uids
-from tests.postgres import Server
+from tests.postgres import PASSWORD, Server
 from trireme.buffer.buffer import Closed
 from trireme.buffer.claims import Reuse
 from trireme.buffer.sql import SqlBuffer
+from trireme.buffer.table import open_database
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -141,6 +145,41 @@ def test_another_process_feeds_this_one(url: str) -> None:
         assert uids(taken) == [uid for b in range(3) for uid in uids(step_of(b))]
 
     run(main())
+
+
+def without(url: str, column: str) -> None:
+    """Make the table of `experiences` what a version was that did not know a column."""
+    engine = open_database(url, MetaData())
+    with engine.begin() as connection:
+        connection.execute(text("DROP INDEX ix_experiences_open"))
+        connection.execute(text(f"ALTER TABLE experiences DROP COLUMN {column}"))
+    engine.dispose()
+
+
+def test_a_store_of_an_earlier_version_is_gone_on_from(url: str) -> None:
+    async def main() -> None:
+        first = open_as("both", url)
+        await first.put(step_of(1))
+        await first.take(2)
+        state = first.state()
+        first.commit()
+        first.dispose()
+        without(url, "consumed_by")
+        again = open_as("both", url)
+        again.load_state(state)
+        assert uids(await again.take(2)) == uids(step_of(1))[2:]
+        again.commit()
+        again.load_state(state)  # a fall-back, for which the column is there
+        assert uids(await again.take(2)) == uids(step_of(1))[2:]
+
+    run(main())
+
+
+def test_a_table_of_another_program_is_refused_in_a_sentence(url: str) -> None:
+    open_as("both", url).dispose()
+    without(url, "batch")
+    with pytest.raises(ValueError, match=r"has a table 'experiences' without 'batch': another"):
+        open_as("both", url)
 
 
 @pytest.mark.parametrize("url", ["sqlit:///b.db", "mysqll://me:secret@host/b", "no url"])
@@ -272,6 +311,60 @@ def test_a_server_that_cuts_its_connections_costs_nothing(postgres: Server) -> N
             trainer.state()
             trainer.commit()
         assert len(trainer) == 0
+
+    run(main(postgres.database()))
+
+
+def test_a_server_that_is_away_is_waited_for(
+    postgres: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While something is put, while something is taken, and while a checkpoint is made."""
+
+    async def while_away(work: Coroutine[Any, Any, Any]) -> Any:
+        with postgres.away():
+            task = asyncio.create_task(work)
+            await asyncio.sleep(0.5)
+            assert not task.done()
+        return await task
+
+    async def main(url: str) -> None:
+        explorer, trainer = open_as("explore", url), open_as("train", url)
+        await while_away(explorer.put(step_of(1)))
+        assert uids(await while_away(trainer.take(4))) == uids(step_of(1))
+        await while_away(asyncio.to_thread(trainer.commit))
+        assert len(trainer) == 0
+
+    run(main(postgres.database()))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    away = [text for text in told if "is away, waiting for it for 1800 s at most" in text]
+    assert len(away) == len([text for text in told if "its database is back" in text]) == 3
+    assert not any(PASSWORD in text for text in told)
+
+
+def test_a_server_that_stays_away_ends_the_wait_with_its_name(postgres: Server) -> None:
+    async def main(url: str) -> None:
+        trainer = open_as("train", url, max_read_timeout=0.3, retry_seconds=0.1)
+        with postgres.away():
+            with pytest.raises(TimeoutError, match=r"database 'postgresql.* was away for 0.3 s"):
+                await trainer.take(1)
+            started = time.monotonic()
+            await trainer.fail(ValueError("another cause"))  # is not held up by it
+            assert time.monotonic() - started < 5
+
+    run(main(postgres.database()))
+
+
+def test_a_take_that_is_cancelled_waits_for_no_server(postgres: Server) -> None:
+    async def main(url: str) -> None:
+        explorer, trainer = open_as("explore", url), open_as("train", url)
+        with postgres.away():
+            taking = asyncio.create_task(trainer.take(4))
+            await asyncio.sleep(0.3)
+            taking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(taking, timeout=5)
+        await explorer.put(step_of(1))
+        assert uids(await trainer.take(4)) == uids(step_of(1))
 
     run(main(postgres.database()))
 

@@ -1,12 +1,18 @@
-"""Models whose every weight is random, so that no two tensors can be taken for each other."""
+"""Models whose every weight is random, and the files that a trainer saves of a model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+
+from trireme.checkpoint.layout import WEIGHTS, rank_file
+from trireme.checkpoint.save import write_pt, write_weights
 
 
 def random_model(folder: Path, arch: str, *, tie: bool, vocab: int = 100) -> Path:
@@ -31,3 +37,17 @@ def random_model(folder: Path, arch: str, *, tie: bool, vocab: int = 100) -> Pat
             parameter.copy_(torch.randn_like(parameter) * 0.2 * scale + ("norm" in name))
     model.save_pretrained(folder)
     return folder
+
+
+def save_whole(
+    actor: Path,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    hf: bool,
+) -> None:
+    """The files of a trainer that is one process."""
+    write_weights((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
+    write_pt(actor / rank_file("optim", 1, 0), optimizer)
+    write_pt(actor / rank_file("extra_state", 1, 0), extra)

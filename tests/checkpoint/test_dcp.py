@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.models import random_model
-from trireme.checkpoint.dcp_reader import DistributedCheckpoint
+from trireme.checkpoint.dcp import DistributedCheckpoint
 from trireme.cli.convert import convert
 
 

@@ -22,7 +22,7 @@ CONFIG = LlamaConfig(
 MEASURE = """
 import sys
 from pathlib import Path
-from trireme.checkpoint.complete import expected_shapes
+from trireme.checkpoint.convert import expected_shapes
 from trireme.cli.convert import convert
 
 def peak():  # not getrusage, which counts the process that this one was forked from
@@ -61,7 +61,7 @@ def test_converting_a_model_of_1_gb_takes_half_of_its_size_at_most(
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    from trireme.checkpoint.complete import _shapes_of
+    from trireme.checkpoint.convert import _shapes_of
 
     found = _shapes_of(json.dumps(CONFIG.to_dict() | {"model_type": "llama"}))
     assert found is not None

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trireme.algorithms.names import ALGORITHM_PATHS, POLICY_LOSS_PATHS
-from trireme.cli.algorithms import algorithms
+from trireme.cli.listing import algorithms
+from trireme.registry import ALGORITHMS, POLICY_LOSSES
 
 PAGE = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "algorithms_page.py"))
 
@@ -18,9 +18,9 @@ def test_every_algorithm_is_listed_with_its_parts_and_formulas(
 ) -> None:
     assert algorithms() == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in ALGORITHM_PATHS:
+    for name in ALGORITHMS.built_in():
         assert any(line.split()[:1] == [name] for line in lines), name
-    for name in POLICY_LOSS_PATHS:
+    for name in POLICY_LOSSES.built_in():
         [line] = [x for x in lines if x.split()[:2] == ["policy_loss_fn", name]]
         assert len(line.split()) > 4, f"{name} has no formula"
     assert any(line.startswith("ppo ") and line.endswith("critic, reference") for line in lines)

@@ -44,6 +44,29 @@ def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None
     assert "sums: 6 of 16 prompts have more than 37 tokens" in output
 
 
+def test_a_workflow_that_needs_its_model_is_left_to_the_run(
+    tmp_path: Path, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_model.py").write_text(
+        "from trireme.workflows.single_turn import SimpleWorkflow\n\n\n"
+        "class NeedsModel(SimpleWorkflow):\n"
+        "    def format_messages(self):\n"
+        "        return [{'role': 'user', 'content': self.model.model_path}]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "buffer.explorer_input.default_workflow_type=needs_model:NeedsModel"
+    code, output = checked(tmp_path, good, own, "model.max_prompt_tokens=10")
+    assert code == 0, output
+    assert "prompts" not in output.replace("max_prompt", "")
+
+
+def test_a_template_that_refuses_a_prompt_is_told(tmp_path: Path, good: dict[str, Any]) -> None:
+    refuses = "model.custom_chat_template=\"{{ raise_exception('no system role') }}\""
+    code, output = checked(tmp_path, good, refuses)
+    assert code == 0, output
+    assert "no row was encoded: the chat template refuses a conversation" in output
+
+
 def test_the_first_row_that_is_trained(tmp_path: Path, good: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "solved.jsonl", [{"prompt": "1 + 1?", "response": "2"}] * 3)
     config = {
@@ -59,5 +82,12 @@ def test_the_first_row_that_is_trained(tmp_path: Path, good: dict[str, Any]) -> 
     code, output = checked(tmp_path, config)
     assert code == 0
     assert "3 encoded" in output and "assistant ⏎ [[2<|im_end|>]]" in output
+    held_out = good["buffer"]["explorer_input"]["eval_tasksets"]
+    measured = {**config, "buffer": {**config["buffer"]}}
+    measured["buffer"]["explorer_input"] = {
+        **good["buffer"]["explorer_input"], "taskset": {}, "eval_tasksets": held_out,
+    }  # fmt: skip
+    code, output = checked(tmp_path, measured, "model.max_prompt_tokens=10")
+    assert code == 1 and "problem: held_out: 3 of 3 prompts have more than 10 tokens" in output
     code, output = checked(tmp_path, config, "model.max_model_len=16")
     assert code == 1 and "leave nothing to train within model.max_model_len (16)" in output

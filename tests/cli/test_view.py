@@ -51,6 +51,40 @@ def test_rows_of_an_sft_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
+@pytest.mark.parametrize(("sampled", "left"), [(0, "the newest"), (1, "a sample of whole groups")])
+def test_a_copy_that_was_cut_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampled: bool, left: str
+) -> None:
+    path = tmp_path / "job/buffer/x.db"
+    lines = tmp_path / "job/buffer/experience_buffer.jsonl"
+
+    def written(step: int) -> None:
+        record._write([
+            Experience([1, 2], prompt_length=1, eid=EID(step, 0, run), prompt_text="ask " * 20,
+                       response_text=f"reply {step} " * 10)
+            for run in range(8)
+        ])  # fmt: skip
+
+    record = Record(database=f"sqlite:///{path}", lines=lines, limit=30_000, sampled=bool(sampled))
+    written(1)
+    assert view(None, None, folder=tmp_path / "job", color=False) == 0
+    assert "note:" not in capsys.readouterr().out
+    for step in range(2, 20):
+        written(step)
+    for place in (tmp_path / "job", lines):
+        assert view(None, str(place) if place == lines else None, folder=tmp_path / "job") == 0
+        note = capsys.readouterr().out.splitlines()[1]
+        assert "this copy was cut at its limit (data_processor.experience_pipeline." in note
+        assert f"{left} stayed" in note
+        kept = [json.loads(line) for line in lines.read_text().splitlines()]
+        assert place != lines or f" {19 * 8 - len(kept)} experiences are gone" in note
+    record.rewind(0)
+    written(1)
+    record.close()
+    assert view(None, None, folder=tmp_path / "job", color=False) == 0
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_stored_experiences_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model(tmp_path / "model")
     url = f"sqlite:///{tmp_path}/x.db"

@@ -70,7 +70,8 @@ def test_overrides_reach_list_items():
         config = load_config(SEEDS / "gsm8k.yaml", [f"buffer.explorer_input.{key}.split=train"])
         assert config.buffer.explorer_input.eval_tasksets[0].split == "train"
     config = load_config(SEEDS / "stages.yaml", ["stages[0].buffer.total_steps=3"])
-    assert (config.stages[0].buffer or {})["total_steps"] == 3
+    assert config.stages[0].buffer is not None
+    assert config.stages[0].buffer.total_steps == 3
 
 
 def test_a_broken_override_says_how_it_is_written(tmp_path):
@@ -174,6 +175,27 @@ def test_an_empty_section_holds_its_defaults(tmp_path):
     config = load_config(path)
     assert config.explorer.runner_per_model == 8
     assert config.stages == []
+
+
+def test_what_is_written_in_another_way_is_converted(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "{mode: BOTH, trainer: {use_dynamic_bsz: 'FALSE', grad_clip: '2'}, explorer: {env_vars: "
+        "{1: 2}}, model: {lora_configs: [{target_modules: [q, 3]}]}, "
+        "buffer: {explorer_input: {taskset: {workflow_args: {path: 3, 4: {5: null}}}}}}"
+    )
+    config = load_config(path)
+    assert (config.mode, config.trainer.use_dynamic_bsz, config.trainer.grad_clip) == (
+        "both",
+        False,
+        2.0,
+    )
+    assert config.explorer.env_vars == {"1": "2"}
+    [lora] = config.model.lora_configs or []
+    assert lora.target_modules == ["q", "3"]
+    assert config.buffer.explorer_input.taskset is not None
+    args = config.buffer.explorer_input.taskset.workflow_args
+    assert args == {"path": 3, "4": {5: None}}
 
 
 def test_what_is_no_yaml_is_told_with_its_file(tmp_path):

@@ -8,7 +8,7 @@ from trireme.config import ConfigError, draft_plans, load_config, make_plans
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr("trireme.config.derive.num_gpus", lambda: 0)
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 0)
 
 
 def plan_of(tmp_path, *overrides, rows=32):
@@ -263,7 +263,7 @@ def test_the_configuration_is_not_changed_by_planning(tmp_path):
 
 
 def test_one_gpu_is_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr("trireme.config.derive.num_gpus", lambda: 1)
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
     plan = plan_of(tmp_path)
     assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
     assert plan.gpus == {"explorer": 1, "trainer": 1}

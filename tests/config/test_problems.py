@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.made import config_of, values, write_model, write_rows
-from trireme.algorithms.names import ALGORITHMS
 from trireme.config import ConfigError, draft_plans, make_plans
+from trireme.registry import ALGORITHMS
 
 TASKSET = "buffer.explorer_input.taskset"
 

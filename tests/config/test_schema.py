@@ -2,28 +2,26 @@ import ast
 import runpy
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from trireme.config import load_config
 from trireme.config.schema import Config
-from trireme.config.support import HINTS, PLACED, REFUSED, REFUSED_VALUES
-from trireme.config.typed import hints, section_in
+from trireme.config.section import Section, fate_of, section_in
 
 ROOT = Path(__file__).parents[2]
 PAGE = runpy.run_path(str(ROOT / "scripts" / "configuration_page.py"))
 
 
-def sections() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def sections() -> dict[str, type[Section]]:
+    found: dict[str, type[Section]] = {}
 
-    def walk(section: type) -> None:
+    def walk(section: type[Section]) -> None:
         found[section.__name__] = section
-        for kind in hints(section).values():
-            inner = section_in(kind)
+        for item in section.model_fields.values():
+            inner = section_in(item.annotation)
             if inner is not None and inner.__name__ not in found:
                 walk(inner)
 
@@ -33,19 +31,12 @@ def sections() -> dict[str, Any]:
 
 @pytest.mark.parametrize("section", sections().values(), ids=lambda s: s.__name__)
 def test_every_field_has_a_default_and_a_sentence(section):
-    names = {item.name for item in fields(section)}
+    names = set(section.model_fields)
     described = {name for name, text in PAGE["sentences"](section).items() if text.endswith(".")}
     assert described == names
     made = section()
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         setattr(made, names.pop(), None)
-
-
-def test_every_key_of_the_support_tables_exists_and_is_in_one_table_only():
-    known = {f"{name}.{item.name}" for name, s in sections().items() for item in fields(s)}
-    tables = [set(REFUSED), set(PLACED), set(HINTS)]
-    assert set().union(*tables, REFUSED_VALUES) <= known
-    assert sum(map(len, tables)) == len(set().union(*tables))
 
 
 NOT_BY_NAME = {
@@ -64,19 +55,19 @@ def test_every_key_is_read_or_said_to_have_no_effect():
     """By name: that a key called `name` is read, the read of another `name` would hide."""
     read: set[str] = set()
     for path in (ROOT / "trireme").rglob("*.py"):
-        if "schema" not in path.parts and path.name != "support.py":
+        if not path.name.startswith("schema"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                     read.add(node.attr)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     read.add(node.value)
     unread = {
-        f"{name}.{item.name}"
+        f"{name}.{key}"
         for name, section in sections().items()
-        for item in fields(section)
-        if item.name not in read
+        for key, item in section.model_fields.items()
+        if key not in read and fate_of(item) is None
     }
-    assert unread - {*REFUSED, *REFUSED_VALUES, *PLACED, *HINTS} == set(NOT_BY_NAME)
+    assert unread == set(NOT_BY_NAME)
 
 
 def test_the_documentation_page_is_up_to_date():

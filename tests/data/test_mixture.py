@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.data.test_tasksets import all_batches, rows
-from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows
-from trireme.data.tasksets import Taskset
+from trireme.data.tasksets import Mixture, Taskset
 from trireme.task import Task
 
 FORMAT = {"prompt_key": "question", "response_key": "answer"}

@@ -9,9 +9,8 @@ import pytest
 
 from tests.e2e.job import write_jsonl
 from tests.tiny import make_tokenizer
-from trireme.data.pairs import DpoFormat
+from trireme.data.kinds import CptFormat, DpoFormat
 from trireme.data.rows import load_rows
-from trireme.data.text import CptFormat
 from trireme.experience import EID
 
 TOKENIZER = make_tokenizer()

@@ -12,9 +12,8 @@ from tests.data.test_formats import CHAT, rows
 from tests.model import templates
 from tests.tiny import CHATML, make_tokenizer
 from trireme.data.formats import SftFormat
-from trireme.data.pairs import DpoFormat
+from trireme.data.kinds import CptFormat, DpoFormat
 from trireme.data.rows import Rows, load_rows
-from trireme.data.text import CptFormat
 from trireme.experience import EID, Experience
 
 PLAIN = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}

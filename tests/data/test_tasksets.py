@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from trireme.data.mixture import Mixture
 from trireme.data.rows import Rows
-from trireme.data.tasksets import Exhausted, Taskset
+from trireme.data.tasksets import Exhausted, Mixture, Taskset
 
 FORMAT = {"prompt_key": "question", "response_key": "answer"}
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from typer.testing import CliRunner, Result
 
 from tests.e2e.job import rows, small_config, write_jsonl
+from trireme.checkpoint.layout import JobFolder
 from trireme.cli.main import app
 
 TASKSET = "buffer.explorer_input.taskset"
@@ -26,7 +29,7 @@ import time
 import torch
 
 from trireme import Experience, Model, Task, reward, workflow
-from trireme.pipeline.names import operator
+from trireme.registry import operator
 from trireme.workflows.classes import Workflow
 from trireme.workflows.episode import EpisodeWorkflow
 
@@ -36,6 +39,16 @@ PRICES = {}
 @reward("mistaken_good")
 def good(task: Task, answer: str) -> float:
     return len(answer) / 8
+
+
+@reward("mistaken_same")
+def same(task: Task, answer: str) -> float:
+    return 0.5
+
+
+@reward("mistaken_letters")
+def letters(task: Task, answer: str) -> float:
+    return float(len(set(answer)))
 
 
 @reward("mistaken_price")
@@ -190,12 +203,13 @@ class Mistake:
     name: str
     overrides: tuple[str, ...]
     sentence: str
-    """Stands in the first line."""
+    """Stands in the first line; where nothing fails, anywhere."""
     line: str = ""
-    """The user's own code, in the second line."""
+    """The user's own code, in the second line; where nothing fails, what is said as well."""
     code: int = 1
     """Of `run`; 2: `check` finds it too, in the same words, and nothing is started."""
     prepare: Callable[[Path], object] = lambda folder: None
+    """Made before the command; a context that it returns is entered for as long as that lasts."""
 
 
 def _reward(name: str) -> tuple[str, ...]:
@@ -210,11 +224,33 @@ def _operator(name: str) -> tuple[str, ...]:
     return (f"data_processor.experience_pipeline.operators=[{{name: {name}}}]",)
 
 
+_EIGHT = ("algorithm.repeat_times=4",)
+"""Rollouts, of which a step can be judged: fewer may be chance."""
+
+
 def _plugin(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "fails_to_load.py").write_text(text)
 
 
 _LOADS = ("plugins=[{folder}/fails_to_load.py]",)
+
+
+def _resumes(name: str, *changed: str) -> dict[str, Any]:
+    """The overrides of a job that goes on, with what is changed, and the run before it."""
+    own = (f"name={name}", "continue_from_checkpoint=true")
+    return {
+        "overrides": (*own, *changed),
+        "prepare": lambda folder: answer(Mistake(name, own, ""), folder),
+    }
+
+
+def _training(folder: Path) -> ExitStack:
+    """Another command that trains in a job's folder, for as long as it is held."""
+    job = JobFolder(folder / "checkpoints/tests/twice")
+    job.make()
+    held = ExitStack()
+    held.enter_context(job.one_trainer())
+    return held
 
 
 def _cut_model(folder: Path) -> None:
@@ -363,8 +399,55 @@ MISTAKES = [
     Mistake("N28 plain def workflow: works", _workflow("mistaken_plain"), "", code=0),
     Mistake(
         "N25 reward raises for half of the tasks", _reward("mistaken_half"),
-        "warning: reward 'half' failed in 2 of 4 rollouts of step 1: LookupError: no price for "
-        , code=0,
+        "warning: reward 'half' failed in 2 of 4 rollouts of step 1: LookupError: no price for ",
+        "2 of 4 rollouts failed and were left out", code=0,
+    ),
+    Mistake(
+        "N15 two runs in one folder", ("name=twice", "continue_from_checkpoint=true"),
+        "twice has a run that trains in it: expected it to end, or another name",
+        prepare=_training,
+    ),
+    Mistake(
+        "N16 the same command after its end", **_resumes("ended"), code=0,
+        sentence="nothing was left to do: step 1 was this run's last. To train on, raise "
+        "buffer.total_steps (1)",
+    ),
+    Mistake(
+        "N30 prompts are longer than allowed", ("model.max_prompt_tokens=5", *_EIGHT),
+        "prompts have more than 5 tokens (model.max_prompt_tokens, below model.max_model_len), so "
+        "that nothing is asked: expected at least", code=2,
+    ),
+    Mistake(
+        "N31 prompts are too long and not to be cut",
+        ("model.max_prompt_tokens=5", "model.enable_prompt_truncation=false"),
+        "prompts have more than 5 tokens (model.max_prompt_tokens, below model.max_model_len), so "
+        "that nothing is asked: expected at least", code=2,
+    ),
+    Mistake(
+        "N32 all rewards are equal", (*_reward("mistaken_same"), *_EIGHT),
+        "equal_rewards: in 100% of the groups of the first step all rollouts have the same reward "
+        "(the mean is 0.5), which gives no gradient",
+        "What to do: a reward that tells replies apart", code=0,
+    ),
+    Mistake(
+        "N35 a resume with another learning rate", code=0,
+        **_resumes("changed", "algorithm.optimizer.lr=0.01", "buffer.total_steps=2"),
+        sentence="algorithm.optimizer.lr: 0.001 -> 0.01: from train step 2 on; the optimizer's "
+        "moments stay",
+    ),
+    Mistake(
+        "N35 a resume with another model", code=0,
+        **_resumes("other_model", "model.model_path={folder}/other", "buffer.total_steps=2"),
+        sentence="its weights are ignored, since the checkpoint's are loaded; tokenizer, chat ",
+    ),
+    Mistake(
+        "N38 a learning rate of 10 without a limit", (
+            *_reward("mistaken_letters"), "algorithm.optimizer.lr=10", "trainer.grad_clip=1000",
+            "buffer.total_steps=8", "algorithm.repeat_times=8", "model.max_response_tokens=40",
+        ),
+        "equal_rewards: in 100% of the groups of the last ",
+        "where rewards differed at first, all replies may have become one: a smaller "
+        "algorithm.optimizer.lr", code=0,
     ),
 ]  # fmt: skip
 
@@ -380,14 +463,16 @@ def folder_for(folder: Path) -> Path:
     config["buffer"]["explorer_input"]["eval_tasksets"] = []
     config["continue_from_checkpoint"] = False
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    shutil.copytree(folder / "model", folder / "other")
     return folder
 
 
 def answer(mistake: Mistake, folder: Path, command: str = "run") -> Result:
     """What the command says, typed in this process."""
-    mistake.prepare(folder)
+    made = mistake.prepare(folder)
     words = [word.replace("{folder}", str(folder)) for word in mistake.overrides]
-    return CliRunner().invoke(app, [command, "--config", str(folder / "config.yaml"), *words])
+    with made if isinstance(made, ExitStack) else nullcontext():
+        return CliRunner().invoke(app, [command, "--config", str(folder / "config.yaml"), *words])
 
 
 def main() -> None:

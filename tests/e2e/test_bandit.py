@@ -17,16 +17,16 @@ import yaml
 
 from tests.e2e.job import rows, small_config, write_jsonl
 from trireme import Experience, Model, Task, workflow
-from trireme.algorithms.names import ALGORITHM_PATHS, ALGORITHMS
 from trireme.config import load_config, make_plans
 from trireme.launch.stages import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
+from trireme.registry import ALGORITHMS
 
 STEPS, TASKS, RUNS = 30, 2, 16
 ONLINE = [
     name
-    for name in ALGORITHM_PATHS
+    for name in ALGORITHMS.built_in()
     if not ALGORITHMS.get(name).from_data and name != "grpo_verl"  # another name of grpo
 ]
 

@@ -25,6 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return job, weights(job, 4)
 
 
+@pytest.mark.timeout(300)  # three runs
 def test_equal_seeds_give_byte_identical_weights(tmp_path: Path, whole: tuple[Path, bytes]) -> None:
     config = small_config(tmp_path)
     assert run(tmp_path, config).returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.job import ROOT, environment
+from tests.e2e.job import ROOT, environment, small_config
+from tests.e2e.job import run as run_job
 
 EXAMPLE = ROOT / "examples" / "grpo_household"
 SMALL = (
@@ -54,9 +56,12 @@ def run(folder: Path, assets: Path, *overrides: str) -> Path:
     return folder / "Trireme-examples" / "household"
 
 
+def steps_of(job: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (job / "monitor/metrics.jsonl").open()]
+
+
 def metrics(job: Path, part: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (job / "monitor/metrics.jsonl").open()]
-    return [row["metrics"] for row in rows if row["part"] == part]
+    return [row["metrics"] for row in steps_of(job) if row["part"] == part]
 
 
 def test_a_train_step_learns_from_a_whole_explore_step_and_runs_repeat(
@@ -86,3 +91,34 @@ def test_replay_with_a_batch_of_another_size_than_an_explore_step(
     assert len(explored) == 3
     assert sum(row["perf/experiences"] for row in trained) == made  # each once: no cool-down
     assert {row["perf/experiences"] for row in trained[:-1]} == {40}
+
+
+TWO = """
+from trireme import workflow
+
+
+@workflow("two_replies")
+async def two_replies(task, model):
+    found = []
+    for word in ("short", "long"):
+        chat = [{"role": "user", "content": f"{task.prompt} ({word})"}]
+        found.append((await model.chat(chat)).text)
+    return model.experiences(reward=[len(text) / 8 for text in found])
+"""
+
+
+def test_the_console_counts_explore_steps_where_the_workflow_decides_on_the_train_steps(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path)
+    (tmp_path / "two.py").write_text(TWO)
+    config["plugins"] = [str(tmp_path / "two.py")]
+    config["buffer"]["total_steps"] = 2
+    config["buffer"]["explorer_input"]["default_workflow_type"] = "two_replies"
+    del config["buffer"]["explorer_input"]["eval_tasksets"]
+    done = run_job(tmp_path, config)
+    assert done.returncode == 0, done.stderr
+    counted = re.findall(r"^run (\d+/\d+)", done.stdout, re.M)
+    assert counted[-1] == "2/2" and set(counted) <= {"0/2", "1/2", "2/2"}
+    job = tmp_path / "checkpoints/tests/job"
+    assert [row["step"] for row in steps_of(job) if row["part"] == "trainer"] == [1, 2, 3, 4]

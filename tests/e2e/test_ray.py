@@ -5,6 +5,7 @@ Nodes are processes of this machine; each has a CPU as its one place.
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -109,6 +110,31 @@ def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     else:
         dies(process, part, lambda: kill(pid))
     assert nobody_left(tmp_path)
+
+
+def test_sigterm_saves_what_was_learned_and_the_same_command_goes_on(
+    tmp_path: Path, cluster: Any
+) -> None:
+    job = tmp_path / JOB
+    process = start(
+        tmp_path, cluster,
+        "buffer.total_steps=5000", "explorer.eval_interval=5000", "trainer.save_interval=5000",
+    )  # fmt: skip
+    figures = job / "monitor/metrics.jsonl"
+    wait_for(lambda: figures.exists() and '"part": "trainer"' in figures.read_text(), 300, process)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    _, stderr = ended(process, code=128 + signal.SIGTERM, seconds=60)
+    assert time.monotonic() - asked < 25  # cluster.stop_timeout
+    [step] = JobFolder(job).steps()
+    assert JobFolder(job).is_full(step)
+    said = f"the checkpoint of step {step} is saved; the same command goes on from it"
+    assert stderr.splitlines()[-1] == f"stopped by SIGTERM: {said}"
+    assert "Traceback" not in stderr and nobody_left(tmp_path)
+    stdout, _ = ended(start(tmp_path, cluster, f"buffer.total_steps={step + 1}"))
+    assert "going on from" in stdout
+    learned = [row["step"] for row in read_metrics(figures) if row["part"] == "trainer"]
+    assert learned == list(range(1, step + 2))
 
 
 @LARGE

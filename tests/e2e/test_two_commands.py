@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import subprocess
@@ -114,3 +115,28 @@ def test_the_explorer_is_killed_early_and_late(pair: Pair) -> None:
         pair.start("explore")
     pair.finish()
     check(pair)
+
+
+@pytest.mark.timeout(600)
+def test_each_command_says_what_it_sees_of_the_learning_once(tmp_path: Path) -> None:
+    """The explorer its replies, the trainer its tokens' age; started again both say no more."""
+    config = small_config(tmp_path)
+    del config["buffer"]["explorer_input"]["eval_tasksets"]
+    config["synchronizer"] = {"sync_style": "fully_async"}
+    config["trainer"]["save_interval"] = 10
+    config["buffer"]["train_batch_size"] = 16
+    config["buffer"]["trainer_input"] = {
+        "experience_buffer": {"storage_type": "sql", "name": "shared"}
+    }
+    warned = []
+    for steps in (10, 12):
+        config["buffer"]["total_steps"] = steps
+        for mode in ("explore", "train"):  # one after the other, so that tokens are old
+            pair = Pair(tmp_path, config)
+            pair.start(mode)
+            said, _ = pair.running[mode].communicate(timeout=280)
+            assert pair.running[mode].returncode == 0, said
+            warned += re.findall(r"^warning: (\w+) step \d+: (\w+): ", said, re.M)
+    assert warned == [("explorer", "replies_cut"), ("trainer", "staleness")]
+    files = {path.name for path in (tmp_path / "checkpoints/tests/job/monitor").glob("watch*")}
+    assert files == {"watchdog_explorer.json", "watchdog_trainer.json"}

@@ -32,6 +32,10 @@ async def with_tools(task: Task, model: Model) -> list[Experience]:
     reply = await model.chat([{"role": "user", "content": task.prompt}], tools=[TOOL])
     return model.experiences(reward=float(len(reply.text)))
 
+async def plain(task: Task, model: Model) -> list[Experience]:
+    reply = await model.chat([{"role": "user", "content": task.prompt}])
+    return model.experiences(reward=float(len(reply.text)))
+
 async def unmasked(task: Task, model: Model) -> list[Experience]:
     reply = await model.chat([{"role": "user", "content": task.prompt}])
     found = model.experiences(reward=float(len(reply.text)))
@@ -60,7 +64,7 @@ MISTAKES: dict[str, tuple[list[str], str, list[str]]] = {
         ["have a reply that was cut", "raise model.max_response_tokens"],
     ),
     "prompts that are too long": (
-        ["model.max_prompt_tokens=10"],
+        [f"{WORKFLOW}=mine:plain", "model.max_prompt_tokens=10"],
         "prompts_too_long",
         ["100% of the rollouts of the last 3 steps had a prompt that is too long"],
     ),

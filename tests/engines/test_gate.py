@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trireme.engines.gate import Gate
+from trireme.engines.device import Gate
 
 FIRST, SECOND = (1, 0, 0), (1, 0, 1)
 
@@ -35,7 +35,7 @@ def test_the_end_of_a_rollout_wakes_whoever_listens_however_it_ends() -> None:
 
 def test_only_time_that_a_request_is_held_for_others_counts_as_held(monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("trireme.engines.gate.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trireme.engines.device.time.monotonic", lambda: now[0])
     gate = Gate()
     with gate.rollout(FIRST), gate.rollout(SECOND):
         assert not gate.open([FIRST])

@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from trireme.engines.store import open_store
-from trireme.engines.weight_group import Meeting, WeightGroup
+from trireme.engines.weight_group import Meeting, WeightGroup, open_store
 from trireme.trainer.ranks import Place, connect, free_address
 
 

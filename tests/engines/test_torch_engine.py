@@ -14,9 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from tests.tiny import make_model, make_tokenizer
-from trireme.engines.device import Device
+from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Sampling
-from trireme.engines.gate import Gate
 from trireme.engines.torch.engine import TorchEngine
 
 PROMPTS = [[5 + i] * (3 + 7 * i) + [9, 8, 7] for i in range(6)]

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.made import on_port, torch_rollouts, until
-from trireme.engines.device import Device
+from trireme.engines.device import Device, Turns
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.turns import Turns
 
 PROMPT = [5, 6, 7, 8]
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from trireme.envs.extras import extra
-from trireme.envs.gym import TextGym
-from trireme.envs.reasoning_gym import Problems
-from trireme.envs.textarena import ArenaGame
+from trireme.envs.env import extra
+from trireme.envs.gyms import ArenaGame, Problems, TextGym
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: make test-extras")
 
 from tests.model.fake import make
-from trireme.config.schema import TasksetConfig
-from trireme.envs.reasoning_gym import problems
-from trireme.launch.parts.tasks import _rows
+from trireme.config.schema_rollout import TasksetConfig
+from trireme.envs.gyms import problems
+from trireme.launch.data import _rows
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("textarena", reason="textarena is not installed: make test-extras")
 
 from tests.model.fake import make
-from trireme.envs.textarena import ArenaGame
+from trireme.envs.gyms import ArenaGame
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

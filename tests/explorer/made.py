@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from tests.tiny import make_tokenizer
-from trireme.algorithms.table import GRPO
 from trireme.buffer.queue import QueueBuffer
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset
@@ -21,6 +20,7 @@ from trireme.explorer.scheduler import Scheduler
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.pipeline.pipeline import Pipeline
+from trireme.registry import ALGORITHMS
 from trireme.task import Task
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def make_explorer(
         taskset=taskset or make_taskset(workflow),
         eval_tasksets=evaluations,
         scheduler=Scheduler(made, max_repeats_per_runner=None),
-        pipeline=Pipeline(GRPO),
+        pipeline=Pipeline(ALGORITHMS.get("grpo")),
         buffer=buffer,
         sync=sync or Sync(),
         eval_interval=options.pop("eval_interval", 0),

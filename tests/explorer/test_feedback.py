@@ -9,34 +9,11 @@ from typing import Any
 from tests.explorer.made import Sync, make_explorer, run
 from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset
-from trireme.experience import EID, Experience
-from trireme.explorer.feedback import pass_rates
-from trireme.explorer.runner import Outcome
+from trireme.experience import Experience
 from trireme.model.model import Model
 from trireme.task import Task
 
 ROWS = 12
-
-
-def outcome(index: int, rewards: list[float | None], taskset: int = 0) -> Outcome:
-    task = Task({}, index={"index": index, "taskset_id": taskset})
-    made = [
-        Experience([1, 2], prompt_length=1, eid=EID(1, index, run), reward=reward)
-        for run, reward in enumerate(rewards)
-    ]
-    return Outcome(task, made)
-
-
-def test_pass_rates_are_mean_rewards_between_0_and_1() -> None:
-    outcomes = [
-        outcome(3, [1.0, 0.0]),
-        outcome(4, [2.0, 1.5]),
-        outcome(5, [-1.0]),
-        outcome(6, []),
-        outcome(3, [1.0], taskset=1),
-        outcome(3, [1.0]),
-    ]
-    assert pass_rates(outcomes) == {0: {3: 0.75, 4: 1.0, 5: 0.0}, 1: {3: 1.0}}
 
 
 async def solves_every_third(task: Task, model: Model) -> list[Experience]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from trireme.algorithms.table import GRPO
 from trireme.buffer.sql import SqlBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import EID, Experience
 from trireme.explorer.intake import Intake
 from trireme.pipeline.pipeline import Pipeline
+from trireme.registry import ALGORITHMS
 
 
 def group(task: str, rewards: Sequence[float]) -> list[Experience]:
@@ -40,7 +40,7 @@ def intake(folder: Path, buffer: Any, reports: list[Any] | None = None) -> Intak
     sync: Any = SimpleNamespace(metrics=lambda: {"sync/version": 3})
     told = [] if reports is None else reports
     return Intake(
-        pipeline=Pipeline(GRPO),
+        pipeline=Pipeline(ALGORITHMS.get("grpo")),
         buffer=buffer,
         sync=sync,
         folder=JobFolder(folder),

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.explorer.made import BrokenEngine, Models, ask, make_runner, run, scripted, task
-from trireme.engines.gate import Gate
+from trireme.engines.device import Gate
 from trireme.experience import EID, Experience
 from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Outcome
 from trireme.model.model import Revoked
-from trireme.workflows.workflow import Workflow, resolve
+from trireme.workflows.classes import Workflow
+from trireme.workflows.workflow import resolve
 
 
 def outcome_of(workflow: Any, *, runs: int = 1, **options: Any) -> Outcome:

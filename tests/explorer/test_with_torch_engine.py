@@ -11,8 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.explorer.made import Models, make_runner, run, task
-from trireme.engines.device import Device
-from trireme.engines.gate import Gate
+from trireme.engines.device import Device, Gate
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Outcome
 from trireme.workflows.workflow import resolve

@@ -32,6 +32,7 @@ from typing import Any
 
 from tests.faults.jobs import JOB, STEPS, config_of, final_weights, learned, write_config
 from tests.faults.program import FILLER, HIT, Blow, start
+from tests.postgres import binaries, serving
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
@@ -113,13 +114,13 @@ def trials(quick: bool) -> Iterator[Trial]:
     yield Trial("flipped byte in a checkpoint", "queue", "flip", seed=-1 if quick else 0)
     for kind in () if quick else ("sql",):
         yield Trial("flipped byte in a checkpoint", kind, "flip")
-    for style in ("raises", "hangs", "clings", "rubbish", "infinite", "judge_hangs",
-                  "judge_rubbish"):  # fmt: skip
+    for style in NAMES:
         if not quick or style in ("raises", "clings"):
             yield Trial(NAMES[style], f"user {style}", "user")
     if quick:
         return
     yield Trial("SQLite locked for 30 s", "sql", "locked")
+    yield Trial("PostgreSQL away for 30 s", "sql", "away")
     for what, name in (
         ("EIO", "an optimizer step that fails"),
         ("NAN", "gradients that are no numbers"),
@@ -145,6 +146,7 @@ NAMES = {
     "infinite": "rewards that are no numbers",
     "judge_hangs": "judge that hangs",
     "judge_rubbish": "judge that returns rubbish",
+    "endpoint_hangs": "judge at an endpoint that hangs",
 }
 
 
@@ -248,6 +250,25 @@ def locked(trial: Trial, folder: Path) -> None:
     again(folder)
 
 
+def away(trial: Trial, folder: Path) -> None:
+    """The database server is stopped for half a minute, as by a crash: the same run ends well."""
+    if (programs := binaries()) is None:
+        raise RuntimeError("PostgreSQL is not installed: scripts/postgres_setup.sh")
+    with serving(programs) as server:
+        store = f"buffer.trainer_input.experience_buffer.path={server.database()}"
+        process = command(folder, None, store)
+        log = folder / JOB / "monitor/metrics.jsonl"
+        while not log.exists() or not log.read_text():
+            time.sleep(0.01)
+        with server.away():
+            time.sleep(30)
+        if code := ended(process):
+            raise RuntimeError(f"ended with {code}")
+    text = (folder / "output.txt").read_text()
+    if not all(word in text for word in ("is away, waiting for it", "database is back")):
+        raise RuntimeError("nothing was said of it")
+
+
 def two_commands(trial: Trial, folder: Path) -> None:
     """One of explorer and trainer dies, and is started again."""
     victim = trial.how.split()[1]
@@ -279,13 +300,13 @@ def engine_dies(trial: Trial, folder: Path) -> None:
 
 
 def user_code(trial: Trial, folder: Path) -> None:
-    """A fault of the user's code in one of four rollouts: the run goes on without it."""
+    """A fault of the user's code in one of five rollouts: the run goes on without it."""
     again(folder)
 
 
 HOW: dict[str, Callable[[Trial, Path], None]] = {
     "blow": interrupted, "random": at_random, "flip": flipped, "locked": locked,
-    "pair": two_commands, "engine": engine_dies, "user": user_code,
+    "away": away, "pair": two_commands, "engine": engine_dies, "user": user_code,
 }  # fmt: skip
 _references: dict[str, tuple[Counter[str], bytes | None]] = {}
 _base = Path()
@@ -298,7 +319,7 @@ def prepare(base: str) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["PYTHONPATH"] = str(ROOT)
     import trireme.launch.stages
-    import trireme.trainer.fsdp2  # noqa: F401
+    import trireme.trainer.trainer  # noqa: F401
 
 
 def made(kind: str, folder: Path) -> Path:

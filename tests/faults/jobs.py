@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from tests.faults.program import LEARNED
 STEPS = 4
 JOB = "checkpoints/tests/job"
 PLUGIN = '''
-"""Workflows and judges of which every fourth call goes wrong."""
-import asyncio, os
-from pathlib import Path
+"""Workflows and judges of which every fifth call goes wrong."""
+import asyncio, json, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from trireme import reward, workflow
 
 
@@ -33,10 +34,10 @@ def _length(text):
 _calls = 0
 
 
-def _odd():
+def _odd(every=5):
     global _calls
     _calls += 1
-    return _calls % 4 == 1
+    return _calls % every == 1
 
 
 @workflow("raises")
@@ -85,7 +86,44 @@ async def judge_hangs(task, answer):
 @reward("judge_rubbish")
 async def judge_rubbish(task, answer):
     return "no number" if _odd() else {"accuracy": _length(answer)}
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+    def do_GET(self):
+        self.answer({"data": []})
+
+    def do_POST(self):
+        question = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if _odd(30):  # the other rollouts of its task are judged with it
+            time.sleep(3600)
+        message = {"role": "assistant", "content": str(_length(question))}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        self.answer({"id": "1", "object": "chat.completion", "created": 0, "model": "m",
+                     "choices": [choice]})
+
+    def answer(self, data):
+        body = json.dumps(data).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if PORT:
+    server = ThreadingHTTPServer(("127.0.0.1", PORT), Endpoint)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
 '''
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def config_of(kind: str, folder: Path, model: Path) -> dict[str, Any]:
@@ -119,11 +157,19 @@ def config_of(kind: str, folder: Path, model: Path) -> dict[str, Any]:
         config["explorer"]["rollout_model"] = {"engine_type": "torch", "engine_num": 1}
         config["synchronizer"] = {"sync_method": "checkpoint"}
     if store == "user":
-        (folder / "faulty.py").write_text(PLUGIN)
+        port = free_port() if style == "endpoint_hangs" else 0
+        (folder / "faulty.py").write_text(PLUGIN.replace("PORT", str(port)))
         config["plugins"] = [str(folder / "faulty.py")]
-        config["explorer"] |= {"max_timeout": 15, "max_retry_times": 0, "max_failures": 1.0}
+        config["explorer"] |= {"max_timeout": 5, "max_retry_times": 0, "max_failures": 1.0}
         own = "default_reward_fn_type" if style.startswith("judge") else "default_workflow_type"
-        config["buffer"]["explorer_input"][own] = style
+        inputs = config["buffer"]["explorer_input"]
+        if port:
+            judge = {"base_url": f"http://127.0.0.1:{port}/v1", "model": "m"}
+            inputs["default_reward_fn_type"] = "judge"
+            inputs["taskset"]["reward_fn_args"] = judge
+            del inputs["eval_tasksets"]
+        else:
+            inputs[own] = style
     elif style:
         config["synchronizer"] = {"sync_style": style} | config.get("synchronizer", {})
     return config

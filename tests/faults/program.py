@@ -29,8 +29,8 @@ really reached.
 POINTS = {
     "train step": "trireme.trainer.trainer:Trainer._train_on",
     "checkpoint": "trireme.trainer.trainer:Trainer._save",
-    "weights file": "trireme.checkpoint.save:write_weights",
-    "optimizer file": "trireme.checkpoint.save:write_pt",
+    "weights file": "trireme.trainer.ranks:write_tensors",
+    "optimizer file": "trireme.trainer.ranks:write_pt",
     "model files": "trireme.checkpoint.save:copy_model_files",
     "manifest": "trireme.checkpoint.save:write_manifest",
     "pointers": "trireme.checkpoint.save:_move_pointers",

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from tests.config.made import config_of, values
 from tests.trainer.ranks import run
 from tests.trainer.samples import experiences
+from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan, make_plans
-from trireme.launch.parts import training
+from trireme.launch import training
 from trireme.launch.trainer_ranks import TrainerRanks, follow_plan
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
 from trireme.trainer.ranks import Place
 from trireme.trainer.step import train_step
@@ -37,11 +37,9 @@ def _plan(folder: Path, model: Path, algorithm: str) -> Plan:
     return make_plans(config_of(folder, given))[0]
 
 
-def _train(
-    backend: TorchBackend | Fsdp2Backend, learning: Learning, plan: Plan, job: Path
-) -> dict[str, Any]:
+def _train(backend: Backend, learning: Learning, plan: Plan, job: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a step that is forgotten by loading it, and one more."""
-    recipe, folder, metrics = training.make_recipe(plan), JobFolder(job), []
+    recipe, folder, metrics = get_recipe(plan.config.algorithm), JobFolder(job), []
 
     def step(number: int) -> None:
         samples = experiences(number)
@@ -75,7 +73,7 @@ def _rank(place: Place, folder: Path, model: Path, algorithm: str) -> dict[str, 
     if place.rank:
         follow_plan(plan, plan.model_path, place)
         return {}
-    ranks = TrainerRanks(plan, plan.model_path, training.make_recipe(plan), place)
+    ranks = TrainerRanks(plan, plan.model_path, get_recipe(plan.config.algorithm), place)
     trained = _train(ranks.backend, ranks.learning, plan, folder / "job")
     ranks.close()
     return trained
@@ -84,7 +82,7 @@ def _rank(place: Place, folder: Path, model: Path, algorithm: str) -> dict[str, 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_plan_trains_on_two_ranks_as_on_one(algorithm, tiny_dir, tmp_path):
     plan, own = _plan(tmp_path / "alone", tiny_dir, algorithm), tmp_path / "alone" / "job"
-    made = plan, plan.model_path, training.make_recipe(plan)
+    made = plan, plan.model_path, get_recipe(plan.config.algorithm)
     expected = _train(training.make_backend(*made), training.make_learning(*made), plan, own)
     got, _ = run(_rank, tmp_path / "ranks", tmp_path, tiny_dir, algorithm)
     assert set(got["weights"]) == set(expected["weights"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trireme.model.pieces import Pieces
+from trireme.model.openai_answer import Pieces
 
 
 def of_bytes(ids: Sequence[int]) -> str:

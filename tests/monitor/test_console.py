@@ -9,7 +9,7 @@ from rich.console import Console as Terminal
 
 from trireme.experience import Experience
 from trireme.monitor.console import Console
-from trireme.monitor.summary import Summary
+from trireme.monitor.figures import Summary
 
 
 class Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_a_resume_cuts_the_files_back_to_its_checkpoint(tmp_path: Path) -> None:
         first.log({"x": 1.0}, step, "explorer")
         first.log({"x": 1.0}, step, "trainer")
     first.close()  # killed after the metrics of step 3; the checkpoint is of step 1
+    time.sleep(1.1)  # TensorBoard reads files by name: the second of their making, then a counter
     second = open_monitor(tmp_path, keep_until={"explorer": 2, "trainer": 1, "eval": 2})
     assert [(part, step) for part, step, _ in steps_in(tmp_path)] == [
         ("explorer", 1), ("trainer", 1), ("explorer", 2),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trireme.monitor.console import summary_rows
-from trireme.monitor.summary import Summary
+from trireme.monitor.figures import Summary
 
 WHOLE = Summary(
     accuracy_before=0.031,

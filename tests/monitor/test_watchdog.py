@@ -14,7 +14,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.config import make_plans
 from trireme.config.schema import AlgorithmConfig
 from trireme.monitor.causes import CAUSES, Facts
-from trireme.monitor.course import FEW
+from trireme.monitor.figures import FEW
 from trireme.monitor.watchdog import Warned, Watchdog
 
 Row = dict[str, float]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trireme.experience import EID, Experience
-from trireme.pipeline.names import OPERATORS
-from trireme.pipeline.operator import ExperienceOperator, OperatorFailed, make_operator
+from trireme.pipeline.operators import ExperienceOperator, OperatorFailed, make_operator, pass_rates
+from trireme.registry import OPERATORS
 
 
 def one(reward: float | None, run: int, task: int = 0, step: int = 0, **info: Any) -> Experience:
@@ -105,14 +105,24 @@ def test_the_length_penalty_falls_evenly_over_its_cache() -> None:
 
 
 def test_pass_rates_are_of_each_row_by_the_last_steps_of_its_runs() -> None:
-    from trireme.pipeline.operators import pass_rates
-
     def tried(reward: float, run: int, task: int, step: int = 0) -> Experience:
         return one(reward, run, task, step, task_index={"taskset_id": task % 2, "index": 40 + task})
 
     given = [tried(0.0, 0, 0), tried(1.0, 0, 0, 1), tried(0.0, 1, 0), tried(1.5, 0, 1)]
     assert pass_rates(given) == {0: {40: 0.5}, 1: {41: 1.0}}
     assert apply("pass_rate_calculator", given) == (given, {"mean": 0.75})
+
+
+def test_a_row_that_several_tasks_tried_has_the_mean_of_their_clipped_rates() -> None:
+    """With this operator and without it a curriculum is told the same."""
+    rewards = {0: [1.0, 0.0], 1: [2.0, 1.5], 2: [-1.0], 3: [None], 4: [1.0], 5: [1.0]}
+    rows = {0: (0, 3), 1: (0, 4), 2: (0, 5), 3: (0, 6), 4: (1, 3), 5: (0, 3)}
+    given = []
+    for task, members in rewards.items():
+        taskset, row = rows[task]
+        index = {"taskset_id": taskset, "index": row}
+        given += [one(reward, run, task, task_index=index) for run, reward in enumerate(members)]
+    assert pass_rates(given) == {0: {3: 0.75, 4: 1.0, 5: 0.0}, 1: {3: 1.0}}
 
 
 def keep_first(experiences: list[Experience], *, count: int = 1) -> Any:

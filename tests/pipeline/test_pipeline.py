@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from trireme.algorithms.table import GRPO, SFT
 from trireme.buffer.record import Record
 from trireme.experience import EID, Experience
-from trireme.pipeline.names import OPERATORS
-from trireme.pipeline.operator import make_operator
+from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import Pipeline
+from trireme.registry import ALGORITHMS, OPERATORS
+
+GRPO = ALGORITHMS.get("grpo")
+SFT = ALGORITHMS.get("sft")
 
 
 def group(rewards: list[float], task: int = 0) -> list[Experience]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trireme.data.rows import Rows
-from trireme.pipeline.operator import OperatorFailed
-from trireme.pipeline.tasks import prepared
+from trireme.pipeline.operators import OperatorFailed
+from trireme.pipeline.pipeline import prepared
 
 CALLS: list[int] = []
 

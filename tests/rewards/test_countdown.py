@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trireme.rewards.countdown import countdown_reward
+from trireme.rewards.math import countdown_reward
 from trireme.task import Task
 
 TRUTH = {"target": 24, "numbers": [4, 6, 10, 10]}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trireme.experience import EID, Experience
+from trireme.registry import reward
 from trireme.rewards.grouped import is_grouped, judge_of
 from trireme.rewards.orm import ORM
-from trireme.rewards.reward import reward
 from trireme.task import Task
 from trireme.workflows.single_turn import MathRulerWorkflow, SimpleWorkflow
 from trireme.workflows.workflow import resolve

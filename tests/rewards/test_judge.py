@@ -15,10 +15,9 @@ from trireme.engines.scripted import ScriptedEngine
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.asker import Asker
-from trireme.rewards.orm import Judge, Row
+from trireme.rewards.grouped import Judge, Row
 from trireme.task import Task
-from trireme.workflows.distill import OnPolicyDistillWorkflow
-from trireme.workflows.single_turn import SimpleWorkflow
+from trireme.workflows.single_turn import OnPolicyDistillWorkflow, SimpleWorkflow
 
 QUESTION = {"role": "user", "content": "1+1?"}
 TASK = Task(raw_task={"question": "1+1?", "solution": "2"})

@@ -8,8 +8,7 @@ import pytest
 
 from trireme.rewards import answers
 from trireme.rewards.answers import boxed, final_answer, final_truth, number, same
-from trireme.rewards.format import format_reward
-from trireme.rewards.math import accuracy_reward, math_boxed_reward, math_reward
+from trireme.rewards.math import accuracy_reward, format_reward, math_boxed_reward, math_reward
 from trireme.rewards.reward import resolve, score
 from trireme.task import Task
 

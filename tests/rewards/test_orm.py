@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from trireme.rewards.group import (
+from trireme.rewards.grouped import Judge, Row
+from trireme.rewards.orm import (
+    ORM,
     Cosine,
     Format,
     MathAccuracy,
@@ -16,7 +18,6 @@ from trireme.rewards.group import (
     Repetition,
     SoftOverlong,
 )
-from trireme.rewards.orm import ORM, Judge, Row
 from trireme.task import Task
 
 TASK = Task(raw_task={"problem": "1+1?", "solution": "2"})

@@ -10,7 +10,8 @@ import pytest
 
 from trireme.data.rows import load_rows
 from trireme.data.tasksets import Taskset
-from trireme.rewards.reward import REWARDS, RewardFn, resolve, score
+from trireme.registry import REWARDS
+from trireme.rewards.reward import RewardFn, resolve, score
 from trireme.task import Task
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

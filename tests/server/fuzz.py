@@ -173,7 +173,12 @@ def _settings(count: int) -> Callable[[Any], Any]:
         database=None,
         derandomize=True,
         phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=[*HealthCheck.__members__.values()],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+            HealthCheck.data_too_large,
+            HealthCheck.large_base_example,
+        ],
     )
 
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from trireme.engines.fingerprint import fingerprint
-from trireme.server.adapter import base_weights, merge_adapter
-from trireme.server.weights import Part, WeightGroup
+from trireme.engines.weight_group import fingerprint
+from trireme.server.weights import Part, WeightGroup, base_weights, merge_adapter
 
 
 def adapted(folder: Path, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from tests.server import bad
 from tests.server.made import client_of, command, on_port, torch_rollouts, until
 from tests.server.test_limits import fake_rollouts
-from trireme.server import app, limits
+from trireme.server import bodies, limits
 from trireme.server.sessions import Sessions
 
 pytestmark = pytest.mark.timeout(600)
@@ -221,12 +221,12 @@ def test_a_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
     others_are_served = threading.Event()
 
     def slow_read(body: bytes) -> Any:
-        if len(body) > app.LARGE_BODY:
+        if len(body) > bodies.LARGE_BODY:
             assert others_are_served.wait(100)
         return read_json(body)
 
-    read_json = app.read_json
-    monkeypatch.setattr(app, "read_json", slow_read)
+    read_json = bodies.read_json
+    monkeypatch.setattr(bodies, "read_json", slow_read)
 
     async def main() -> None:
         async with client_of(fake_rollouts()) as client:

@@ -75,6 +75,48 @@ def test_a_plug_in_that_fails_to_load_shows_where(tiny_dir: Path, tmp_path: Path
     assert f"OSError: no disk\n  {broken}:2: raise OSError('no disk')" in said
 
 
+SLEEPER = """
+import time
+
+from trireme import multi_turns
+from trireme.workflows.scheduler import MultiTurnScheduler
+
+
+@multi_turns.register("sleeper")
+class Sleeper(MultiTurnScheduler):
+    async def check_finished(self, infer_request, response_choice, current_turn):
+        time.sleep(1000)
+"""
+
+
+def test_a_scheduler_that_blocks_the_server_is_named_and_one_control_c_ends_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    flags = (
+        "--external_plugins",
+        str(tmp_path / "sleeper.py"),
+        "--multi_turn_scheduler",
+        "sleeper",
+    )
+    body = {"infer_requests": [{"messages": [{"role": "user", "content": "Hi"}]}],
+            "request_config": {"max_tokens": 4}}  # fmt: skip
+    with command(tiny_dir, *flags) as (process, url):
+        with suppress(httpx.HTTPError):
+            httpx.post(f"{url}/infer/", json=body, timeout=3)
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "has blocked" in line)
+        assert "multi_turn_scheduler 'sleeper' has blocked the event loop for 10 s" in said
+        assert f"{tmp_path}/sleeper.py:11: time.sleep(1000)" in said
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-2:] == [
+        "stopped while multi_turn_scheduler 'sleeper' blocked the event loop",
+        f"  {tmp_path}/sleeper.py:11: time.sleep(1000)",
+    ]
+
+
 @pytest.mark.parametrize("kind", ["nothing there", "no model"])
 def test_a_model_that_is_none_is_told(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "model"

@@ -14,6 +14,8 @@ import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine
 from tests.server.made import client_of, on_port, rollouts_over, torch_rollouts
+from trireme.workflows.scheduler import ChatMessage, RolloutResponseChoice
+from trireme.workflows.tool_calls import read_calls
 
 TOOLS: Any = [
     {
@@ -159,6 +161,20 @@ def test_what_is_no_tool_call_stays_text(reply: str, choice: Any) -> None:
             assert done.choices[0].message.content == reply
             assert not done.choices[0].message.tool_calls
             assert done.choices[0].finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+def test_a_call_whose_closing_tag_was_cut_is_a_call_here_as_it_is_for_a_scheduler() -> None:
+    async def main() -> None:
+        cut = CALL.removesuffix("</tool_call>")
+        async with agent([cut]) as (client, _, _http):
+            done = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
+            [call] = done.choices[0].message.model_dump()["tool_calls"]
+            choice = RolloutResponseChoice(0, ChatMessage("assistant", cut), "stop")
+            [asked] = read_calls(choice).calls
+            assert call["function"]["name"] == asked.name == "look"
+            assert json.loads(call["function"]["arguments"]) == asked.arguments == {"at": "é"}
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.server.made import on_port, torch_rollouts, until
-from trireme.engines import outbox, remote, servers
+from trireme.engines import remote, servers
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.server.rollouts import Rollouts
@@ -75,8 +75,8 @@ def test_weights_that_are_sent_are_those_that_sample(
 def test_what_is_more_than_a_server_takes_at_once_goes_in_several_requests(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MOST_SAMPLES", 4)
-    monkeypatch.setattr(outbox, "MOST_TOKENS", 10)
+    monkeypatch.setattr(servers, "MOST_SAMPLES", 4)
+    monkeypatch.setattr(servers, "MOST_TOKENS", 10)
     posted: list[list[int]] = []
 
     async def main(engine: RemoteEngine, _: list[Rollouts], urls: list[str]) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.made import client_of, on_port, torch_rollouts, until
-from trireme.workflows.names import MULTI_TURNS
+from trireme.registry import MULTI_TURNS
 from trireme.workflows.scheduler import MultiTurnScheduler
 
 CONFIG = {"max_tokens": 12, "temperature": 1.0, "logprobs": True}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from trireme.engines.device import Device
-from trireme.engines.fingerprint import fingerprint
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.weight_group import fingerprint
 from trireme.sync.probe import WrongWeights, compare_weights
 
 

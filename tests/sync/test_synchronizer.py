@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trireme.buffer.waiting import Demand
+from trireme.buffer.buffer import Demand
 from trireme.sync.synchronizer import Synchronizer, is_due
 
 

@@ -19,7 +19,7 @@ def start(function: Callable[..., Any], place: Place, *args: Any) -> BaseProcess
     """`function(place, *args)` in a new process with one thread."""
     context = multiprocessing.get_context("forkserver")
     # What takes seconds to import is imported once, in the process that forks.
-    context.set_forkserver_preload(["trireme.trainer.follow", "tests.trainer.samples"])
+    context.set_forkserver_preload(["trireme.trainer.step", "tests.trainer.samples"])
     process = context.Process(target=_one_thread, args=(function, place, *args), daemon=True)
     process.start()
     return process

@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from trireme.config.schema import OptimizerConfig
 from trireme.experience import EID, Experience
+from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.critic import Critic
+from trireme.trainer.orders import Orders
+from trireme.trainer.ranks import Ranks
 
 VOCABULARY = 90
 
 
-@dataclass
-class Settings:
+def optimizer_of(**given: Any) -> OptimizerConfig:
     """An optimizer section."""
+    defaults = {"lr": 1e-3, "lr_warmup_steps": 0, "min_lr_ratio": 0.1, "betas": [0.9, 0.99]}
+    options: dict[str, Any] = defaults | given
+    return OptimizerConfig(**options)
 
-    lr: float = 1e-3
-    lr_warmup_steps: int = 0
-    lr_warmup_steps_ratio: float = 0.0
-    min_lr_ratio: float | None = 0.1
-    lr_scheduler_type: str = "constant"
-    optimizer_type: str = "adam"
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    weight_decay: float = 0.01
+
+def settings(**given: Any) -> TrainSettings:
+    """How tests train where they do not say otherwise."""
+    options = {"optimizer": optimizer_of(), "max_token_len": 60, "grad_clip": 1.0} | given
+    return TrainSettings(**options)
+
+
+def backend_of(
+    path: str | Path,
+    ranks: Ranks | None = None,
+    *,
+    reference: bool = False,
+    orders: Orders | None = None,
+    **given: Any,
+) -> Backend:
+    """A backend by the settings that are given."""
+    return Backend(path, settings(**given), ranks, reference=reference, orders=orders)
+
+
+def critic_of(path: str | Path, ranks: Ranks | None = None, **given: Any) -> Critic:
+    """A critic by the settings that are given."""
+    return Critic(path, settings(**given), ranks, clip_range=0.5)
 
 
 def experiences(seed: int = 0) -> list[Experience]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,20 +11,19 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, experiences, optimizer_of
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.model import load_model, refuse_recurrent
+from trireme.engines.torch.shell import load_shell, refuse_recurrent
+from trireme.trainer.backend import Backend
+from trireme.trainer.model import load_model
 from trireme.trainer.step import train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo"))
 
 
-def _backend(path, **given) -> TorchBackend:
-    return TorchBackend(
-        path, optimizer=Settings(), reference=True, **{"max_token_len": 60, **given}
-    )
+def _backend(path, **given) -> Backend:
+    return backend_of(path, reference=True, **given)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama"])
@@ -70,19 +70,13 @@ def test_a_resumed_run_ends_with_the_same_bytes(tiny_dir, tmp_path):
         for number in numbers:
             train_step(backend, RECIPE, experiences(number), version=0)
 
-    settings = Settings(lr_scheduler_type="cosine", lr_warmup_steps=2)
-    whole = TorchBackend(
-        tiny_dir, optimizer=settings, max_token_len=60, total_steps=5, reference=True
-    )
+    settings = optimizer_of(lr_scheduler_type="cosine", lr_warmup_steps=2)
+    whole = _backend(tiny_dir, optimizer=settings, total_steps=5)
     steps(whole, [0, 1])
-    whole.module.save_pretrained(tmp_path / "model")
-    torch.save(whole.state(), tmp_path / "state.pt")
+    whole.save(tmp_path, hf=False)
     steps(whole, [2, 3])
-    resumed = TorchBackend(
-        tmp_path / "model", optimizer=settings, max_token_len=60, total_steps=5, reference=True,
-        reference_path=tiny_dir,
-    )  # fmt: skip
-    resumed.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed = _backend(tiny_dir, optimizer=settings, total_steps=5)
+    resumed.load(tmp_path)
     steps(resumed, [2, 3])
     for name, weight in whole.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name
@@ -99,19 +93,26 @@ def test_weights_are_those_that_save_pretrained_writes(tie, tmp_path):
 
 
 def test_the_schedule_and_the_clipped_norm_are_reported(tiny_dir):
-    backend = TorchBackend(
-        tiny_dir, optimizer=Settings(lr_warmup_steps=4), max_token_len=60, reference=True,
-        grad_clip=1e-3,
-    )  # fmt: skip
+    backend = _backend(tiny_dir, optimizer=optimizer_of(lr_warmup_steps=4), grad_clip=1e-3)
     metrics = train_step(backend, RECIPE, experiences(), version=0)
     assert metrics["actor/lr"] == pytest.approx(2.5e-4)
     assert metrics["actor/grad_norm"] > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "mamba"])
-def test_a_recurrent_architecture_is_refused_by_name(kind):
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba", "qwen3_5"])
+@pytest.mark.parametrize("load", [load_model, partial(load_shell, dtype="float32")])
+def test_trainer_and_engine_refuse_a_recurrent_architecture_by_name(tmp_path, kind, load):
+    """`qwen3_5` names its layers in the configuration of its language model."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"'{kind}' has layers .* \(linear_attention\)"):
-        refuse_recurrent(AutoConfig.for_model(kind))
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("key", ["state_size", "ssm_state_size", "linear_num_key_heads"])
+def test_a_state_is_seen_where_no_layers_are_listed(key):
+    config = AutoConfig.for_model("llama", **{key: 16})
+    with pytest.raises(ValueError, match=rf"attention \({key}\): it cannot be"):
+        refuse_recurrent(config, "it cannot be")
 
 
 def test_an_architecture_whose_attention_has_extras_is_refused(tmp_path, monkeypatch):

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import VOCABULARY, Settings, experiences
+from tests.trainer.samples import VOCABULARY, backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
-from trireme.trainer.backend import TorchBackend
+from trireme.trainer.backend import Backend
 from trireme.trainer.step import train_step
 
 LIMIT = 0.03
@@ -59,13 +59,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return large_head(tmp_path_factory.mktemp("large") / "model")
 
 
-def scores(backend: TorchBackend, texts: list[list[int]]) -> list[float]:
+def scores(backend: Backend, texts: list[list[int]]) -> list[float]:
     """log p of the last 60 tokens of each."""
     return [value for row in backend.score(texts) for value in row[-60:]]
 
 
 def test_rounding_is_close_and_a_wrong_prompt_and_a_train_step_are_not(folder: Path) -> None:
-    backend = TorchBackend(folder, optimizer=Settings(), max_token_len=600)
+    backend = backend_of(folder, max_token_len=600)
     expected = scores(backend, rows())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = scores(backend, rows())

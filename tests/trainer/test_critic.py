@@ -7,19 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, critic_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.save import write_weights
-from trireme.trainer.backend import TorchBackend
 from trireme.trainer.critic import HEAD, Critic, value_loss
 from trireme.trainer.learning import Learning
 from trireme.trainer.step import train_step
 
 
 def _critic(path, **given) -> Critic:
-    return Critic(path, optimizer=Settings(), **{"max_token_len": 60, **given})
+    return critic_of(path, **given)
 
 
 def test_the_value_loss_is_the_larger_of_plain_and_clipped():
@@ -102,7 +101,7 @@ def test_the_policy_stays_while_the_critic_warms_up(tiny_dir):
     samples = experiences()
     for n, e in enumerate(samples):
         e.reward = float(n % 2)
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60, reference=True)
+    backend = backend_of(tiny_dir, reference=True)
     learning = Learning(recipe, _critic(tiny_dir), critic_warmup=1)
     before = {name: w.clone() for name, w in backend.weights().items()}
     metrics = train_step(backend, recipe, samples, version=0, learning=learning)

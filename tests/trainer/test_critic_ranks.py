@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import critic_of, experiences
 from trireme.batch import Batch, flatten
 from trireme.trainer.critic import Critic
-from trireme.trainer.ranks import Place, Ranks
-from trireme.trainer.shard import whole
+from trireme.trainer.ranks import Place, Ranks, whole
 
 # By name: what the critic is given.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -30,8 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _make(path: Path, name: str = "plain", ranks: Ranks | None = None) -> Critic:
-    given: dict[str, Any] = {"max_token_len": 60} | LAYOUTS[name]
-    return Critic(path, optimizer=Settings(), ranks=ranks, **given)
+    return critic_of(path, ranks, **LAYOUTS[name])
 
 
 def _batches() -> list[Batch]:

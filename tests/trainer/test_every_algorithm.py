@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.trainer.samples import Settings, experiences
-from trireme.algorithms.names import ALGORITHM_PATHS
+from tests.trainer.samples import backend_of, critic_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import EID, Experience
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.critic import Critic
+from trireme.registry import ALGORITHMS
 from trireme.trainer.learning import Learning
 from trireme.trainer.step import train_step
 
@@ -46,12 +44,12 @@ def _samples(recipe: Recipe) -> list[Experience]:
 def _step(path, recipe: Recipe, *, share: bool, length: int) -> tuple[dict, dict]:
     """Gradients that a step leaves, policy's and critic's, and its metrics."""
     options = {"max_token_len": length, "share_prefix": share}
-    backend = TorchBackend(path, optimizer=Settings(), reference=recipe.needs_reference, **options)
+    backend = backend_of(path, reference=recipe.needs_reference, **options)
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in backend.module.parameters():
             p += 0.05 * torch.randn(p.shape, generator=rng)
-    critic = Critic(path, optimizer=Settings(), **options) if recipe.needs_critic else None
+    critic = critic_of(path, **options) if recipe.needs_critic else None
     if critic is not None:
         with torch.no_grad():
             critic.head.weight.copy_(torch.linspace(-1, 1, critic.head.weight.numel()))
@@ -71,7 +69,7 @@ def _step(path, recipe: Recipe, *, share: bool, length: int) -> tuple[dict, dict
     return kept, metrics
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHM_PATHS if name != "grpo_verl"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS.built_in() if name != "grpo_verl"])
 def test_layout_changes_neither_loss_nor_gradient(name, tiny_dir):
     recipe = _recipe(name)
     expected, plain = _step(tiny_dir, recipe, share=False, length=10_000)
@@ -106,7 +104,7 @@ def test_own_and_expert_tokens_are_averaged_apart(tiny_dir):
     recipe = _recipe("mix", kl_loss_fn="none", policy_loss_fn_args={"mu": 1.0})
     _, whole = _step(tiny_dir, recipe, share=True, length=10_000)
     sft = _recipe("sft")
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=10_000)
+    backend = backend_of(tiny_dir, max_token_len=10_000)
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in backend.module.parameters():
@@ -121,7 +119,7 @@ def test_a_loss_of_sequences_refuses_weights_of_tokens(tiny_dir):
     for e in samples:
         e.loss_weight = torch.ones(len(e.tokens))
     samples[2].loss_weight = torch.full((len(samples[2].tokens),), 0.5)
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100)
+    backend = backend_of(tiny_dir, max_token_len=100)
     with pytest.raises(
         ValueError, match=r"0/0/2/0 has a loss_weight of 0.5: .*'gspo' is a loss of"
     ):
@@ -132,7 +130,7 @@ def test_a_loss_of_sequences_refuses_weights_of_tokens(tiny_dir):
 def test_dpos_gradient_is_that_of_the_pairs_margins(tiny_dir):
     recipe = _recipe("dpo", policy_loss_fn_args={"beta": 0.3})
     got, metrics = _step(tiny_dir, recipe, share=True, length=40)
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=10_000)
+    backend = backend_of(tiny_dir, max_token_len=10_000)
     reference = {k: v.clone() for k, v in backend.module.state_dict().items()}
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -15,27 +15,30 @@ import pytest
 import torch
 
 from tests.trainer.ranks import run, start
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import Batch
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.follow import follow
-from trireme.trainer.fsdp2 import Fsdp2Backend
-from trireme.trainer.orders import Orders, RankLost
+from trireme.trainer.backend import Backend
+from trireme.trainer.learning import Learning
+from trireme.trainer.orders import Commands, Orders, RankLost, follow
 from trireme.trainer.ranks import Place, Ranks, free_address
-from trireme.trainer.step import train_step
+from trireme.trainer.step import commands, train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
 
 
-def _make(path: Path, ranks: Ranks, orders: Orders | None = None) -> Fsdp2Backend:
-    return Fsdp2Backend(path, ranks=ranks, optimizer=Settings(), max_token_len=60, orders=orders)
+def _make(path: Path, ranks: Ranks, orders: Orders | None = None) -> Backend:
+    return backend_of(path, ranks, orders=orders)
+
+
+def _commands(path: Path, ranks: Ranks) -> Commands:
+    return commands(_make(path, ranks), RECIPE, Learning(RECIPE))
 
 
 def _leads(place: Place, path: Path) -> dict:
     """What rank 0 sees of two steps, a score, the weights, and a score again."""
     if place.rank:
-        follow(place, partial(_make, path), RECIPE)
+        follow(place, partial(_commands, path))
         return {}
     ranks = Ranks(place)
     orders = Orders(ranks)
@@ -49,7 +52,7 @@ def _leads(place: Place, path: Path) -> dict:
 
 
 def test_the_leader_alone_is_called_and_all_follow(tiny_dir, tmp_path):
-    alone = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60)
+    alone = backend_of(tiny_dir)
     steps = [train_step(alone, RECIPE, experiences(n), version=0) for n in range(2)]
     led, _ = run(_leads, tmp_path / "ranks", tiny_dir)
     assert led["loss"] == pytest.approx([m["actor/loss"] for m in steps], abs=1e-6)
@@ -63,7 +66,7 @@ def _until_lost(place: Place, path: Path, how: str, file: Path) -> None:
     if place.rank == 1:
         _break_second_step(how)
     if place.rank:
-        follow(place, partial(_make, path), RECIPE)
+        follow(place, partial(_commands, path))
         return
     ranks = Ranks(place)
     orders = Orders(ranks)

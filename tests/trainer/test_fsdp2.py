@@ -12,15 +12,13 @@ from torch import Tensor
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
-from tests.trainer.samples import Settings, experiences
-from trireme.algorithms.names import policy_loss
+from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.batch import flatten
-from trireme.trainer.backend import NotFinite, TorchBackend
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.registry import policy_loss
+from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import Place, Ranks
-from trireme.trainer.shard import whole
+from trireme.trainer.ranks import NotFinite, Place, Ranks, whole
 from trireme.trainer.step import train_step
 
 FULL = {
@@ -41,7 +39,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _learned(backend: TorchBackend | Fsdp2Backend) -> dict[str, Any]:
+def _learned(backend: Backend) -> dict[str, Any]:
     """The first step's gradients, all steps' metrics, the weights, and what they score."""
     recipe = get_recipe(SimpleNamespace(**FULL))
     gradients: dict[str, Tensor] = {}
@@ -67,17 +65,13 @@ def _learned(backend: TorchBackend | Fsdp2Backend) -> dict[str, Any]:
     }
 
 
-def _make(kind: type, path: Path, given: dict[str, Any], **more: Any) -> Any:
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {"max_token_len": 60, "reference": True} | given | more
-    return kind(path, optimizer=Settings(), **settings)
+def _make(path: Path, given: dict[str, Any], ranks: Ranks | None = None) -> Backend:
+    return backend_of(path, ranks, reference=True, **given)
 
 
 def _learn(place: Place, path: Path, names: list[str]) -> dict[str, Any]:
     ranks = Ranks(place)
-    out = {
-        name: _learned(_make(Fsdp2Backend, path, LAYOUTS[name][1], ranks=ranks)) for name in names
-    }
+    out = {name: _learned(_make(path, LAYOUTS[name][1], ranks)) for name in names}
     ranks.close()
     return out
 
@@ -106,7 +100,7 @@ def test_ranks_that_share_sequences_learn_what_one_process_learns(size, tmp_path
     names = SLICED[size]
     ranks = run(_learn, tmp_path / "ranks", path, names, world=4, sequence=size)
     for name in names:
-        expected = _learned(_make(TorchBackend, path, LAYOUTS[name][1]))
+        expected = _learned(_make(path, LAYOUTS[name][1]))
         for got in ranks:
             _same(got[name], expected)
 
@@ -118,7 +112,7 @@ def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
     ranks = run(_learn, tmp_path / "ranks", path, names)
     for name in names:
         given = {k: v for k, v in LAYOUTS[name][1].items() if k != "offload"}
-        expected = _learned(_make(TorchBackend, path, given))
+        expected = _learned(_make(path, given))
         for got in ranks:
             _same(got[name], expected)
 
@@ -130,7 +124,7 @@ def _breaks(place: Place, path: Path) -> list[str]:
     for name in ("loss_breaks", "gradient_breaks"):
         policy_loss(name)(globals()[f"_{name}"])
         recipe = algorithm(name, policy_loss=name, advantage=None)
-        backend = _make(Fsdp2Backend, path, {"max_token_len": 30}, ranks=ranks)
+        backend = _make(path, {"max_token_len": 30}, ranks)
         before = {n: t.clone() for n, t in backend.each_weight()}
         samples = experiences()
         samples[7].advantages = torch.full((len(samples[7].tokens),), 1e30)

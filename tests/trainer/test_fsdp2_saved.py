@@ -15,13 +15,12 @@ from torch import Tensor
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
 from trireme.trainer.ranks import Place, Ranks
 from trireme.trainer.step import train_step
@@ -29,11 +28,8 @@ from trireme.trainer.step import train_step
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
 
 
-def _make(kind: type, path: Path, lora: bool, **more: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(
-        path, optimizer=Settings(), max_token_len=60, lora=Lora(rank=4) if lora else None, **more
-    )
+def _make(path: Path, lora: bool, ranks: Ranks | None = None) -> Backend:
+    return backend_of(path, ranks, lora=Lora(rank=4) if lora else None)
 
 
 def _train(backend: Any, steps: range) -> dict[str, Tensor]:
@@ -56,14 +52,14 @@ def _save(backend: Any, job: Path, path: Path) -> None:
 def _interrupted(place: Place, path: Path, job: Path, lora: bool) -> list[dict[str, Tensor]]:
     """The weights after four steps: of one run, and of one that goes on after two."""
     ranks = Ranks(place)
-    backend = _make(Fsdp2Backend, path, lora, ranks=ranks)
+    backend = _make(path, lora, ranks)
     _train(backend, range(2))
     if place.rank == 0:  # as under a leader: the others only write into the folder that it made
         _save(_Announced(backend), job, path)
     else:
         backend.save(Path(ranks.gather(None)[0]), hf=True)
     whole = _train(backend, range(2, 4))
-    resumed = _make(Fsdp2Backend, path, lora, ranks=ranks)
+    resumed = _make(path, lora, ranks)
     resumed.load(job / "global_step_2" / "actor")
     out = [whole, _train(resumed, range(2, 4))]
     ranks.close()
@@ -73,11 +69,11 @@ def _interrupted(place: Place, path: Path, job: Path, lora: bool) -> list[dict[s
 class _Announced:
     """Tells the other ranks where the temporary folder is, which orders do in a run."""
 
-    def __init__(self, backend: Fsdp2Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def save(self, actor: Path, *, hf: bool) -> None:
-        self._backend.ranks.gather(str(actor))
+        self._backend.gather(str(actor))
         self._backend.save(actor, hf=hf)
 
 
@@ -86,7 +82,7 @@ def _goes_on(place: Place, path: Path, jobs: list[Path], lora: bool) -> list[dic
     ranks = Ranks(place)
     out = []
     for job in jobs:
-        backend = _make(Fsdp2Backend, path, lora, ranks=ranks)
+        backend = _make(path, lora, ranks)
         backend.load(job / "global_step_2" / "actor")
         out.append(_train(backend, range(2, 4)))
     ranks.close()
@@ -120,7 +116,7 @@ def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
     loaded = load_checkpoint(JobFolder(job))
     assert loaded is not None and loaded.actor == actor
 
-    alone = _make(TorchBackend, tiny_dir, lora)
+    alone = _make(tiny_dir, lora)
     alone.load(actor)
     _save(alone, own, tiny_dir)
     name = Path("global_step_2", "actor", "huggingface", "model.safetensors")
@@ -138,14 +134,14 @@ def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
 
 def test_the_files_of_another_model_are_refused(tiny_dir, tmp_path):
     other = make_model(tmp_path / "other", layers=1)
-    backend = _make(TorchBackend, other, False)
+    backend = _make(other, False)
     _save(backend, tmp_path / "job", other)
     with pytest.raises(ValueError, match="is of another model: 11 tensors differ"):
-        _make(TorchBackend, tiny_dir, False).load(tmp_path / "job" / "global_step_2" / "actor")
+        _make(tiny_dir, False).load(tmp_path / "job" / "global_step_2" / "actor")
 
 
 def test_what_was_saved_without_lora_is_refused_with_it(tiny_dir: Path, tmp_path: Path) -> None:
-    plain, adapted = (_make(TorchBackend, tiny_dir, lora) for lora in (False, True))
+    plain, adapted = (_make(tiny_dir, lora) for lora in (False, True))
     for name, backend in (("plain", plain), ("adapted", adapted)):
         (tmp_path / name).mkdir()
         backend.save(tmp_path / name, hf=False)

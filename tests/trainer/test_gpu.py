@@ -13,16 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.ranks import run
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, experiences
 from tests.trainer.test_close import LIMIT, distance, large_head, outside_top
 from trireme.algorithms.recipes import get_recipe
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
-from trireme.engines.fingerprint import fingerprint
 from trireme.engines.torch.engine import TorchEngine
+from trireme.engines.weight_group import fingerprint
 from trireme.sync.probe import compare_weights
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import Place, Ranks
 from trireme.trainer.step import train_step
 
@@ -38,15 +37,13 @@ def learned(backend: Any) -> list[float]:
     return [value for row in backend.score(ROWS) for value in row]
 
 
-def on(device: str, folder: Path, **given: Any) -> TorchBackend:
-    options = {"optimizer": Settings(), "reference": True, "max_token_len": 60}
-    return TorchBackend(folder, device=device, **options | given)
+def on(device: str, folder: Path, **given: Any) -> Backend:
+    return backend_of(folder, reference=True, device=device, **given)
 
 
 def learned_by_rank(place: Place, folder: Path) -> torch.Tensor:
     ranks = Ranks(replace(place, device=f"cuda:{place.rank}"))
-    options: dict[str, Any] = {"optimizer": Settings(), "reference": True, "max_token_len": 60}
-    scores = learned(Fsdp2Backend(folder, ranks=ranks, **options))
+    scores = learned(backend_of(folder, ranks, reference=True))
     ranks.close()
     return torch.tensor(scores)
 

@@ -10,20 +10,20 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, experiences, optimizer_of
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
-from trireme.trainer.backend import TorchBackend
+from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
 from trireme.trainer.step import train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo"))
 
 
-def _trained(path, steps: int = 2, **given) -> TorchBackend:
+def _trained(path, steps: int = 2, **given) -> Backend:
     torch.manual_seed(0)
-    backend = TorchBackend(
-        path, optimizer=Settings(lr=1e-2), max_token_len=60, reference=True,
+    backend = backend_of(
+        path, optimizer=optimizer_of(lr=1e-2), max_token_len=60, reference=True,
         lora=Lora(rank=4, alpha=8, **given),
     )  # fmt: skip
     for number in range(steps):
@@ -52,14 +52,14 @@ def test_merged_weights_score_like_the_adapter(tiny_dir, tmp_path):
     plain.load_state_dict(backend.weights(), strict=False)
     plain.tie_weights()
     plain.save_pretrained(tmp_path)
-    other = TorchBackend(tmp_path, optimizer=Settings(), max_token_len=60)
+    other = backend_of(tmp_path, max_token_len=60)
     batch = flatten(experiences())
     assert torch.allclose(other.logprobs(batch), backend.logprobs(batch), atol=1e-5)
 
 
 def test_the_base_weights_do_not_move_and_are_the_reference(tiny_dir):
     backend = _trained(tiny_dir)
-    plain = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=60)
+    plain = backend_of(tiny_dir, max_token_len=60)
     batch = flatten(experiences())
     assert torch.allclose(backend.logprobs(batch, reference=True), plain.logprobs(batch), atol=1e-6)
     assert not torch.allclose(backend.logprobs(batch), plain.logprobs(batch), atol=1e-3)
@@ -90,8 +90,7 @@ def test_gradient_checkpointing_works_with_an_adapter(tiny_dir):
     results = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        backend = TorchBackend(
-            tiny_dir, optimizer=Settings(), max_token_len=60, reference=True, lora=Lora(rank=4),
+        backend = backend_of(tiny_dir, max_token_len=60, reference=True, lora=Lora(rank=4),
             gradient_checkpointing=checkpointing,
         )  # fmt: skip
         train_step(backend, RECIPE, experiences(), version=0)
@@ -105,11 +104,10 @@ def test_a_checkpoint_has_the_adapter_as_peft_loads_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from tests.tiny import make_model
-    from trireme.config.schema.algorithm import OptimizerConfig
-    from trireme.trainer.backend import TorchBackend
+    from trireme.config.schema import OptimizerConfig
 
     base = make_model(tmp_path / "model")
-    backend = TorchBackend(base, optimizer=OptimizerConfig(), max_token_len=64, lora=Lora(rank=4))
+    backend = backend_of(base, optimizer=OptimizerConfig(), lora=Lora(rank=4))
     assert backend.adapter is not None
     for name, tensor in backend.adapter.weights().items():
         torch.nn.init.normal_(tensor, std=0.1, generator=torch.Generator().manual_seed(len(name)))

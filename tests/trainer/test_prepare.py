@@ -8,15 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.samples import Settings, experiences
+from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.experience import EID, Experience
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.learning import Learning
-from trireme.trainer.prepare import prepare
+from trireme.trainer.learning import Learning, prepare, split_pairs, token_rewards
 from trireme.trainer.step import train_step
-from trireme.trainer.tokens import split_pairs, token_rewards
 
 
 def _recipe(name: str, **given):
@@ -61,7 +58,7 @@ def _rewarded() -> list[Experience]:
 
 
 def test_the_kl_penalty_is_taken_off_the_token_rewards(tiny_dir):
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100, reference=True)
+    backend = backend_of(tiny_dir, max_token_len=100, reference=True)
     samples = _rewarded()
     batch = flatten(samples)
     args = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.5}, "kl_loss_fn": "none"}
@@ -85,7 +82,7 @@ def test_entropy_clips_get_the_entropies_of_the_trained_weights(tiny_dir, name):
         "grpo", advantage_fn=name, advantage_fn_args=args, kl_loss_fn="none",
         entropy_loss_fn="none",
     )  # fmt: skip
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100)
+    backend = backend_of(tiny_dir, max_token_len=100)
     samples, _ = recipe.advantages(_rewarded())
     batch = flatten(samples)
     before = batch.fields["advantages"]
@@ -113,7 +110,7 @@ def test_entropy_clips_get_the_entropies_of_the_trained_weights(tiny_dir, name):
 def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):
     adaptive = {"kl_coef": 0.5, "adaptive": True, "target_kl": 1e-4, "horizon": 80}
     recipe = _recipe("grpo", kl_loss_fn="k2", kl_loss_fn_args=adaptive)
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100, reference=True)
+    backend = backend_of(tiny_dir, max_token_len=100, reference=True)
     learning = Learning(recipe)
     first = train_step(backend, recipe, experiences(), version=0, learning=learning)
     # the policy is its reference: a divergence of 0 is far below the target, 8 samples of 80
@@ -130,7 +127,7 @@ def test_the_reference_scores_a_row_of_a_data_set_once(tiny_dir):
         for n in range(3)
     ]
     pairs[2].chosen = torch.tensor([11])
-    backend = TorchBackend(tiny_dir, optimizer=Settings(), max_token_len=100, reference=True)
+    backend = backend_of(tiny_dir, max_token_len=100, reference=True)
     recipe = _recipe("dpo")
     learning, asked = Learning(recipe), []
     scored = backend.logprobs

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import Settings, experiences
-from trireme.algorithms.names import policy_loss
+from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.experience import Experience
-from trireme.trainer.backend import NotFinite, TorchBackend
+from trireme.registry import policy_loss
+from trireme.trainer.backend import Backend
+from trireme.trainer.ranks import NotFinite
 from trireme.trainer.step import train_step
 
 FULL = {
@@ -32,7 +33,7 @@ def _recipe(**given):
     return get_recipe(SimpleNamespace(**given))
 
 
-def _gradients(backend: TorchBackend, recipe, samples) -> tuple[dict[str, torch.Tensor], dict]:
+def _gradients(backend: Backend, recipe, samples) -> tuple[dict[str, torch.Tensor], dict]:
     """Gradients that a train step leaves for the optimizer, and its metrics."""
     kept = {}
 
@@ -47,11 +48,11 @@ def _gradients(backend: TorchBackend, recipe, samples) -> tuple[dict[str, torch.
     return kept, metrics
 
 
-def _backend(path, **given) -> TorchBackend:
-    return TorchBackend(path, optimizer=Settings(), **{"max_token_len": 60, **given})
+def _backend(path, **given) -> Backend:
+    return backend_of(path, **given)
 
 
-def _moved_reference(backend: TorchBackend) -> None:
+def _moved_reference(backend: Backend) -> None:
     """Make the trained model differ from its reference."""
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -276,6 +277,30 @@ def test_a_gradient_that_is_not_finite_names_the_sample_and_moves_nothing(tiny_d
     with pytest.raises(NotFinite, match="experience"):
         train_step(backend, _recipe(algorithm_type="steep"), samples, version=0)
     assert all(torch.equal(w, before[n]) for n, w in backend.weights().items())
+
+
+def test_a_gradient_whose_norm_alone_overflows_names_the_sample(tiny_dir):
+    """As several ranks do: what the step cannot move by is what is looked for."""
+
+    @policy_loss("huge")
+    def huge(logprobs, advantages):
+        return -logprobs * advantages
+
+    algorithm("huge", advantage=None, policy_loss=huge)
+    samples = experiences()
+    samples[7].advantages = torch.full((len(samples[7].tokens),), 1e28)
+    with pytest.raises(NotFinite, match="the gradient of experience 0/2/0/0 is not finite"):
+        train_step(_backend(tiny_dir), _recipe(algorithm_type="huge"), samples, version=0)
+
+
+def test_a_loss_that_does_not_depend_on_the_policy_is_refused(tiny_dir):
+    @policy_loss("constant")
+    def constant(logprobs, advantages):
+        return advantages * 0 + 1
+
+    algorithm("constant", advantage=None, policy_loss=constant)
+    with pytest.raises(ValueError, match="does not depend on the log-probabilities"):
+        train_step(_backend(tiny_dir), _recipe(algorithm_type="constant"), experiences(), version=0)
 
 
 def test_a_loss_that_averages_by_itself_is_refused(tiny_dir):

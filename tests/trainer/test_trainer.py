@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from trireme.algorithms.table import SFT
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
-from trireme.trainer.supply import BufferSupply
-from trireme.trainer.trainer import Trainer
+from trireme.registry import ALGORITHMS
+from trireme.trainer.trainer import BufferSupply, Trainer
+
+SFT = ALGORITHMS.get("sft")
 
 
-class Backend:
+class Learner:
     """Learns nothing, and remembers the sizes of its batches."""
 
     def __init__(self, fails_at: int = 0) -> None:
@@ -115,13 +116,13 @@ async def make(
     """A trainer of batches of 2 over a buffer that holds `stored` experiences."""
     events: list[str] = []
     reports: list[tuple[str, int, dict[str, float]]] = []
-    buffer, backend = Buffer(events, max_read_timeout=5), Backend(fails_at)
+    buffer, backend = Buffer(events, max_read_timeout=5), Learner(fails_at)
     await buffer.put(samples(stored))
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
     trainer = Trainer(
-        backend=backend,
+        backend=cast(Any, backend),
         recipe=SFT,
         supply=BufferSupply(buffer, SFT, 2),
         device=Device(1),

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from trireme.config import ConfigError
+from trireme.registry import WORKFLOWS
 from trireme.workflows.plugins import load_plugins
-from trireme.workflows.workflow import WORKFLOWS, resolve
+from trireme.workflows.workflow import resolve
 
 CODE = """
 from trireme import workflow

@@ -9,10 +9,10 @@ import pytest
 
 from tests.model.fake import FakeEngine, make
 from trireme import Experience, Task
-from trireme.explorer.feedback import pass_rates
 from trireme.explorer.metrics import runs_of
 from trireme.explorer.runner import Outcome, stamp
-from trireme.workflows.self_judge import agreement
+from trireme.pipeline.operators import pass_rates
+from trireme.workflows.single_turn import agreement
 from trireme.workflows.workflow import resolve
 
 GOOD = "<think>\n6 * 7\n</think>\n<answer>\n42\n</answer>"
@@ -68,7 +68,7 @@ def test_judgements_are_no_rollouts_of_the_task() -> None:
         pytest.approx(1.1),
         pytest.approx(0.1),
     ]
-    assert pass_rates([outcome]) == {0: {5: pytest.approx(0.6)}}
+    assert pass_rates(found) == {0: {5: pytest.approx(0.6)}}
     assert ["task_index" in e.info for e in found] == [True, True, False, False]
 
 

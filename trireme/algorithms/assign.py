@@ -1,4 +1,4 @@
-"""Assign: writes a group-relative advantage into the experiences of an explore step."""
+"""Assign: writes group-relative advantages into the experiences of an explore step."""
 
 from __future__ import annotations
 

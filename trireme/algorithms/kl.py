@@ -1,9 +1,15 @@
-"""KL: estimates, per token, of how far the policy is from the reference model.
+"""KL: computes KL penalties and entropy bonuses, and the token weights that average a loss.
 
-Functions `(logprobs [M], ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
-http://joschu.net/blog/kl-approx.html. As `kl_loss_fn`, `kl_coef` (0.001 by default) times it is
-added to the loss; as `kl_penalty_fn` that is taken off the token rewards. With `adaptive` the
-coefficient follows the divergence.
+- Estimates, per token, of how far the policy is from the reference model: functions
+  `(logprobs [M], ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
+  http://joschu.net/blog/kl-approx.html. As `kl_loss_fn`, `kl_coef` (0.001 by default) times it is
+  added to the loss; as `kl_penalty_fn` that is taken off the token rewards. With `adaptive` the
+  coefficient follows the divergence.
+- The bonus, per token, for a policy that keeps its options open: functions `(entropies [M]) ->
+  [M]`; `entropy_coef` (0 by default) times it is subtracted from the loss. Where the coefficient is
+  0 the exact entropy is not computed at all.
+- The loss is sum_m weights[m] * loss[m] with weights of the whole train batch, so that it does not
+  depend on how the batch is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -11,39 +17,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trireme.registry import ENTROPIES, kl_loss
 
-def none(logprobs: Tensor) -> Tensor:
+LOSS_AGG_MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+_EPSILON = 1e-8
+
+
+@kl_loss("none")
+def no_kl(logprobs: Tensor) -> Tensor:
     """0: no reference model is loaded."""
     return torch.zeros_like(logprobs)
 
 
+@kl_loss("k1")
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log p - log q: unbiased in value, may be negative."""
     return logprobs - ref_logprobs
 
 
-def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|log p - log q|"""
-    return (logprobs - ref_logprobs).abs()
-
-
+@kl_loss("k2")
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(log p - log q)^2 / 2: its gradient is that of the KL divergence on on-policy tokens."""
     return (logprobs - ref_logprobs).square() / 2
 
 
+@kl_loss("k3")
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(d) - 1 - d with d = log q - log p: unbiased in value and never negative."""
     difference = ref_logprobs - logprobs
     return difference.exp() - 1 - difference
 
 
+@kl_loss("low_var_kl")
 def low_var_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """k3 with d kept within +-20 and the result within +-10."""
     difference = (ref_logprobs - logprobs).clamp(-20, 20)
     return (difference.exp() - 1 - difference).clamp(-10, 10)
 
 
+@kl_loss("abs")
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log p - log q|"""
+    return (logprobs - ref_logprobs).abs()
+
+
+@kl_loss("corrected_k3")
 def corrected_k3(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None
 ) -> Tensor:
@@ -63,3 +86,54 @@ def adapted(
     """
     error = min(max(divergence / target_kl - 1, -0.2), 0.2)
     return coefficient * (1 + error * count / horizon)
+
+
+@ENTROPIES.register("none")
+def no_entropy(logprobs: Tensor) -> Tensor:
+    """0: no bonus."""
+    return torch.zeros_like(logprobs)
+
+
+@ENTROPIES.register("default")
+def entropy(entropies: Tensor) -> Tensor:
+    """-sum_v p(v) log p(v) of each trained token's distribution (A3C, arXiv:1602.01783)."""
+    return entropies
+
+
+@ENTROPIES.register("mix")
+def own_entropy(entropies: Tensor, expert: Tensor) -> Tensor:
+    """-sum_v p(v) log p(v) on the policy's own tokens, 0 on an expert's."""
+    return entropies * ~expert
+
+
+def segment_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
+    """Of each entry [M] the sum of `values` [M] over its sample."""
+    num = int(sample_ids.max()) + 1 if len(sample_ids) else 0
+    return values.new_zeros(num).index_add(0, sample_ids, values)[sample_ids]
+
+
+def segment_mean(values: Tensor, sample_ids: Tensor) -> Tensor:
+    """Of each entry [M] the mean of `values` [M] over its sample's entries."""
+    return segment_sum(values, sample_ids) / segment_sum(torch.ones_like(values), sample_ids)
+
+
+def weights(mode: str, sample_ids: Tensor, num_samples: int, *, width: int) -> Tensor:
+    """Of each trained token, [M], by its sample's number [M]; `width`: the longest response.
+
+    token-mean: 1 / M. seq-mean-token-sum: 1 / N. seq-mean-token-mean: 1 / (N * tokens of the
+    sample). seq-mean-token-sum-norm: 1 / width (arXiv:2503.20783). A sample without trained tokens
+    counts in N.
+    """
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{mode}': expected one of {', '.join(LOSS_AGG_MODES)}"
+        )
+    num_tokens = len(sample_ids)
+    if mode == "token-mean":
+        return torch.full((num_tokens,), 1 / (num_tokens + _EPSILON))
+    if mode == "seq-mean-token-sum":
+        return torch.full((num_tokens,), 1 / max(num_samples, 1))
+    if mode == "seq-mean-token-sum-norm":
+        return torch.full((num_tokens,), 1 / (width + _EPSILON))
+    counts = torch.bincount(sample_ids, minlength=num_samples).double()
+    return (1 / (max(num_samples, 1) * (counts[sample_ids] + _EPSILON))).float()

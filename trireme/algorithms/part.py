@@ -1,18 +1,26 @@
-"""Part: one function of an algorithm with its options checked and its data found by name."""
+"""Part: checks one function's options and binds its arguments to the batch's columns by name."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
 
 from trireme.config.options import checked_options, checked_value
-from trireme.nearest import refuse_unknown_options
-from trireme.registry import Registry
+from trireme.registry import Registry, refuse_unknown_options
 from trireme.usercode import UserCode
 
+AtLeast0 = Annotated[float, Ge(0)]
+Above0 = Annotated[float, Gt(0)]
+
 _KL = {"kl_coef": 0.001, "adaptive": False, "target_kl": 0.1, "horizon": 10000.0}
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("kl_coef", "entropy_coef"), AtLeast0),
+    **dict.fromkeys(("target_kl", "horizon"), Above0),
+}
 # Options that belong to the kind and not to the function, with their defaults. The first one of a
 # term of the loss is its coefficient.
 SETTINGS: dict[str, dict[str, float | bool]] = {
@@ -92,15 +100,11 @@ def part_of(
     refuse_unknown_options(whose, options, [*allowed, *settings])
     for key, default in settings.items():
         given = options.pop(key, default)
-        settings[key] = checked_value(whose, key, type(default), given, limits=True)
-    options = checked_options(whose, function, options, limits=_is_ours(function))
+        settings[key] = checked_value(whose, key, _KINDS.get(key, type(default)), given)
+    options = checked_options(whose, function, options)
     theirs = {key: options.pop(key) for key in inherited if key in options}
     before = part_of(kind, first.__name__, first, theirs) if first else None
     return Part(kind, name, function, options, settings, before)
-
-
-def _is_ours(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("trireme.")
 
 
 def _own_options(function: Callable[..., Any]) -> list[str]:

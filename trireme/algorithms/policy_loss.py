@@ -1,4 +1,4 @@
-"""Policy loss: what each trained token contributes before averaging.
+"""Policy loss: computes what each trained token contributes before averaging.
 
 Functions of flat tokens `(logprobs, old_logprobs, advantages, ..., *, options) -> loss [M]`, or a
 pair of it and a dict of [M] tensors whose means are reported as `actor/<name>`. Masking and
@@ -6,20 +6,28 @@ averaging are not theirs. They may name any field of the batch (`batch.FIELD_NAM
 `positions`, `ref_logprobs`, `expert` (which tokens are an expert's) and `step` (train steps done).
 
 Notation: r = p / p_old, sg(x) is x without a gradient.
+
+Losses of whole samples, and of pairs of them, lie in sequence_loss.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
+from annotated_types import Ge, Gt
 from torch import Tensor
 
-from trireme.algorithms.reduce import segment_mean
+from trireme.algorithms.kl import segment_mean, segment_sum
+from trireme.algorithms.part import Above0, AtLeast0
+from trireme.config.options import Share
+from trireme.registry import policy_loss
 
 Loss = TypeVar("Loss", bound=Callable)
 Reported = tuple[Tensor, dict[str, Tensor]]
+Level = Literal["token", "sequence", "geometric"]
 
 # exp(20) is finite in float32; a ratio beyond it is a broken one.
 MAX_LOG_RATIO = 20.0
@@ -37,6 +45,7 @@ def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+@policy_loss("ppo")
 @idle_at_zero_advantage
 def ppo(
     logprobs: Tensor,
@@ -44,12 +53,12 @@ def ppo(
     advantages: Tensor,
     sample_ids: Tensor | None = None,
     *,
-    clip_range: float = 0.2,
-    clip_range_low: float | None = None,
-    clip_range_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    clip_range: AtLeast0 = 0.2,
+    clip_range_low: Annotated[float | None, Ge(0)] = None,
+    clip_range_high: Annotated[float | None, Ge(0)] = None,
+    clip_ratio_c: Annotated[float, Ge(1)] = 3.0,
     enable_sequence_masking: bool = False,
-    delta: float = 0.1,
+    delta: AtLeast0 = 0.1,
     fallback_to_policy_gradient: bool = False,
 ) -> Reported:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv:1707.06347).
@@ -88,17 +97,20 @@ def ppo(
     return loss, reported
 
 
+@policy_loss("sft")
 def sft(logprobs: Tensor) -> Tensor:
     """-log p: the cross-entropy of the data's tokens."""
     return -logprobs
 
 
+@policy_loss("sft_is")
 def sft_is(logprobs: Tensor) -> Tensor:
     """-sg(p) log p: tokens that the policy finds unlikely weigh little (arXiv:2508.05629)."""
     return -logprobs.detach().exp() * logprobs
 
 
-def sft_phi(logprobs: Tensor, *, cutoff_prob: float = 1.0) -> Tensor:
+@policy_loss("sft_phi")
+def sft_phi(logprobs: Tensor, *, cutoff_prob: Share = 1.0) -> Tensor:
     """-sg(p (1 - p)) log p: the tokens that are neither known nor hopeless (arXiv:2508.11408).
 
     Tokens with p above `cutoff_prob` weigh 0.
@@ -107,29 +119,32 @@ def sft_phi(logprobs: Tensor, *, cutoff_prob: float = 1.0) -> Tensor:
     return -(p * (1 - p) * (p <= cutoff_prob)) * logprobs
 
 
+@policy_loss("opmd")
 @idle_at_zero_advantage
-def opmd(logprobs: Tensor, advantages: Tensor, *, tau: float = 1.0) -> Tensor:
+def opmd(logprobs: Tensor, advantages: Tensor, *, tau: AtLeast0 = 1.0) -> Tensor:
     """-A log p / (1 + tau) (OPMD, arXiv:2505.17826)."""
     return -advantages * logprobs / (1 + tau)
 
 
+@policy_loss("importance_sampling")
 @idle_at_zero_advantage
 def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A r: the policy gradient off its policy, unclipped."""
     return -advantages * log_ratio_of(logprobs, old_logprobs).exp()
 
 
+@policy_loss("cispo")
 @idle_at_zero_advantage
 def cispo(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    clip_range_low: float = 1.0,
-    clip_range_high: float = 0.28,
+    clip_range_low: AtLeast0 = 1.0,
+    clip_range_high: AtLeast0 = 0.28,
     enable_mask_clip: bool = False,
-    mask_clip_range_low: float = 1.0,
-    mask_clip_range_high: float = 0.28,
+    mask_clip_range_low: AtLeast0 = 1.0,
+    mask_clip_range_high: AtLeast0 = 0.28,
 ) -> Reported:
     """-A sg(clip(r, 1 - low, 1 + high)) log p: a clipped token still learns (arXiv:2506.13585).
 
@@ -146,14 +161,15 @@ def cispo(
     return loss, {"pg_clipfrac": (clipped != ratio).float()}
 
 
+@policy_loss("sapo")
 @idle_at_zero_advantage
 def sapo(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    tau_pos: Above0 = 1.0,
+    tau_neg: Above0 = 1.05,
 ) -> Tensor:
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of a clip (SAPO, arXiv:2511.20347).
 
@@ -165,6 +181,7 @@ def sapo(
     return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 
+@policy_loss("topr")
 @idle_at_zero_advantage
 def topr(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, advantage_threshold: float = 0.0
@@ -175,12 +192,148 @@ def topr(
     return -taper * advantages * logprobs
 
 
+@policy_loss("sppo")
 @idle_at_zero_advantage
 def sppo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, epsilon: float = 0.3
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, epsilon: AtLeast0 = 0.3
 ) -> Reported:
     """-A log r where 1 / (1 + e) <= r <= 1 + e, else 0 (sPPO, arXiv:2108.05828)."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio_of(logprobs, old_logprobs).exp().detach()
     inside = (ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)
     return -advantages * log_ratio * inside, {"pg_clipfrac": (~inside).float()}
+
+
+@policy_loss("mix")
+def mix(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    expert: Tensor,
+    *,
+    mu: AtLeast0 = 0.1,
+    clip_range: AtLeast0 = 0.2,
+    clip_range_low: Annotated[float | None, Ge(0)] = None,
+    clip_range_high: Annotated[float | None, Ge(0)] = None,
+) -> Reported:
+    """(1 - mu) PPO on own tokens, mu (-log p) on an expert's (arXiv:2505.17826).
+
+    Experts' and own tokens are averaged each over their own kind (`Recipe.weights`), so that mu
+    says how the two weigh whatever their numbers are.
+    """
+    own, reported = ppo(
+        logprobs,
+        old_logprobs,
+        advantages,
+        clip_range=clip_range,
+        clip_range_low=clip_range_low,
+        clip_range_high=clip_range_high,
+    )
+    return torch.where(expert, mu * sft(logprobs), (1 - mu) * own), _own(reported, expert)
+
+
+@policy_loss("mix_chord")
+def mix_chord(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    expert: Tensor,
+    step: Tensor,
+    *,
+    mu_warmup_steps: Annotated[int, Ge(0)] = 0,
+    mu_decay_steps: Annotated[int, Ge(0)] = 0,
+    mu_peak: Share = 0.1,
+    mu_valley: Share = 0.1,
+    enable_phi_function: bool = True,
+    cutoff_prob: Share = 1.0,
+    clip_range: AtLeast0 = 0.2,
+    clip_range_low: Annotated[float | None, Ge(0)] = None,
+    clip_range_high: Annotated[float | None, Ge(0)] = None,
+) -> Reported:
+    """mix with a mu that rises to its peak and falls to its valley (CHORD, arXiv:2508.11408).
+
+    With `enable_phi_function` an expert's token weighs p (1 - p).
+    """
+    mu = chord_mu(int(step), mu_warmup_steps, mu_decay_steps, mu_peak=mu_peak, mu_valley=mu_valley)
+    own, reported = ppo(
+        logprobs,
+        old_logprobs,
+        advantages,
+        clip_range=clip_range,
+        clip_range_low=clip_range_low,
+        clip_range_high=clip_range_high,
+    )
+    theirs = sft_phi(logprobs, cutoff_prob=cutoff_prob) if enable_phi_function else sft(logprobs)
+    reported = _own(reported, expert) | {"mu": torch.full_like(logprobs.detach(), mu)}
+    return torch.where(expert, mu * theirs, (1 - mu) * own), reported
+
+
+def chord_mu(
+    step: int, warmup_steps: int, decay_steps: int, *, mu_peak: float, mu_valley: float
+) -> float:
+    """Linear from 0 to the peak, then half a cosine to the valley; `step` counts from 0."""
+    if step < warmup_steps:
+        return mu_peak * step / warmup_steps
+    if step >= warmup_steps + decay_steps:
+        return mu_valley
+    done = (step - warmup_steps) / decay_steps
+    return mu_valley + (mu_peak - mu_valley) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _own(reported: dict[str, Tensor], expert: Tensor) -> dict[str, Tensor]:
+    """What is reported of own tokens alone."""
+    return {name: values[~expert] for name, values in reported.items()}
+
+
+def rollout_correction(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    sample_ids: Tensor,
+    *,
+    rollout_is: Literal["token", "sequence"] | None = None,
+    rollout_is_threshold: Above0 = 2.0,
+    rollout_rs: Level | None = None,
+    rollout_rs_threshold: Above0 = 2.0,
+    rollout_rs_threshold_lower: Annotated[float | None, Gt(0)] = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """w = min(p_trainer / p_sampler, C), and 0 outside [1 / T, T] (IMPALA, arXiv:1802.01561).
+
+    The engine that samples and the trainer that learns never compute exactly the same
+    probabilities. `rollout_is` weighs each token's policy loss by the ratio of the two, truncated
+    (TIS); `rollout_rs` leaves out what lies outside a band (masked: MIS).
+
+    token: the token's ratio; sequence: the product over its sample; geometric (`rollout_rs` only):
+    the product's n-th root. C is `rollout_is_threshold`, T `rollout_rs_threshold`, 1 / T may be
+    given as `rollout_rs_threshold_lower`.
+    """
+    differences = logprobs.detach() - sampler_logprobs
+    weights = torch.ones_like(differences)
+    reported: dict[str, Tensor] = {}
+    if rollout_is is not None:
+        ratio = _ratio("rollout_is", rollout_is, differences, sample_ids)
+        weights = ratio.clamp(max=rollout_is_threshold)
+        reported["truncated"] = (ratio > rollout_is_threshold).float()
+    if rollout_rs is not None:
+        lower = rollout_rs_threshold_lower
+        lower = 1 / rollout_rs_threshold if lower is None else lower
+        ratio = _ratio("rollout_rs", rollout_rs, differences, sample_ids)
+        outside = (ratio < lower) | (ratio > rollout_rs_threshold)
+        weights = weights * ~outside
+        reported["masked"] = outside.float()
+    return weights, reported | {"weight": weights}
+
+
+def _ratio(option: str, level: str, differences: Tensor, sample_ids: Tensor) -> Tensor:
+    """p_trainer / p_sampler of each entry [M], at its level."""
+    levels = {
+        "token": lambda: differences,
+        "sequence": lambda: segment_sum(differences, sample_ids),
+        "geometric": lambda: segment_mean(differences, sample_ids),
+    }
+    if level not in levels or (option == "rollout_is" and level == "geometric"):
+        known = [name for name in levels if option != "rollout_is" or name != "geometric"]
+        raise ValueError(
+            f"algorithm.rollout_correction.{option} is '{level}': expected one of "
+            f"{', '.join(known)}"
+        )
+    return levels[level]().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -10,28 +10,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import EllipsisType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trireme.algorithms import names
 from trireme.algorithms.assign import assign_advantages, reward_metrics
-from trireme.algorithms.correction import rollout_correction
+from trireme.algorithms.kl import LOSS_AGG_MODES, weights
 from trireme.algorithms.part import Part, make_part, part_of
-from trireme.algorithms.reduce import weights
+from trireme.algorithms.policy_loss import rollout_correction
 from trireme.algorithms.sample import Sample, Takes
 from trireme.batch import Batch
 from trireme.experience import Experience
+from trireme.registry import (
+    ADVANTAGES,
+    ALGORITHMS,
+    ENTROPIES,
+    KLS,
+    POLICY_LOSSES,
+    SAMPLES,
+    Registry,
+)
 
-_REGISTRIES = {
-    "advantage_fn": names.ADVANTAGES,
-    "policy_loss_fn": names.POLICY_LOSSES,
-    "kl_penalty_fn": names.KLS,
-    "kl_loss_fn": names.KLS,
-    "entropy_loss_fn": names.ENTROPIES,
-    "sample_strategy": names.SAMPLES,
+PARTS = {
+    "advantage_fn": ADVANTAGES,
+    "policy_loss_fn": POLICY_LOSSES,
+    "kl_penalty_fn": KLS,
+    "kl_loss_fn": KLS,
+    "entropy_loss_fn": ENTROPIES,
+    "sample_strategy": SAMPLES,
 }
+"""Key of a part -> the registry of its names."""
+Schema = Literal["experience", "sft", "dpo", "cpt"]
+Given = str | Callable | EllipsisType
+"""A part of an algorithm by name, or the function itself; `...` where it is not given."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class Recipe:
     entropy_loss_fn: str = "none"
     loss_agg_mode: str = "token-mean"
     sample_strategy: str = "default"
-    schema: Literal["experience", "sft", "dpo", "cpt"] = "experience"
+    schema: Schema = "experience"
     """What the rows of its buffer are."""
     group_size: int = 1
     """Rollouts of a task, where the YAML does not say."""
@@ -64,7 +77,7 @@ class Recipe:
         """Every part by its field. Raises ValueError for an unknown part or option."""
         parts = {
             kind: make_part(kind, registry, name, self.options.get(kind))
-            for kind, registry in _REGISTRIES.items()
+            for kind, registry in PARTS.items()
             if (name := getattr(self, kind)) is not None
         }
         if given := self.options.get("rollout_correction"):
@@ -197,27 +210,47 @@ class Recipe:
 def algorithm(
     name: str,
     *,
-    policy_loss: str | Callable = "ppo",
-    advantage: str | Callable | None = "grpo",
-    kl: str | Callable = "none",
-    entropy: str | Callable = "none",
-    loss_agg_mode: str = "token-mean",
-    sample: str | Callable = "default",
-    group_size: int = 1,
+    like: str | None = None,
+    policy_loss: Given = ...,
+    advantage: Given | None = ...,
+    kl: Given = ...,
+    entropy: Given = ...,
+    loss_agg_mode: str | None = None,
+    sample: Given = ...,
+    group_size: int | None = None,
+    greedy_run: bool | None = None,
+    schema: Schema | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    use: str = "",
 ) -> Recipe:
-    """Register a user's algorithm under `algorithm.algorithm_type: <name>`; its parts by name."""
-    recipe = Recipe(
-        name,
-        policy_loss_fn=_named(names.POLICY_LOSSES, policy_loss),
-        advantage_fn=None if advantage is None else _named(names.ADVANTAGES, advantage),
-        kl_loss_fn=_named(names.KLS, kl),
-        entropy_loss_fn=_named(names.ENTROPIES, entropy),
-        loss_agg_mode=loss_agg_mode,
-        sample_strategy=_named(names.SAMPLES, sample),
-        group_size=group_size,
+    """Register an algorithm under `algorithm.algorithm_type: <name>`; see Recipe for the rest.
+
+    What is not given is that of the algorithm `like`; without one, policy loss `ppo`, advantage
+    `grpo`, and neither a KL nor an entropy term.
+    """
+    parts = {
+        "policy_loss_fn": policy_loss,
+        "advantage_fn": advantage,
+        "kl_loss_fn": kl,
+        "entropy_loss_fn": entropy,
+        "sample_strategy": sample,
+    }
+    others = {
+        "loss_agg_mode": loss_agg_mode,
+        "group_size": group_size,
+        "greedy_run": greedy_run,
+        "schema": schema,
+        "options": options,
+    }
+    base = ALGORITHMS.get(like) or Recipe(name, policy_loss_fn="ppo", advantage_fn="grpo")
+    recipe = replace(
+        base,
+        name=name,
+        use=use,
+        **{k: _named(PARTS[k], part) for k, part in parts.items() if part is not ...},
+        **{field: value for field, value in others.items() if value is not None},
     )
-    names.ALGORITHMS.register_module(name, recipe)
-    return recipe
+    return ALGORITHMS.register_module(name, recipe)
 
 
 def get_recipe(config: Any) -> Recipe:
@@ -227,14 +260,14 @@ def get_recipe(config: Any) -> Recipe:
     `*_fn_args` are laid over the options of the row's part, or over the defaults of another part
     where one is named.
     """
-    row = names.ALGORITHMS.get(config.algorithm_type)
+    row = ALGORITHMS.get(config.algorithm_type)
     if not isinstance(row, Recipe):
         raise ValueError(
             f"algorithm.algorithm_type '{config.algorithm_type}' is not a Recipe: {row!r}"
         )
     chosen: dict[str, Any] = {"bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True)}
     options = {kind: dict(args) for kind, args in row.options.items()}
-    for kind in _REGISTRIES:
+    for kind in PARTS:
         given = getattr(config, kind, None)
         if given is not None:
             chosen[kind] = given
@@ -261,19 +294,18 @@ def get_recipe(config: Any) -> Recipe:
 
 def _check(recipe: Recipe) -> None:
     """Raise ValueError for parts that are all right alone and not together."""
-    assert recipe.parts
-    if recipe.loss_agg_mode not in names.LOSS_AGG_MODES:
+    penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is told first
+    if recipe.loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': expected one of "
-            f"{', '.join(names.LOSS_AGG_MODES)}"
+            f"{', '.join(LOSS_AGG_MODES)}"
         )
-    if recipe.penalty is not None and recipe.token_advantage is None:
+    if penalty is not None and part is None:
         raise ValueError(
             f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
             "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
             "here"
         )
-    part = recipe.token_advantage
     if part and part.before is None and part.settings["duplicate_experiences"]:
         raise ValueError(
             f"algorithm.advantage_fn_args.duplicate_experiences: {part.label} leaves no group out, "
@@ -296,9 +328,9 @@ def _check(recipe: Recipe) -> None:
         )
 
 
-def _named(registry: Any, part: str | Callable) -> str:
+def _named(registry: Registry, part: str | Callable | None) -> str | None:
     """The part's name; a function given itself is registered under its own."""
-    if isinstance(part, str):
+    if part is None or isinstance(part, str):
         return part
     registry.register_module(part.__name__, part)
     return part.__name__

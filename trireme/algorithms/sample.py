@@ -1,4 +1,4 @@
-"""Sample: which experiences the next train step gets.
+"""Sample: chooses the experiences of the next train step.
 
 Functions `(buffer, num, version, auxiliary, *, options)`, awaited, that return the experiences and
 metrics; they name of the four what they need. `version` is that of the newest weights the engine
@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from trireme.algorithms.part import AtLeast0
 from trireme.experience import Experience
+from trireme.registry import SAMPLES
 
 Sample = tuple[list[Experience], dict[str, float]]
 
@@ -37,20 +39,24 @@ def takes_once(strategy: Any) -> Any:
     return strategy
 
 
+@SAMPLES.register("default")
+@SAMPLES.register("warmup")
 @takes_once
 async def default(buffer: Takes, num: int) -> Sample:
     """The next `num` in the buffer's own order."""
     return await buffer.take(num), {}
 
 
+@SAMPLES.register("explore_step")
 @takes_once
 async def explore_step(buffer: Takes) -> Sample:
     """All experiences of one explore step, however many: on-policy where episodes differ."""
     return await buffer.take_step(), {}
 
 
+@SAMPLES.register("staleness_control")
 async def staleness_control(
-    buffer: Takes, num: int, version: int, *, max_staleness: float = math.inf
+    buffer: Takes, num: int, version: int, *, max_staleness: AtLeast0 = math.inf
 ) -> Sample:
     """`num` experiences at most `max_staleness` versions old; older ones are dropped and counted.
 
@@ -74,6 +80,7 @@ async def staleness_control(
     }
 
 
+@SAMPLES.register("mix")
 async def mix(
     buffer: Takes,
     num: int,

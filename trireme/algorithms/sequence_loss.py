@@ -1,4 +1,4 @@
-"""Sequence loss: policy losses that look at whole samples, or at pairs of them.
+"""Sequence loss: computes policy losses over whole samples, or over pairs of them.
 
 Each token gets the loss of its sample, so that `seq-mean-token-mean` gives the mean over samples.
 Such a loss is one of all tokens of a sample alike: loss weights other than 0 and 1 are refused.
@@ -8,19 +8,22 @@ See policy_loss.py for the form.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from torch import Tensor
 
+from trireme.algorithms.kl import segment_mean
+from trireme.algorithms.part import Above0, AtLeast0
 from trireme.algorithms.policy_loss import (
     MAX_LOG_RATIO,
     Reported,
     idle_at_zero_advantage,
     log_ratio_of,
 )
-from trireme.algorithms.reduce import segment_mean
+from trireme.registry import policy_loss
 
 Loss = TypeVar("Loss", bound=Callable)
 
@@ -37,6 +40,7 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, sample_ids: Tenso
     return (logprobs - logprobs.detach() + mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+@policy_loss("gspo")
 @of_sequences
 @idle_at_zero_advantage
 def gspo(
@@ -45,8 +49,8 @@ def gspo(
     advantages: Tensor,
     sample_ids: Tensor,
     *,
-    clip_range_low: float = 3e-4,
-    clip_range_high: float = 4e-4,
+    clip_range_low: AtLeast0 = 3e-4,
+    clip_range_high: AtLeast0 = 4e-4,
 ) -> Reported:
     """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean log r) (GSPO, arXiv:2507.18071)."""
     ratio = sequence_log_ratio(logprobs, old_logprobs, sample_ids).exp()
@@ -59,6 +63,7 @@ def gspo(
     return torch.maximum(plain, clipped), reported
 
 
+@policy_loss("dpo")
 @of_sequences
 def dpo(
     logprobs: Tensor,
@@ -66,8 +71,8 @@ def dpo(
     pair_ids: Tensor,
     chosen: Tensor,
     *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    beta: Above0 = 0.1,
+    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = 0.0,
 ) -> Reported:
     """-(1 - e) log sigmoid(b D) - e log sigmoid(-b D), a pair at a time (DPO, arXiv:2305.18290).
 
@@ -94,6 +99,7 @@ ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]
 Weight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
 
 
+@policy_loss("rec")
 def rec(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -101,14 +107,14 @@ def rec(
     sample_ids: Tensor,
     *,
     clip_mode: ClipMode = "none",
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    epsilon_low_prime: float = 0.6,
-    epsilon_high_prime: float = 2.0,
+    epsilon_low: AtLeast0 = 0.2,
+    epsilon_high: AtLeast0 = 0.2,
+    epsilon_low_prime: AtLeast0 = 0.6,
+    epsilon_high_prime: AtLeast0 = 2.0,
     weight: Weight = "none",
-    temp: float = 1.0,
+    temp: Above0 = 1.0,
     regularizer: Literal["none", "k2", "forward-kl"] = "none",
-    regularizer_coef: float = 0.0,
+    regularizer_coef: AtLeast0 = 0.0,
 ) -> Reported:
     """-w A log p where r is in range, + c times a regularizer (REC, arXiv:2509.24203).
 

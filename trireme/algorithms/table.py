@@ -1,165 +1,184 @@
-"""Table: the built-in algorithms, one row each. `trireme algorithms` prints it.
+"""Table: the built-in algorithms, one entry each. `trireme algorithms` prints it.
 
-A row names its parts (recipes.py says how they come together); the YAML may replace each.
+An entry names its parts (recipes.py says how they come together); the YAML may replace each.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from trireme.algorithms.recipes import algorithm
+from trireme.registry import ALGORITHMS
 
-from trireme.algorithms.recipes import Recipe
-
-SFT = Recipe(
-    "sft", policy_loss_fn="sft", schema="sft", use="Solved examples are at hand: the first stage."
+algorithm(
+    "sft",
+    advantage=None,
+    policy_loss="sft",
+    schema="sft",
+    use="Solved examples are at hand: the first stage.",
 )
-CPT = replace(
-    SFT, name="cpt", schema="cpt", use="Plain text is at hand: the model takes in its domain."
+algorithm(
+    "cpt",
+    like="sft",
+    schema="cpt",
+    use="Plain text is at hand: the model takes in its domain.",
 )
-DPO = Recipe(
+algorithm(
     "dpo",
-    policy_loss_fn="dpo",
-    schema="dpo",
+    advantage=None,
+    policy_loss="dpo",
     loss_agg_mode="seq-mean-token-mean",
+    schema="dpo",
     use="Pairs of a better and a worse reply are at hand, and no reward.",
 )
-GRPO = Recipe(
+algorithm(
     "grpo",
-    policy_loss_fn="ppo",
-    advantage_fn="grpo",
-    kl_loss_fn="k2",
-    entropy_loss_fn="default",
+    advantage="grpo",
+    policy_loss="ppo",
+    kl="k2",
+    entropy="default",
     use="The default: a reward, and several rollouts a task.",
 )
-PPO = replace(
-    GRPO,
-    name="ppo",
-    advantage_fn="ppo",
+algorithm(
+    "ppo",
+    like="grpo",
+    advantage="ppo",
     use="A critic tells which token was worth what: long replies, rewards on the way, one rollout.",
 )
-REINFORCEPLUSPLUS = replace(
-    GRPO,
-    name="reinforceplusplus",
-    advantage_fn="reinforceplusplus",
+algorithm(
+    "reinforceplusplus",
+    like="grpo",
+    advantage="reinforceplusplus",
     use="One rollout a task and no critic: rewards are compared over the batch.",
 )
-MULTI_STEP_GRPO = replace(
-    GRPO,
-    name="multi_step_grpo",
-    advantage_fn="step_wise_grpo",
+algorithm(
+    "multi_step_grpo",
+    like="grpo",
+    advantage="step_wise_grpo",
     use="Episodes of many steps, one reward at the end.",
 )
-GIGPO = replace(
-    GRPO,
-    name="gigpo",
-    advantage_fn="gigpo",
+algorithm(
+    "gigpo",
+    like="grpo",
+    advantage="gigpo",
     group_size=8,
     options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.2}},
     use="Episodes of many steps whose states come back, with rewards on the way.",
 )
-DAPO = replace(
-    GRPO,
-    name="dapo",
-    advantage_fn="dapo",
-    kl_loss_fn="none",
+algorithm(
+    "dapo",
+    like="grpo",
+    advantage="dapo",
+    kl="none",
     options={"policy_loss_fn": {"clip_range_low": 0.2, "clip_range_high": 0.28}},
     use="Long runs on tasks that become easy: groups that teach nothing are sampled anew.",
 )
-DR_GRPO = replace(
-    GRPO,
-    name="dr_grpo",
-    kl_loss_fn="none",
+algorithm(
+    "dr_grpo",
+    like="grpo",
+    kl="none",
     loss_agg_mode="seq-mean-token-sum-norm",
     options={"advantage_fn": {"norm_by_std": False}},
     use="GRPO without its weights by length and by the group's spread.",
 )
-GSPO = replace(
-    GRPO,
-    name="gspo",
-    policy_loss_fn="gspo",
+algorithm(
+    "gspo",
+    like="grpo",
+    policy_loss="gspo",
     loss_agg_mode="seq-mean-token-mean",
     use="Mixtures of experts and long replies, where single tokens' ratios are noisy.",
 )
-CISPO = replace(
-    GRPO, name="cispo", policy_loss_fn="cispo", use="Off-policy steps: clipped tokens still learn."
+algorithm(
+    "cispo",
+    like="grpo",
+    policy_loss="cispo",
+    use="Off-policy steps: clipped tokens still learn.",
 )
-SAPO = replace(GRPO, name="sapo", policy_loss_fn="sapo", use="A soft gate where a clip is harsh.")
-RLOO = replace(
-    GRPO, name="rloo", advantage_fn="rloo", use="Few rollouts a task: an unbiased baseline."
+algorithm(
+    "sapo",
+    like="grpo",
+    policy_loss="sapo",
+    use="A soft gate where a clip is harsh.",
 )
-REMAX = replace(
-    GRPO,
-    name="remax",
-    advantage_fn="remax",
-    kl_loss_fn="none",
-    greedy_run=True,
+algorithm(
+    "rloo",
+    like="grpo",
+    advantage="rloo",
+    use="Few rollouts a task: an unbiased baseline.",
+)
+algorithm(
+    "remax",
+    like="grpo",
+    advantage="remax",
+    kl="none",
     group_size=2,
+    greedy_run=True,
     use="Two rollouts a task: the greedy one is the baseline.",
 )
-OPMD = replace(
-    GRPO,
-    name="opmd",
-    advantage_fn="opmd",
-    policy_loss_fn="opmd",
+algorithm(
+    "opmd",
+    like="grpo",
+    advantage="opmd",
+    policy_loss="opmd",
     use="Stale experiences: no ratio, so no clip.",
 )
-ASYMRE = replace(
-    OPMD,
-    name="asymre",
-    advantage_fn="asymre",
-    kl_loss_fn="none",
-    entropy_loss_fn="none",
+algorithm(
+    "asymre",
+    like="opmd",
+    advantage="asymre",
+    kl="none",
+    entropy="none",
     use="Stale experiences: failures weigh less than successes.",
 )
-TOPR = replace(
-    GRPO,
-    name="topr",
-    advantage_fn="reinforce",
-    policy_loss_fn="topr",
+algorithm(
+    "topr",
+    like="grpo",
+    advantage="reinforce",
+    policy_loss="topr",
     use="Stale experiences with rewards above and below 0.",
 )
-SPPO = replace(
-    ASYMRE,
-    name="sppo",
-    advantage_fn="opmd",
-    policy_loss_fn="sppo",
+algorithm(
+    "sppo",
+    like="asymre",
+    advantage="opmd",
+    policy_loss="sppo",
     use="A linear surrogate inside a trust region.",
 )
-REC = replace(
-    GRPO,
-    name="rec",
-    advantage_fn="rec",
-    policy_loss_fn="rec",
+algorithm(
+    "rec",
+    like="grpo",
+    advantage="rec",
+    policy_loss="rec",
     use="Research: clips, weights and regularizers in any combination.",
 )
-RAFT = Recipe(
+algorithm(
     "raft",
-    policy_loss_fn="sft",
-    advantage_fn="raft",
+    advantage="raft",
+    policy_loss="sft",
     use="The simplest thing that learns from rewards: imitate your best replies.",
 )
-MIX = replace(
-    GRPO,
-    name="mix",
-    policy_loss_fn="mix",
-    entropy_loss_fn="mix",
-    sample_strategy="mix",
+algorithm(
+    "mix",
+    like="grpo",
+    policy_loss="mix",
+    entropy="mix",
+    sample="mix",
     use="A reward, and an expert's replies beside it.",
 )
-MIX_CHORD = replace(
-    MIX,
-    name="mix_chord",
-    policy_loss_fn="mix_chord",
+algorithm(
+    "mix_chord",
+    like="mix",
+    policy_loss="mix_chord",
     use="mix, the expert's share falling as the run goes on.",
 )
-ON_POLICY_DISTILL = Recipe(
+algorithm(
     "on_policy_distill",
-    policy_loss_fn="ppo",
-    advantage_fn="on_policy_distill",
+    advantage="on_policy_distill",
+    policy_loss="ppo",
     use="A larger model judges each token that the small one says.",
 )
-JSD = replace(
-    ON_POLICY_DISTILL,
-    name="jsd",
-    advantage_fn="jsd",
+algorithm(
+    "jsd",
+    like="on_policy_distill",
+    advantage="jsd",
     use="The same with a divergence between the two directions.",
 )
+ALGORITHMS.register("grpo_verl")(ALGORITHMS.get("grpo"))

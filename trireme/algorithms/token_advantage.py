@@ -1,26 +1,35 @@
-"""Token advantage: advantages of single tokens, computed in the trainer.
+"""Token advantage: computes advantages of single tokens, in the trainer.
 
 Functions of flat tokens `(token_rewards, values, ..., sample_ids, *, options)` that return the
 advantages [M], or a pair of them and the returns [M] that a critic learns. Marked `in_trainer`.
 Data they may name: `token_rewards` [M], the reward on a sample's last trained token unless the
 workflow gave one a token, less the KL penalty; `values`, a critic's; `old_logprobs`,
 `ref_logprobs`, `teacher_logprobs`; `sample_ids`; `entropies`, the policy's own, and with them by
-the same weights `logprobs` and `mean_discriminators` (entropy_clip.py); `advantages`, where the
-function starts from those of groups (entropy_clip.py). Tokens that are not trained (prompts, what
-an environment said) are passed over: the next token is the next trained one.
+the same weights `logprobs` and `mean_discriminators`; `advantages`, where the function starts from
+those of groups (`starting_from`). Tokens that are not trained (prompts, what an environment said)
+are passed over: the next token is the next trained one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
+from trireme.algorithms.advantage import grpo
+from trireme.algorithms.part import Above0, AtLeast0
 from trireme.algorithms.policy_loss import MAX_LOG_RATIO
+from trireme.config.options import Share
+from trireme.registry import advantage
 
 Advantage = TypeVar("Advantage", bound=Callable)
+
+# Below it all tokens are alike but for rounding.
+_NO_SPREAD = 1e-12
 
 
 def in_trainer(function: Advantage) -> Advantage:
@@ -29,14 +38,15 @@ def in_trainer(function: Advantage) -> Advantage:
     return function
 
 
+@advantage("ppo")
 @in_trainer
 def gae(
     token_rewards: Tensor,
     values: Tensor,
     sample_ids: Tensor,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """A_t = sum_k (gamma lam)^k (r + gamma V_next - V), whitened (GAE, arXiv:1506.02438).
 
@@ -56,9 +66,10 @@ def gae(
     return whiten(advantages), advantages + values
 
 
+@advantage("reinforceplusplus")
 @in_trainer
 def reinforceplusplus(
-    token_rewards: Tensor, sample_ids: Tensor, *, gamma: float = 1.0
+    token_rewards: Tensor, sample_ids: Tensor, *, gamma: Share = 1.0
 ) -> tuple[Tensor, Tensor]:
     """A_t = whitened sum_k gamma^k r_{t+k} over the batch (REINFORCE++, arXiv:2501.03262)."""
     rewards, inside = _rows(token_rewards, sample_ids)
@@ -71,23 +82,25 @@ def reinforceplusplus(
     return whiten(returns), returns
 
 
+@advantage("on_policy_distill")
 @in_trainer
 def on_policy_distill(
-    teacher_logprobs: Tensor, old_logprobs: Tensor, *, kl_coef: float = 1.0
+    teacher_logprobs: Tensor, old_logprobs: Tensor, *, kl_coef: AtLeast0 = 1.0
 ) -> Tensor:
     """A_t = c (log p_teacher - log p): minus the reverse KL, token by token (arXiv:2306.13649)."""
     return kl_coef * (teacher_logprobs - old_logprobs)
 
 
+@advantage("jsd")
 @in_trainer
 def jsd(
     teacher_logprobs: Tensor,
     old_logprobs: Tensor,
     *,
-    kl_coef: float = 1.0,
-    lambda_coef: float = 0.5,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
+    kl_coef: AtLeast0 = 1.0,
+    lambda_coef: Share = 0.5,
+    temperature: Above0 = 1.0,
+    chunk_size: Annotated[int | None, Gt(0)] = None,
 ) -> Tensor:
     """A_t = c (1 - b)(M - s), M = log((1 - b) e^s + b e^t): minus JSD's slope (arXiv:2306.13649).
 
@@ -128,3 +141,62 @@ def _rows(values: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
     out = values.new_zeros(inside.shape)
     out[inside] = values
     return out, inside
+
+
+def starting_from(groups: Callable[..., Tensor]) -> Callable[[Advantage], Advantage]:
+    """Decorator: `advantages` are those of `groups`, whose options the function has too."""
+
+    def mark(function: Advantage) -> Advantage:
+        function.starts_from = groups
+        return function
+
+    return mark
+
+
+@advantage("clipb")
+@in_trainer
+@starting_from(grpo)
+def clipb(advantages: Tensor, logprobs: Tensor, entropies: Tensor, *, mu: AtLeast0 = 2.5) -> Tensor:
+    """GRPO's A, but 0 where A < 0 and S - mean < -mu std, S = p (H + log p) (arXiv:2602.03392).
+
+    H is the entropy where the token was sampled. To first order, raising a token's logit by e
+    changes H by -e S: pushing down one with a low S lowers the entropy. Mean and std (of the
+    population) are of all trained tokens of the batch. Tokens that are left out count in averages.
+    Options of `grpo` count too.
+    """
+    discriminator = logprobs.exp() * (entropies + logprobs)
+    spread = discriminator.std(correction=0)
+    if spread < _NO_SPREAD:
+        return advantages
+    clipped = (advantages < 0) & (discriminator - discriminator.mean() < -mu * spread)
+    return advantages * ~clipped
+
+
+@advantage("clipv")
+@in_trainer
+@starting_from(grpo)
+def clipv(
+    advantages: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor,
+    mean_discriminators: Tensor,
+    *,
+    mu: AtLeast0 = 8.5,
+    max_frac: Above0 = 1e-4,
+) -> Tensor:
+    """GRPO's A, but 0 where A < 0 and S - E[S] < -mu std, S = p (H + log p) (arXiv:2602.03392).
+
+    As `clipb`, with S compared to its mean E[S] over the vocabulary under the policy: what a step
+    of the policy gradient changes the entropy by, to first order. Std (of the population) is of
+    S - E[S] over all trained tokens of the batch. Of more than ceil(`max_frac` tokens) those with
+    the lowest are left out.
+    """
+    difference = logprobs.exp() * (entropies + logprobs) - mean_discriminators
+    spread = difference.std(correction=0)
+    if spread < _NO_SPREAD:
+        return advantages
+    clipped = (advantages < 0) & (difference < -mu * spread)
+    lowest = torch.where(clipped, difference, torch.inf).argsort()
+    out = advantages.clone()
+    out[lowest[: min(int(clipped.sum()), math.ceil(max_frac * len(advantages)))]] = 0
+    return out

@@ -1,17 +1,25 @@
 """Buffer: carries experiences from the explorer to the trainer.
 
-Invariants: a group (all experiences of one task in one explore step) enters in one `put` and is
-never split before its advantages are known. Nothing is lost or doubled: `state` holds what was
-put and not taken, `commit` says that what was taken is safely in a checkpoint.
+- A group (all experiences of one task in one explore step) enters in one `put` and is never split
+  before its advantages are known.
+- Nothing is lost or doubled: `state` holds what was put and not taken, `commit` says that what was
+  taken is safely in a checkpoint.
+- `put` and `take` wait no longer than they may, are woken by every change, and know whether more is
+  asked for than will come. All time comes from a clock that a test can replace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from trireme.buffer.waiting import Demand
+from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
+
+DEFAULTS = ExperienceBufferConfig()
+"""What a store's limits are where nothing is said of them."""
 
 
 class Closed(Exception):
@@ -74,3 +82,96 @@ class Buffer(Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Back to where `state` was taken."""
         ...
+
+
+class Clock(Protocol):
+    """What time it is, and how to let it pass."""
+
+    def now(self) -> float:
+        """Seconds, from any start."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        ...
+
+
+class WallClock:
+    """The real time."""
+
+    def now(self) -> float:
+        """Seconds that never go back."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        await asyncio.sleep(seconds)
+
+
+class Demand:
+    """Whether a take waits for more than there is.
+
+    The store says so on the event loop: a look that found too few makes it so, if nothing was put
+    since that look began, and the next put or the take's end makes it not so. What another thread
+    or the clock does never shows in between.
+    """
+
+    def __init__(self) -> None:
+        self.unmet = False
+        self.changed: Callable[[], None] = lambda: None
+        """Called at every change; whoever looks at `unmet` sets it."""
+
+    def set(self, unmet: bool) -> None:
+        """From the event loop's own thread."""
+        if unmet != self.unmet:
+            self.unmet = unmet
+            self.changed()
+
+
+class Bell:
+    """Wakes all who wait on it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._rung: set[asyncio.Event] = set()
+        self.rings = 0
+
+    def ring(self) -> None:
+        """Wake everyone, from the event loop's own thread."""
+        self.rings += 1
+        for event in self._rung:
+            event.set()
+
+    async def wait(self, seconds: float) -> bool:
+        """Until the next ring (True) or for `seconds` (False)."""
+        event = asyncio.Event()
+        self._rung.add(event)
+        waits = {
+            asyncio.ensure_future(event.wait()),
+            asyncio.ensure_future(self._clock.sleep(seconds)),
+        }
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._rung.discard(event)
+            for waiting in waits:
+                waiting.cancel()
+        return event.is_set()
+
+    async def until(
+        self,
+        ready: Callable[[], bool],
+        *,
+        timeout: float,
+        since: Callable[[], float],
+        waited_for: Callable[[], str],
+    ) -> None:
+        """Until `ready()`, looked at after each ring.
+
+        Raises TimeoutError saying `waited_for()` once the clock is `timeout` past `since()`.
+        """
+        while not ready():
+            left = since() + timeout - self._clock.now()
+            if left <= 0:
+                raise TimeoutError(waited_for())
+            await self.wait(left)

@@ -1,4 +1,4 @@
-"""Claims: which rows of an experience table can be taken, who has taken them, which are used up.
+"""Claims: decides which rows of an experience table a trainer takes, and records who took them.
 
 A row is open, or claimed by a reader, or claimed and sealed by that reader's checkpoint; a
 checkpoint's commit makes its use final. All methods run inside the caller's transaction.

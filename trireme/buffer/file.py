@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from trireme.buffer.buffer import Closed
-from trireme.buffer.waiting import Demand
+from trireme.buffer.buffer import Closed, Demand
 from trireme.data.selectors import Order
 from trireme.experience import EID, Experience
 from trireme.log import get_logger

@@ -1,17 +1,17 @@
-"""Parties: who puts into and takes from an SQL buffer, and what each has said last.
+"""Parties: keeps the writers and readers of an SQL buffer: who is alive, and what each did last.
 
 A party is a name in a role, `explore` or `train`. All methods run inside the caller's transaction.
 
-Invariants:
 - A name belongs to the process that entered with it last; the one before learns of it (`mine`).
-- Who is alive says so again and again (`beat`); who has not for `lease` seconds is `silent`, and
-  others may have what it took.
+- A thread says again and again that this process is alive (`beat`); a party that has not for
+  `lease` seconds is `silent`, and others may have what it took.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -30,8 +30,38 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.exc import SQLAlchemyError
 
 from trireme.buffer.table import database_time, one_at_a_time
+from trireme.log import get_logger
+
+logger = get_logger("queue_experience_buffer")
+
+
+class Heartbeat:
+    """Calls `beat` every `interval` seconds until `stop`; ends with the process.
+
+    A beat that fails is logged and tried again: whoever then counts as silent is told so when it
+    commits.
+    """
+
+    def __init__(self, beat: Callable[[], None], interval: float) -> None:
+        self._beat = beat
+        self._interval = interval
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        """No more beats."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            try:
+                self._beat()
+            except SQLAlchemyError as error:
+                said = str(error).partition("\n")[0]
+                logger.warning("the buffer's database did not hear our heartbeat: %s", said)
 
 
 class Parties:

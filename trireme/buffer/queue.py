@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.buffer.buffer import Closed, OtherSideFailed
+from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, OtherSideFailed, WallClock
 from trireme.buffer.record import Record
-from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
@@ -32,8 +31,8 @@ class QueueBuffer:
         self,
         name: str,
         *,
-        capacity: int = 10000,
-        max_read_timeout: float = 1800.0,
+        capacity: int = DEFAULTS.capacity,
+        max_read_timeout: float = DEFAULTS.max_read_timeout,
         record: Record | None = None,
         clock: Clock | None = None,
     ) -> None:

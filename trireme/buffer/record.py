@@ -1,4 +1,4 @@
-"""Record: a copy of every experience for people to look at, in a database and as lines of JSON.
+"""Record: keeps a copy of every experience for people, in a database and as lines of JSON.
 
 Invariants:
 - Written by one thread of its own, never by the event loop; `flush` waits for it, and an error of
@@ -7,7 +7,7 @@ Invariants:
   what a run made that is gone on from an earlier step.
 - A line of JSON holds what a person reads; tokens and log-probabilities are in the database.
 - A copy that is past its limit is cut to nine tenths of it: by age, or group by group by a hash of
-  the group's id, so that a sample of all steps stays.
+  the group's id, so that a sample of all steps stays. A file beside it says how much went.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
 from trireme.experience import Experience
+from trireme.files import write_json
 from trireme.log import get_logger, hide_passwords
 
 logger = get_logger("queue_experience_buffer")
@@ -149,15 +150,20 @@ class Record:
             some = columns.id.in_(gone[first : first + IDS_AT_ONCE])
             connection.execute(delete(self._table).where(some))
         self._bytes = sum(bytes_ for key, _, bytes_ in rows if key in kept)
+        if (copy_ := _file_of(connection.engine)) is not None:
+            _note_cut(copy_, len(gone), sampled=self._sampled)
         logger.info("the copy of experiences is at its limit: %d rows went", len(gone))
 
     def _rewind(self, step: int) -> None:
         self._bytes = None
         if self._database is not None:
-            with self._open(self._database).begin() as connection:
+            engine = self._open(self._database)
+            with engine.begin() as connection:
                 connection.execute(delete(self._table).where(self._table.c.batch > step))
+            if step == 0 and (copy_ := _file_of(engine)) is not None:
+                _cut_file(copy_).unlink(missing_ok=True)
         if self._lines is not None:
-            self._lines.keep(lambda line: line["step"] <= step)
+            self._lines.rewind(step)
 
 
 class _Lines:
@@ -188,6 +194,13 @@ class _Lines:
         rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
         kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
         self.keep(lambda line: line["eid"] in kept)
+        _note_cut(self._path, len(rows) - len(kept), sampled=self._sampled)
+
+    def rewind(self, step: int) -> None:
+        """Keep what was made until then; at 0 nothing was, and nothing is cut."""
+        self.keep(lambda line: line["step"] <= step)
+        if step == 0:
+            _cut_file(self._path).unlink(missing_ok=True)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Write the file anew with the lines that are wanted; a half-written one goes too."""
@@ -224,6 +237,35 @@ def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: boo
         if left < 0:
             return
         yield key
+
+
+def _file_of(engine: Engine) -> Path | None:
+    """The file that a database is."""
+    path = engine.url.database if engine.dialect.name == "sqlite" else None
+    return Path(path) if path else None
+
+
+def _cut_file(copy_: Path) -> Path:
+    return copy_.with_name(f"{copy_.name}.cut.json")
+
+
+def _note_cut(copy_: Path, gone: int, *, sampled: bool) -> None:
+    path = _cut_file(copy_)
+    before = json.loads(path.read_text())["gone"] if path.exists() else 0
+    write_json(path, {"gone": before + gone, "left": "sampled" if sampled else "newest"})
+
+
+def what_is_cut(copy_: Path) -> str | None:
+    """Of a copy that was past its limit, what it lacks, as a sentence."""
+    path = _cut_file(copy_)
+    if not path.exists():
+        return None
+    cut = json.loads(path.read_text())
+    left = "the newest" if cut["left"] == "newest" else "a sample of whole groups"
+    return (
+        f"this copy was cut at its limit (data_processor.experience_pipeline.copy_limit_mb): "
+        f"{cut['gone']} experiences are gone, {left} stayed"
+    )
 
 
 def _bytes_of(row: dict[str, Any]) -> int:

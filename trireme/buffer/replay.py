@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trireme.buffer.buffer import Closed, OtherSideFailed
+from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, OtherSideFailed, WallClock
 from trireme.buffer.record import Record
-from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
@@ -83,8 +82,8 @@ class ReplayBuffer:
         *,
         priority: Priority | None = None,
         reuse_cooldown_time: float | None = None,
-        capacity: int = 10000,
-        max_read_timeout: float = 1800.0,
+        capacity: int = DEFAULTS.capacity,
+        max_read_timeout: float = DEFAULTS.max_read_timeout,
         record: Record | None = None,
         clock: Clock | None = None,
     ) -> None:

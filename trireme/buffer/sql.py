@@ -12,6 +12,8 @@ Invariants:
   others; should it come back, it is told so instead of learning twice.
 - Who has closed or failed stands in the table of parties, where the other process sees it.
   Opening a buffer as a party takes back what that party's last process had said.
+- A server that goes away is waited for, as long as for an experience (`max_read_timeout`); a word
+  on a failure, and what a cancelled take lets go of, do not wait.
 """
 
 from __future__ import annotations
@@ -27,12 +29,10 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import Connection, Engine, MetaData
 from sqlalchemy.exc import DBAPIError
 
-from trireme.buffer.buffer import Closed
+from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, WallClock
 from trireme.buffer.claims import Claims, Reuse
-from trireme.buffer.heartbeat import Heartbeat
-from trireme.buffer.parties import Parties
-from trireme.buffer.table import open_database, row_of
-from trireme.buffer.waiting import Bell, Clock, Demand, WallClock
+from trireme.buffer.parties import Heartbeat, Parties
+from trireme.buffer.table import first_line, is_away, open_database, row_of
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.serialize import decode
@@ -58,19 +58,19 @@ class SqlBuffer:
         *,
         role: Role = "both",
         party: str | None = None,
-        capacity: int = 10000,
-        max_read_timeout: float = 1800.0,
-        lease_time: float = 60.0,
+        capacity: int = DEFAULTS.capacity,
+        max_read_timeout: float = DEFAULTS.max_read_timeout,
+        lease_time: float = DEFAULTS.lease_time,
         reuse: Reuse | None = None,
-        retries: int = 3,
-        retry_seconds: float = 1.0,
+        retries: int = DEFAULTS.max_retry_times,
+        retry_seconds: float = DEFAULTS.max_retry_interval,
         clock: Clock | None = None,
     ) -> None:
         """`role` is what this process does with the buffer, `party` its name among several.
 
         `capacity` counts explore steps that lie untaken; with `reuse`, groups, beyond which the
-        lowest priority is dropped. A server that is away is tried `retries` times more. Raises
-        ValueError where the database cannot be opened.
+        lowest priority is dropped. A server that is away at first is tried `retries` times more.
+        Raises ValueError where the database cannot be opened.
         """
         self.name = name
         self._capacity = capacity
@@ -78,7 +78,6 @@ class SqlBuffer:
         self._lease = lease_time
         self._reuse = reuse
         self._role = role
-        self._retries = retries
         self._retry_seconds = retry_seconds
         self._clock = clock or WallClock()
         self._bell = Bell(self._clock)
@@ -91,6 +90,7 @@ class SqlBuffer:
             f"{name}_parties", metadata, name=party, roles=roles, lease=lease_time
         )
         self._database = open_database(url, metadata, retries=retries, retry_seconds=retry_seconds)
+        self._where = f"'{self._database.url.render_as_string()}'"
         self._failure: BaseException | None = None
         self._held: set[int] = set()
         """Rows taken and not yet sealed."""
@@ -100,7 +100,9 @@ class SqlBuffer:
         self._sealed = 0
         """The checkpoint that is being made, and how many rows belong to it."""
         self._taking = threading.Lock()
-        self._gives_up = False
+        self._gives_up = threading.Event()
+        """Set where a take is cancelled."""
+        self._away = False
         self._knows_claims = False
         """Whether the database's claims of this reader are `_held` and what is sealed."""
         self._dropped = 0
@@ -125,11 +127,11 @@ class SqlBuffer:
 
     async def take(self, n: int) -> list[Experience]:
         """See Buffer. Cancelled, it has taken nothing."""
-        self._gives_up = False
+        self._gives_up.clear()
 
-        def transact(attempt: Callable[[Connection], Result]) -> Result:
+        def transact(attempt: Callable[[Connection], Result], gives_up: threading.Event) -> Result:
             with self._taking:
-                return self._transact(attempt)
+                return self._transact(attempt, gives_up)
 
         def waited_for() -> str:
             return (
@@ -145,6 +147,7 @@ class SqlBuffer:
                 waited_for,
                 in_vain=lambda: self.demand.set(True),
                 transact=transact,
+                gives_up=self._gives_up,
             )
             self._bell.ring()
             if not found:
@@ -153,11 +156,10 @@ class SqlBuffer:
             logger.info("%d experiences taken", len(found))
             return await asyncio.to_thread(self._decode, found)
         except asyncio.CancelledError:
-            self._gives_up = True
             with self._taking:  # its thread may be about to claim
                 self._held = before
                 seal = self._seal
-                self._transact(lambda c: self._claims.release(c, but=before, seal=seal))
+                self._at_once(lambda c: self._claims.release(c, but=before, seal=seal))
             raise
         finally:
             self.demand.set(False)
@@ -175,7 +177,7 @@ class SqlBuffer:
         """This side has failed: whoever puts or takes, in whatever process, stops with its text."""
         self._failure = error
         text = f"{type(error).__name__}: {error}"
-        await asyncio.to_thread(self._transact, lambda c: self._parties.leave(c, text))
+        await asyncio.to_thread(self._at_once, lambda c: self._parties.leave(c, text))
         self._bell.ring()
 
     def __len__(self) -> int:
@@ -253,20 +255,56 @@ class SqlBuffer:
         reader, number, _ = seal.rsplit("/", 2)
         return int(number) if reader == self._parties.name else 0
 
-    def _transact(self, attempt: Callable[[Connection], Result]) -> Result:
-        """`attempt` in a transaction; again where the server went away in the middle of it."""
-        for left in range(self._retries, -1, -1):
+    def _transact(
+        self, attempt: Callable[[Connection], Result], gives_up: threading.Event | None = None
+    ) -> Result:
+        """`attempt` in a transaction; again where the server went away, until it is back.
+
+        Raises TimeoutError where it is away for `max_read_timeout` seconds, and what the database
+        said once `gives_up` is set.
+        """
+        gives_up = gives_up or threading.Event()
+        since = time.monotonic()
+        while True:
             try:
                 with self._database.begin() as connection:
-                    return attempt(connection)
+                    result = attempt(connection)
             except DBAPIError as error:
-                if not error.connection_invalidated or not left:
+                if not is_away(error) or gives_up.is_set():
                     raise
-                # whether it was committed is unknown: claims that we never saw are given back
-                self._knows_claims = False
-                logger.warning("buffer '%s': the database went away, trying again", self.name)
-                time.sleep(self._retry_seconds)
-        raise AssertionError("the last try returns or raises")
+                if time.monotonic() - since >= self._timeout:
+                    raise TimeoutError(
+                        f"buffer '{self.name}': its database {self._where} was away for "
+                        f"{self._timeout:g} s (max_read_timeout): {first_line(error)}"
+                    ) from error
+                self._note_away(error)
+                gives_up.wait(max(self._retry_seconds, POLL_FIRST))
+            else:
+                if self._away:
+                    self._away = False
+                    logger.warning("buffer '%s': its database is back", self.name)
+                return result
+
+    def _note_away(self, error: DBAPIError) -> None:
+        # whether it was committed is unknown: claims that we never saw are given back
+        self._knows_claims = False
+        if not self._away:
+            self._away = True
+            logger.warning(
+                "buffer '%s': its database %s is away, waiting for it for %g s at most "
+                "(max_read_timeout): %s",
+                self.name, self._where, self._timeout, first_line(error),
+            )  # fmt: skip
+
+    def _at_once(self, attempt: Callable[[Connection], None]) -> None:
+        """`attempt` in a transaction, if the server is there; else it is only said."""
+        try:
+            with self._database.begin() as connection:
+                attempt(connection)
+        except DBAPIError as error:
+            if not is_away(error):
+                raise
+            self._note_away(error)
 
     async def _poll(
         self,
@@ -274,11 +312,14 @@ class SqlBuffer:
         waited_for: Callable[[], str],
         in_vain: Callable[[], None] = lambda: None,
         transact: Callable[..., Any] | None = None,
+        gives_up: threading.Event | None = None,
     ) -> Result:
         """`attempt` in transactions of its own until it gives something; ever less often.
 
-        `in_vain()` follows an attempt that gave nothing, where nobody rang meanwhile.
+        `in_vain()` follows an attempt that gave nothing, where nobody rang meanwhile. Cancelled,
+        it sets `gives_up`: its thread waits for no server any more.
         """
+        gives_up = gives_up or threading.Event()
         seen = -1
         since = self._clock.now()
         pause = POLL_FIRST
@@ -289,7 +330,13 @@ class SqlBuffer:
 
         while True:
             rings = self._bell.rings
-            result, changes = await asyncio.to_thread(transact or self._transact, look)
+            try:
+                result, changes = await asyncio.to_thread(
+                    transact or self._transact, look, gives_up
+                )
+            except asyncio.CancelledError:
+                gives_up.set()
+                raise
             if result is not None:
                 return result
             if self._bell.rings != rings:
@@ -329,7 +376,7 @@ class SqlBuffer:
 
     def _try_take(self, connection: Connection, n: int) -> list[tuple[int, int, bytes]] | None:
         """The rows, claimed; an empty list at the end; None while there are too few."""
-        if self._gives_up:
+        if self._gives_up.is_set():
             return []
         ended = self._parties.ended(connection, "explore")
         ended = ended or self._parties.left(connection, "train")

@@ -1,7 +1,8 @@
-"""Table: how experiences lie in a database, the same for the copy and for the real SQL buffer."""
+"""Table: stores experiences in a database, for the copy and for the SQL buffer alike."""
 
 from __future__ import annotations
 
+import sqlite3
 import time
 import zlib
 from pathlib import Path
@@ -24,11 +25,19 @@ from sqlalchemy import (
     event,
     extract,
     func,
+    inspect,
     make_url,
     select,
     text,
 )
-from sqlalchemy.exc import ArgumentError, DatabaseError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DBAPIError,
+    NoSuchModuleError,
+    OperationalError,
+)
+from sqlalchemy.schema import CreateColumn
 
 from trireme.experience import EID, Experience
 from trireme.log import get_logger, hide_passwords
@@ -147,6 +156,19 @@ def open_database(
             time.sleep(retry_seconds)
 
 
+def is_away(error: DBAPIError) -> bool:
+    """Whether an error says that the server cannot be reached, be it by a new connection."""
+    if isinstance(error.orig, sqlite3.Error):
+        return False  # a file: what it cannot do now it will not do later
+    connecting = isinstance(error, OperationalError) and error.statement is None
+    return error.connection_invalidated or connecting
+
+
+def first_line(error: DBAPIError) -> str:
+    """What the database said, without SQL."""
+    return str(error.orig).strip().partition("\n")[0]
+
+
 def database_time(connection: Connection) -> float:
     """Seconds by the clock that all who use the database share."""
     if connection.dialect.name == "sqlite":
@@ -171,6 +193,26 @@ def _make_tables(engine: Engine, metadata: MetaData) -> None:
     with engine.begin() as connection:
         one_at_a_time(connection, "trireme: tables")
         metadata.create_all(connection)
+        for table in metadata.tables.values():
+            _add_new_columns(connection, table)
+
+
+def _add_new_columns(connection: Connection, table: Table) -> None:
+    """Columns that an earlier version's table has not got. Raises ValueError for other tables."""
+    there = {column["name"] for column in inspect(connection).get_columns(table.name)}
+    missing = [column for column in table.columns if column.name not in there]
+    if needed := [column.name for column in missing if not column.nullable]:
+        known_as = connection.engine.url.render_as_string()
+        raise ValueError(
+            f"database '{known_as}' has a table '{table.name}' without "
+            f"{', '.join(map(repr, needed))}: another version or program made it; expected another "
+            "name or path of the buffer"
+        )
+    name = connection.dialect.identifier_preparer.format_table(table)
+    for column in missing:
+        new = CreateColumn(column).compile(dialect=connection.dialect)
+        connection.execute(text(f"ALTER TABLE {name} ADD COLUMN {new}"))
+        logger.info("table '%s' of an earlier version: column '%s' added", table.name, column.name)
 
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:

@@ -1,7 +1,8 @@
-"""Export: writes a model as safetensors, tensor by tensor, so that one tensor is held at a time.
+"""Export: reads and writes a model's weights tensor by tensor: one tensor is held at a time.
 
-Past a size there are several files and an index, as `save_pretrained` names them. All of them are
-written beside their places first: what was there before stays until the new files are whole.
+A `Source` has the tensors of a trained model by their Hugging Face names, wherever they lie. Past a
+size there are several files and an index, as `save_pretrained` names them. All of them are written
+beside their places first: what was there before stays until the new files are whole.
 """
 
 from __future__ import annotations
@@ -10,14 +11,81 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
-from trireme.checkpoint.source import DTYPES, Source, Spec
-from trireme.config.weights import INDEX
+from trireme.config.lookup import INDEX, Shape
 from trireme.files import beside, naming, sync, write_json
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""What safetensors calls each dtype."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor will be, known before it is read."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Tensors that are read one at a time, each into a tensor made for it."""
+
+    specs: dict[str, Spec]
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Copy a tensor into one of its shape and any dtype. Raises ValueError naming its file."""
+        ...
+
+
+class OwnFile:
+    """The one safetensors file of a trainer of one process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, framework="pt")
+        self.specs: dict[str, Spec] = {}
+        for name in self._file.keys():  # noqa: SIM118 - it is no mapping
+            part = self._file.get_slice(name)
+            self.specs[name] = Spec(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Copy a tensor."""
+        out.copy_(self._file.get_tensor(name))
+
+
+def write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tensor]) -> None:
+    """One safetensors file of the tensors in the order of `specs`, each made when it is written.
+
+    Sorted names give the bytes of `write_weights`.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, spec in specs.items():
+        begin, end = end, end + _size(spec)
+        header[name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    with naming(path), path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for spec, tensor in zip(specs.values(), tensors, strict=True):
+            flat = tensor.detach().to("cpu", spec.dtype).reshape(-1).view(torch.uint8)
+            file.write(flat.numpy().data)
+
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,18 +115,23 @@ def write_model(
     files = _file_names(len(shards))
     written = 0
 
-    def advance(count: int) -> None:
+    def filled(shard: dict[str, Spec]) -> Iterator[Tensor]:
         nonlocal written
-        written += count
-        if progress:
-            progress(written, total)
+        for name, spec in shard.items():
+            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            source.fill(name, tensor)
+            yield tensor
+            written += _size(spec)
+            if progress:
+                progress(written, total)
 
     temporary = beside(hf / "weights")
     try:
         with naming(hf):
             temporary.mkdir(parents=True)
             for file, shard in zip(files, shards, strict=True):
-                _write_file(temporary / file, source, shard, advance)
+                write_tensors(temporary / file, shard, filled(shard))
+                sync(temporary / file)
             for stale in [*hf.glob("*.safetensors"), hf / INDEX]:
                 stale.unlink(missing_ok=True)
             for file in files:
@@ -96,28 +169,3 @@ def _file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-
-
-def _write_file(
-    path: Path, source: Source, shard: dict[str, Spec], advance: Callable[[int], None]
-) -> None:
-    """The header, which says where each tensor will lie, then the tensors."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, spec in shard.items():
-        begin, end = end, end + _size(spec)
-        header[name] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode("utf-8")
-    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, spec in shard.items():
-            tensor = torch.empty(spec.shape, dtype=spec.dtype)
-            source.fill(name, tensor)
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            advance(_size(spec))
-    sync(path)

@@ -1,4 +1,4 @@
-"""FSDP shards: the tensors of `model_world_size_W_rank_R.pt`, put together without W processes.
+"""FSDP shards: joins the tensors of `model_world_size_W_rank_R.pt` in a single process.
 
 A shard holds, under the model's own names, either DTensors, whose mesh and placements say which
 box of the tensor it is, or plain tensors: parts along dimension 0, in the order of the ranks, or
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard  # also lets weights_only read them
 
-from trireme.checkpoint.source import Shape, Spec
+from trireme.checkpoint.export import Shape, Spec
 
 SHARD = re.compile(r"^model_world_size_(\d+)_rank_(\d+)\.pt$")
 MAPPED_BYTES = 2**28

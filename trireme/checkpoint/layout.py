@@ -1,4 +1,4 @@
-"""Layout: where each file of a job's folder lies.
+"""Layout: names the place of each file in a job's folder.
 
 buffer/   log/   monitor/   run/   log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/

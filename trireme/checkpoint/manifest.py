@@ -1,4 +1,4 @@
-"""Manifest: what a checkpoint says of itself, and whether that is true.
+"""Manifest: writes and verifies a checkpoint's list of files, with sizes and checksums.
 
 Invariants:
 - `manifest.json` names every file that a resume reads, with its size and checksum, and has a

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.checkpoint.dcp_reader import METADATA, DistributedCheckpoint
-from trireme.checkpoint.source import Shape, Spec
+from trireme.checkpoint.dcp import METADATA, DistributedCheckpoint
+from trireme.checkpoint.export import Shape, Spec
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 

@@ -1,4 +1,4 @@
-"""Resume: which checkpoint a run goes on from, and what it holds.
+"""Resume: finds the checkpoint that a run goes on from.
 
 The newest whole one, found by reading all that the folders' manifests list: the `latest_*` files
 are for people and for other processes. What a process that died left half-written is removed; a

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
+from trireme.checkpoint.layout import WEIGHTS, JobFolder
 from trireme.checkpoint.manifest import write_manifest
-from trireme.config.located import located
+from trireme.config.lookup import located
 from trireme.files import (
     CannotWrite,
     naming,
@@ -77,24 +77,6 @@ def save_checkpoint(
     logger.info("saved %s, %.1f MB", target, size / 1e6)
     _drop_old(folder, step, keep)
     return target
-
-
-def save_whole(
-    actor: Path,
-    *,
-    weights: Mapping[str, Tensor],
-    optimizer: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    hf: bool,
-) -> None:
-    """The files of a trainer that is one process.
-
-    `hf` puts the weights where others load them, else `convert` does later. `extra` is what the
-    backend needs beside the optimizer: schedule, random state.
-    """
-    write_weights((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
-    write_pt(actor / rank_file("optim", 1, 0), optimizer)
-    write_pt(actor / rank_file("extra_state", 1, 0), extra)
 
 
 def save_weights(

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -13,6 +14,9 @@ from rich.text import Text
 
 from trireme.config import ConfigError, Plan, examine
 from trireme.log import hide_passwords
+
+if TYPE_CHECKING:
+    from trireme.launch.opening import Parts
 
 _WIDTH = 14
 
@@ -30,11 +34,12 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     if not told:
         if any("will be downloaded" in note for plan in plans for note in plan.notes):
             _offline_without_hub(console)
-        from trireme.launch.examine import part_problems
+        from trireme.launch.opening import made_parts
 
-        told = list(dict.fromkeys(text for plan in plans for text in part_problems(plan)))
+        parts = [made_parts(plan) for plan in plans]
+        told = list(dict.fromkeys(text for made in parts for text in made.problems))
         if not told:
-            told = show_first_rows(plans, console)
+            told = show_first_rows(plans, parts, console)
     show_problems(told, console)
     return 1 if told else 0
 
@@ -64,16 +69,16 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print()
 
 
-def show_first_rows(plans: Sequence[Plan], console: Console) -> list[str]:
+def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Console) -> list[str]:
     """How long the rows are, and what of the first is asked or trained; the problems they have."""
-    from trireme.cli.first_rows import first_rows
+    from trireme.cli.first_rows import first_rows, unread
 
     problems: list[str] = []
-    for plan in plans:
+    for plan, made in zip(plans, parts, strict=True):
         try:
-            lines, found = first_rows(plan)
+            lines, found = first_rows(plan, made)
         except (ValueError, OSError) as error:  # no tokenizer beside the model, say
-            lines, found = [("warning", f"no row was encoded: {str(error).splitlines()[0]}")], []
+            lines, found = [unread(str(error))], []
         problems += found
         if lines and plan.stage_name is not None:
             console.print(Text(f"stage {plan.stage_name}", "bold"))

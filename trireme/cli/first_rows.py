@@ -1,30 +1,29 @@
-"""First rows: how long the rows of a plan's data are, and what of the first is asked or trained.
+"""First rows: prints how long a plan's rows are, and what of the first is asked or trained.
 
 For `trireme check`: of each data set some rows are encoded by the model's own tokenizer, where it
-lies on this machine, for some seconds at most. What a workflow of one's own asks is not known.
+lies on this machine, for some seconds at most; prompts are, for a run too, in launch/opening.py.
+What a workflow of one's own asks is not known.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from trireme.cli.view import bracketed, of_data
 from trireme.config import Plan
-from trireme.config.located import located
-from trireme.launch.parts.tasks import make_eval_tasksets, make_training_taskset
-from trireme.launch.parts.text import Text, make_text
+from trireme.config.lookup import located
+from trireme.launch.opening import (
+    ROWS,
+    SECONDS,
+    Parts,
+    Prompts,
+    longest_prompt,
+    prompt_problems,
+    too_long,
+)
 from trireme.monitor.figures import in_one_line
-from trireme.task import Task
-from trireme.workflows.scheduled import ScheduledWorkflow, conversation
-from trireme.workflows.single_turn import SimpleWorkflow
-from trireme.workflows.workflow import resolve
 
-ROWS = 64
-SECONDS = 10.0
-"""For each data set; a row that takes long is the last."""
 SHOWN = 300
 """Characters of a row."""
 
@@ -32,67 +31,32 @@ Told = tuple[list[tuple[str, str]], list[str]]
 """Topic and text of lines to print, and problems."""
 
 
-def first_rows(plan: Plan) -> Told:
+def first_rows(plan: Plan, parts: Parts) -> Told:
     """See the module. A plan whose model is made by another stage is not looked at."""
     if located(plan.model_path, "models") is None or plan.mode == "serve":
         return [], []
-    if plan.buffer_type == "file":
-        return _of_data(plan)
-    text = make_text(plan, plan.model_path)
-    lines: list[tuple[str, str]] = []
-    problems: list[str] = []
-    prepares = plan.config.data_processor.task_pipeline is not None  # it would write
-    training = None if prepares else make_training_taskset(plan)
-    own = getattr(training, "tasksets", [training] if training else [])
-    for taskset in (*own, *make_eval_tasksets(plan)):
-        step = max(len(taskset) // ROWS, 1)
-        tasks = (taskset.task(0, 0, row) for row in range(0, len(taskset), step))
-        told, wrong = _of_tasks(plan, text, taskset.name, tasks)
-        lines += told
-        problems += wrong
-    return lines, problems
+    lines, problems = _of_data(plan) if plan.buffer_type == "file" else ([], [])
+    if parts.unread:
+        lines.append(unread(parts.unread))
+    for name, prompts in parts.prompts:
+        lines += _of_prompts(plan, name, prompts)
+    return lines, [*problems, *prompt_problems(plan, parts.prompts)]
 
 
-def _of_tasks(plan: Plan, text: Text, name: str, tasks: Any) -> Told:
+def unread(why: str) -> tuple[str, str]:
+    """The line that says why nothing was encoded."""
+    return "warning", f"no row was encoded: {why.splitlines()[0]}"
+
+
+def _of_prompts(plan: Plan, name: str, prompts: Prompts) -> list[tuple[str, str]]:
     """The prompts of a taskset."""
-    prompts: list[str] = []
-    sizes: list[int] = []
-    deadline = time.monotonic() + SECONDS
-    drops_tools = False
-    for task in tasks:
-        asked = _asked(task)
-        if asked is None:
-            return [], []
-        messages, tools = asked
-        prompts.append(text.chat.render(messages, tools))
-        sizes.append(len(text.chat.encode(prompts[-1])))
-        drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
-        if len(sizes) == ROWS or time.monotonic() > deadline:
-            break
-    lines = [("prompts", f"{name}: {_range(sizes)}"), ("first ends", _end(prompts[0]))]
-    if drops_tools:
+    lines = [("prompts", f"{name}: {_range(prompts.sizes)}"), ("first ends", _end(prompts.first))]
+    if prompts.drops_tools:
         lines.append(("warning", f"{name}: the chat template writes nothing of the rows' tools"))
-    limit = min(plan.max_prompt_tokens, plan.max_model_len - 1)
-    long = sum(size > limit for size in sizes)
-    said = (
-        f"{name}: {long} of {len(sizes)} prompts have more than {limit} tokens "
-        "(model.max_prompt_tokens, below model.max_model_len), so that nothing is asked"
-    )
-    if long == len(sizes):
-        return lines, [f"{said}: expected at least {max(sizes)}"]
-    return [*lines, *([("warning", f"{said}: the longest has {max(sizes)}")] * bool(long))], []
-
-
-def _asked(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
-    """The messages and tools of a task's first call; None where only its workflow knows."""
-    code = resolve(task.workflow).code
-    if isinstance(code, ScheduledWorkflow):
-        return conversation(task), task.raw_task.get("tools")
-    simple = inspect.isclass(code) and issubclass(code, SimpleWorkflow)
-    if not simple or task.workflow_args.get("use_base"):
-        return None
-    make: Any = code
-    return make(task=task, model=None).format_messages(), None
+    said = too_long(plan, name, prompts)
+    if said is not None and min(prompts.sizes) <= longest_prompt(plan):
+        lines.append(("warning", f"{said}: the longest has {max(prompts.sizes)}"))
+    return lines
 
 
 def _of_data(plan: Plan) -> Told:

@@ -1,6 +1,4 @@
-"""Flags: what a command takes beside its own options: ms-swift's names for the YAML's keys, several
-values behind one flag, and the YAML as a plain word.
-"""
+"""Flags: reads ms-swift's flag names, several values behind one flag, and the YAML as a word."""
 
 from __future__ import annotations
 

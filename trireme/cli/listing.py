@@ -1,4 +1,8 @@
-"""Listing: names with what they stand for, as a plain table that a terminal or `grep` can read."""
+"""`trireme algorithms` and `trireme workflows`: what a YAML may name, plug-ins included.
+
+Tables that a terminal or `grep` can read: each algorithm with its parts, and what each part may be,
+by formula; each workflow and reward with the first line of its docstring.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +38,57 @@ def plugins_loaded(plugin_dirs: Sequence[Path]) -> bool:
         complain(str(error))
         return False
     return True
+
+
+def workflows(plugin_dirs: Sequence[Path]) -> int:
+    """Print two tables; returns the exit code."""
+    from trireme.registry import REWARDS, WORKFLOWS
+
+    if not plugins_loaded(plugin_dirs):
+        return 2
+    for heading, registry in (("workflow", WORKFLOWS), ("reward", REWARDS)):
+        rows = [(name, first_line(registry.get(name))) for name in registry.names()]
+        print_table((heading, "what it does"), rows)
+    return 0
+
+
+def algorithms(plugin_dirs: Sequence[Path] = ()) -> int:
+    """Print three tables; returns the exit code."""
+    from trireme.algorithms.recipes import PARTS, Recipe
+    from trireme.registry import ALGORITHMS
+
+    if not plugins_loaded(plugin_dirs):
+        return 2
+    rows, uses = [], []
+    for name in ALGORITHMS.names():
+        recipe = ALGORITHMS.get(name)
+        if not isinstance(recipe, Recipe):
+            continue  # a path that names something else: refused where it is used
+        needs = [
+            word
+            for word, needed in (
+                ("critic", recipe.needs_critic),
+                ("reference", recipe.needs_reference),
+                ("data set", recipe.from_data),
+            )
+            if needed
+        ]
+        parts = (recipe.advantage_fn or "none", recipe.policy_loss_fn, recipe.kl_loss_fn,
+                 recipe.entropy_loss_fn, recipe.loss_agg_mode, ", ".join(needs))  # fmt: skip
+        rows.append((name, *parts))
+        uses.append((name, recipe.use))
+    print_table(
+        ("algorithm_type", "advantage_fn", "policy_loss_fn", "kl_loss_fn", "entropy_loss_fn",
+         "loss_agg_mode", "needs"),
+        rows,
+    )  # fmt: skip
+    print_table(("algorithm_type", "when to use it"), uses)
+    print_table(
+        ("key", "name", "formula"),
+        [
+            (registry.name.removeprefix("algorithm."), name, first_line(registry.get(name)))
+            for registry in dict.fromkeys(PARTS.values())
+            for name in registry.names()
+        ],
+    )
+    return 0

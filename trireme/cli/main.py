@@ -217,7 +217,7 @@ def rollout(
 @app.command()
 def algorithms(plugin_dir: PluginDirs = None) -> None:
     """List the algorithms and their parts, yours included with --plugin-dir."""
-    from trireme.cli.algorithms import algorithms as command
+    from trireme.cli.listing import algorithms as command
 
     raise typer.Exit(command(plugin_dir or []))
 
@@ -225,7 +225,7 @@ def algorithms(plugin_dir: PluginDirs = None) -> None:
 @app.command()
 def workflows(plugin_dir: PluginDirs = None) -> None:
     """List the workflows and rewards."""
-    from trireme.cli.workflows import workflows as command
+    from trireme.cli.listing import workflows as command
 
     raise typer.Exit(command(plugin_dir or []))
 

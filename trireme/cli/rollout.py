@@ -1,4 +1,7 @@
-"""`trireme rollout`: an engine behind HTTP, for trainers and agents in other processes."""
+"""`trireme rollout`: an engine behind HTTP, for trainers and agents in other processes.
+
+With `--engine vllm` the server is a child process, of the environment that vLLM has.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trireme.config.problem import ConfigError
-
-if TYPE_CHECKING:
-    from trireme.server.engine_spec import EngineSpec
+from trireme.config import ConfigError
+from trireme.config.placement import VARIABLE, find_vllm
+from trireme.launch.engine_host import EngineHost
+from trireme.server.process import EngineSpec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PARALLEL = ("tensor_parallel_size", "data_parallel_size")
@@ -49,7 +53,7 @@ class RolloutOptions:
 def rollout(options: RolloutOptions) -> int:
     """Serve until Ctrl-C (exit code 130) or SIGTERM (0); returns the exit code."""
     from trireme.cli.run import ENVIRONMENT, complain
-    from trireme.config.names import plugin_files
+    from trireme.config.lookup import plugin_files
     from trireme.workflows.plugins import load_plugins
 
     for name, value in ENVIRONMENT.items():
@@ -62,7 +66,7 @@ def rollout(options: RolloutOptions) -> int:
         with _listen(options.host, options.port) as listener:
             if options.engine == "torch":
                 return asyncio.run(_serve(options, listener))
-        from trireme.cli.rollout_vllm import serve_vllm
+        from trireme.cli.rollout import serve_vllm
 
         spec, _ = _spec(options)
         return asyncio.run(serve_vllm(options, spec, plugin_files(plugins)))
@@ -119,7 +123,7 @@ def _examine(options: RolloutOptions) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """The address taken. Raises OSError where that cannot be."""
-    from trireme.server.serving import listen
+    from trireme.server.app import listen
 
     try:
         return listen(host, port)
@@ -132,9 +136,8 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
     """Serve on the address until a signal comes; the exit code."""
     from trireme.engines.device import Device
-    from trireme.server.app import create_app
-    from trireme.server.engine_spec import make_rollouts
-    from trireme.server.serving import AppServer
+    from trireme.server.app import AppServer, create_app
+    from trireme.server.process import make_rollouts
 
     device = Device()
     spec, tokenizer = _spec(options)
@@ -166,8 +169,8 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     """The engine, its tokenizer. Raises ValueError for a scheduler or model that there is not."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from trireme.config.derive import num_gpus
-    from trireme.server.engine_spec import EngineSpec
+    from trireme.config.plan import num_gpus
+    from trireme.server.process import EngineSpec
     from trireme.workflows.scheduled import make_scheduler
 
     scheduler = {"scheduler": options.multi_turn_scheduler, "max_turns": options.max_turns}
@@ -195,3 +198,53 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
         options={name: getattr(options, name) for name in PARALLEL},
     )
     return spec, tokenizer
+
+
+async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequence[Path]) -> int:
+    """Serve until a signal comes; the exit code. Raises RuntimeError where the child has ended."""
+    try:
+        found = find_vllm(options.engine_python)
+    except ValueError as error:
+        raise ValueError(f"--engine-python {options.engine_python}: {error}") from error
+    if found is None:
+        raise ValueError(
+            f"--engine vllm: no Python here has vLLM: name one by --engine-python, or {VARIABLE}"
+        )
+    handle, log = tempfile.mkstemp(prefix="trireme-rollout-", suffix=".log")
+    os.close(handle)
+    print(f"vLLM {found.version} of {found.python}; its log is {log}", file=sys.stderr)
+    host = EngineHost(
+        spec,
+        name="the vllm engine",
+        log_file=Path(log),
+        python=found.python,
+        host=options.host,
+        port=options.port,
+        key=options.api_key,
+        plugins=[str(file.resolve()) for file in plugins],
+        most=options.max_requests,
+    )
+    stopped_by: list[int] = []
+    serving = asyncio.ensure_future(_hosted(options, host))
+
+    def stop(number: int) -> None:
+        stopped_by.append(number)
+        serving.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not stopped_by:
+            raise
+    finally:
+        await host.stop()
+    return stopped(stopped_by)
+
+
+async def _hosted(options: RolloutOptions, host: EngineHost) -> None:
+    """Until it is cancelled. Raises RuntimeError where the process has ended."""
+    host.start()
+    say(options, await host.ready())
+    await host.watch()

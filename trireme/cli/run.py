@@ -105,9 +105,12 @@ def refuse_wrong_parts(plans: Sequence[Plan]) -> None:
 
     The first stage's own data is read once, when that stage begins.
     """
-    from trireme.launch.examine import part_problems
+    from trireme.launch.opening import made_parts, prompt_problems
 
-    told = [t for i, plan in enumerate(plans) for t in part_problems(plan, data=i > 0)]
+    told: list[str] = []
+    for i, plan in enumerate(plans):
+        parts = made_parts(plan, data=i > 0)
+        told += [*parts.problems, *prompt_problems(plan, parts.prompts)]
     if told:
         raise ConfigError([Problem("", text) for text in told])
 

@@ -36,6 +36,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Found:
+    """What is shown."""
+
+    samples: Iterator[Sample]
+    cut: str | None = None
+    """What the copy that they are from lacks."""
+
+
+@dataclass(frozen=True)
 class Wanted:
     """Which of a store's experiences are to be shown; the newest where nothing else is said."""
 
@@ -59,9 +68,8 @@ def view(
 ) -> int:
     """Print samples of a run's data set or of what it stored; the exit code is 1 for an error."""
     try:
-        samples = list(
-            _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
-        )
+        found = _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
+        samples, cut = list(found.samples), found.cut
     except (ValueError, OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -75,6 +83,8 @@ def view(
     console = Console(soft_wrap=True, highlight=False, no_color=not color)
     if color:
         console.print(Text(_LEGEND, "italic"))
+    if cut is not None:
+        console.print(Text(f"note: {cut}", "italic"))
     for sample in samples:
         console.print(Text(f"--- {sample.title}", "bold cyan"))
         console.print(_coloured(sample) if color else Text(bracketed(sample)))
@@ -89,17 +99,19 @@ def _samples(
     table: str | None,
     tokenizer: str | None,
     wanted: Wanted,
-) -> Iterator[Sample]:
+) -> Found:
     """The samples of the first of these that is named: a store, a run's folder, a run's YAML."""
+    from trireme.buffer.record import what_is_cut
+
     plans = make_plans(load_config(config, overrides)) if config else []
     plan = next((plan for plan in plans if plan.buffer_type == "file"), (plans or [None])[-1])
     if url is None and plan is not None and plan.buffer_type == "file":
-        return of_data(plan, wanted.count)
+        return Found(of_data(plan, wanted.count))
     if url is None and (folder is not None or plan is not None):
         job = folder or cast(Plan, plan).job_dir
         store = store_of(job)
         if store is None:
-            return of_data(_plan_of(job), wanted.count)
+            return Found(of_data(_plan_of(job), wanted.count))
         url = str(store)
     if url is None:
         raise ValueError(
@@ -108,11 +120,13 @@ def _samples(
     path = url.removeprefix("sqlite:///")
     if "://" not in path and not Path(path).exists():
         raise ValueError(f"there is no {path}: has the run stored experiences yet?")
+    cut = None if "://" in path else what_is_cut(Path(path))
     if path.endswith(".jsonl"):
-        return _of_lines(Path(path), wanted)
+        return Found(_of_lines(Path(path), wanted), cut)
     beside = None if "://" in path else tokenizer_of(Path(path).absolute().parents[1])
     named = tokenizer or beside or (plan.model_path if plan else None)
-    return _of_store(url if "://" in url else f"sqlite:///{path}", table, named, wanted)
+    url = url if "://" in url else f"sqlite:///{path}"
+    return Found(_of_store(url, table, named, wanted), cut)
 
 
 def store_of(job: Path) -> Path | None:
@@ -156,12 +170,11 @@ def _plan_of(job: Path) -> Plan:
 
 def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     """Rows of the plan's data set, as they are trained on."""
-    import dataclasses
 
     from trireme.data.kinds import FORMATS
     from trireme.data.rows import load_rows
     from trireme.experience import EID
-    from trireme.launch.parts.text import make_text
+    from trireme.launch.data import make_text
 
     config = plan.config.buffer.trainer_input.experience_buffer
     text = make_text(plan, plan.model_path)
@@ -170,7 +183,7 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
         rows,
         text.tokenizer,
         max_model_len=plan.max_model_len,
-        format_args=dataclasses.asdict(config.format),
+        format_args=config.format.model_dump(),
         chat_template=text.template,
         enable_thinking=plan.config.model.enable_thinking,
         on_error=config.on_error,

@@ -1,42 +1,51 @@
 """Config: what the user wrote (Config), what follows from it (Plan), and what is wrong with it.
 
-Its names are imported when they are used: single files of it serve where nothing reads a YAML.
+What reads a YAML is imported when it is used: single files of it serve where nothing does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trireme.lazy import lazy_names
+from trireme.registry import lazy_names
 
 if TYPE_CHECKING:
+    from trireme.config.check import draft_plans, examine, make_plans
     from trireme.config.load import load_config
     from trireme.config.plan import Plan
-    from trireme.config.plans import draft_plans, examine, make_plans
-    from trireme.config.problem import ConfigError, Problem
     from trireme.config.schema import Config
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Plan",
-    "Problem",
-    "draft_plans",
-    "examine",
-    "load_config",
-    "make_plans",
-]
+_NAMES = {
+    "Config": "trireme.config.schema",
+    "Plan": "trireme.config.plan",
+    "draft_plans": "trireme.config.check",
+    "examine": "trireme.config.check",
+    "load_config": "trireme.config.load",
+    "make_plans": "trireme.config.check",
+}
+__all__ = ["ConfigError", "Problem", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__getattr__ = lazy_names(__name__, _NAMES)
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Config": "trireme.config.schema",
-        "ConfigError": "trireme.config.problem",
-        "Plan": "trireme.config.plan",
-        "Problem": "trireme.config.problem",
-        "draft_plans": "trireme.config.plans",
-        "examine": "trireme.config.plans",
-        "load_config": "trireme.config.load",
-        "make_plans": "trireme.config.plans",
-    },
-)
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to put right: the key's full name, and a sentence that follows it."""
+
+    key: str
+    text: str
+    stage: str | None = None
+
+    def __str__(self) -> str:
+        where = f"stage {self.stage}: " if self.stage else ""
+        return f"{where}{self.key} {self.text}" if self.key else f"{where}{self.text}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; its text has one line a problem."""
+
+    def __init__(self, problems: Iterable[Problem], source: str = "") -> None:
+        self.problems: Sequence[Problem] = tuple(dict.fromkeys(problems))
+        prefix = f"{source}: " if source else ""
+        super().__init__("\n".join(f"{prefix}{problem}" for problem in self.problems))

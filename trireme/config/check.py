@@ -1,28 +1,32 @@
-"""Check: what would fail later (missing files, unknown names) is found before anything slow.
+"""Check: from a Config to one Plan a stage, with every problem of every stage found at once.
 
-Nothing is loaded and nothing is downloaded: files are looked at, names are looked up.
+What would fail later (missing files, unknown names) is found before anything slow: nothing is
+loaded and nothing is downloaded; files are looked at, names are looked up.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from trireme.config import ConfigError, Problem
 from trireme.config.check_data import (
     check_auxiliary_data,
+    check_pipelines,
     check_tasksets,
     check_train_data,
     used_tasksets,
 )
-from trireme.config.check_pipeline import check_pipelines
-from trireme.config.located import located
-from trireme.config.names import check_name
-from trireme.config.sizes import ONE_CHAT_WORKFLOWS
-from trireme.config.stages import Stage
-from trireme.config.weights import model_shapes
+from trireme.config.load import read_config
+from trireme.config.lookup import check_name, model_facts
+from trireme.config.plan import Plan, derive
+from trireme.config.schema import Config
+from trireme.config.stages import ONE_CHAT_WORKFLOWS, Stage, stages_of
 
 _GROUP_ALGORITHMS = (
     *("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "remax", "opmd", "rec", "sppo"),
@@ -36,16 +40,6 @@ _PART_KINDS = {
     "kl_loss_fn": "KL",
     "entropy_loss_fn": "entropy",
 }
-
-
-class ModelFacts(NamedTuple):
-    """What is known before the model is loaded; None: not here to be looked at."""
-
-    folder: Path | None
-    max_positions: int | None = None
-    has_chat_template: bool | None = None
-    size: int = 0
-    attention_heads: int | None = None
 
 
 def check_stage(stage: Stage) -> None:
@@ -189,37 +183,75 @@ def check_folder(stage: Stage, root: Path) -> None:
         )
 
 
-def model_facts(model_path: str) -> ModelFacts:
-    """Facts of a model's folder. Raises ValueError where it cannot be one."""
-    folder = located(model_path, "models")
-    if folder is None:
-        return ModelFacts(None)
-    if not (folder / "config.json").is_file():
-        raise ValueError("holds no config.json: expected a folder in the Hugging Face layout")
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    if not weights:
-        raise ValueError("holds no weights: expected model.safetensors (or its shards)")
-    try:
-        model_shapes(folder)
-    except ValueError as error:
-        raise ValueError(f"is damaged, or was not downloaded to its end: {error}") from error
-    config = _json(folder / "config.json")
-    config |= config.get("text_config") or {}
-    files = [folder / f"chat_template.{kind}" for kind in ("jinja", "json")]
-    settings = folder / "tokenizer_config.json"
-    return ModelFacts(
-        folder,
-        config.get("max_position_embeddings"),
-        has_chat_template=any(file.is_file() for file in files)
-        or (settings.is_file() and bool(_json(settings).get("chat_template"))),
-        size=sum(path.stat().st_size for path in weights),
-        attention_heads=config.get("num_attention_heads"),
-    )
+def make_plans(config: Config) -> list[Plan]:
+    """One Plan a stage (one where there are no stages). Raises ConfigError with all problems."""
+    plans, problems = draft_plans(config)
+    if problems:
+        raise ConfigError(problems)
+    return plans
 
 
-def _json(path: Path) -> dict[str, Any]:
+def draft_plans(config: Config) -> tuple[list[Plan], list[Problem]]:
+    """The Plans as far as they can be told, and what is wrong with them."""
+    root, whole, stages = job_folder(config), Stage(config), stages_of(config)
+    check_folder(whole, root)
+    loaded = load_all_plugins(whole)
+    plans: list[Plan] = []
+    for stage in stages:
+        stage.plugins_loaded = loaded
+        check_stage(stage)
+        plans.append(derive(stage, root))
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            whole.problem("stages", f"has {count} stages named {name!r}: expected one")
+    return plans, whole.problems + _shared(stages)
+
+
+def examine(path: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Plan], list[Problem]]:
+    """The Plans of a file as far as they can be told, and all that is wrong in it.
+
+    What a wrong key's section lacks without it is not said as well.
+    """
+    config, problems = read_config(path, overrides)
+    plans, found = draft_plans(config)
+    sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
+    rest = [problem for problem in found if not problem.key.startswith(sections)]
+    return plans, list(dict.fromkeys(problems + rest))
+
+
+def load_all_plugins(stage: Stage) -> bool:
+    """Import what users extend us with, so that its names are known; False where that fails."""
+    # Imported here: it is light, and lies above config, as do the registries (see names.py).
+    from trireme.workflows.plugins import load_plugins
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"has a {path.name} that cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+        load_plugins(stage.config.plugins)
+    except ConfigError as error:
+        stage.problems += error.problems
+        return False
+    return True
+
+
+def job_folder(config: Config) -> Path:
+    """Where the job's files lie: root/project/group/name, anew where it shall not be continued."""
+    parts = [part for part in (config.project, config.group, config.name) if part]
+    root = Path(config.checkpoint_root_dir).expanduser()
+    folder = (Path.cwd() / root).joinpath(*parts)
+    anew = not config.continue_from_checkpoint and config.mode != "bench"
+    if anew and folder.is_dir() and any(folder.iterdir()):
+        began, now = folder, datetime.now()
+        while folder.exists():  # two runs may begin in one second
+            folder = began.with_name(f"{began.name}_{now:%Y%m%d%H%M%S}")
+            now += timedelta(seconds=1)
+    return folder
+
+
+def _shared(stages: Sequence[Stage]) -> list[Problem]:
+    """Every stage's problems; one of all stages is of the global section, and is said once."""
+    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
+    times = Counter(replace(problem, stage=None) for problem in problems)
+    out: dict[Problem, None] = {}
+    for problem in problems:
+        shared = replace(problem, stage=None)
+        out[shared if times[shared] == len(stages) else problem] = None
+    return list(out)

@@ -1,14 +1,18 @@
-"""Check data: whether tasksets and data sets are there, whole, and have the columns they need."""
+"""Check data: checks that data sets exist, are whole and have their columns; operators too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trireme.config.check_pipeline import prepares_tasks
 from trireme.config.dataset import DatasetFacts, dataset_facts
-from trireme.config.names import check_name
-from trireme.config.schema import ExperienceBufferConfig, FormatConfig, TasksetConfig
+from trireme.config.lookup import check_name
+from trireme.config.schema_rollout import (
+    ExperienceBufferConfig,
+    FormatConfig,
+    OperatorConfig,
+    TasksetConfig,
+)
 from trireme.config.stages import Stage
 
 _PLAIN = FormatConfig()
@@ -18,8 +22,6 @@ _INFERRED: dict[str, tuple[tuple[str, ...], ...]] = {
     "cpt": (("text",), ("prompt",)),
 }
 """What a row is read from where `format` says nothing; SFT also: recorded experiences' tokens."""
-
-
 JUDGES = ("judge", "ruler", "rubric")
 """Rewards that ask a model."""
 _JUDGING = {
@@ -32,6 +34,32 @@ _JUDGING = {
 """Workflows whose own reward is such a one."""
 _FEATURES = {"offline_easy2hard": range(1, 1000), "difficulty_based": range(2, 3)}
 """How many feature columns a selector needs."""
+
+
+def check_pipelines(stage: Stage) -> None:
+    """Looks at the operators over experiences, and at those over the tasks' rows."""
+    data = stage.config.data_processor
+    if stage.config.mode in ("both", "explore", "serve"):
+        key = "data_processor.experience_pipeline.operators"
+        _check(stage, "experience operator", data.experience_pipeline.operators, key)
+    if prepares_tasks(stage) and data.task_pipeline is not None:
+        key = "data_processor.task_pipeline.operators"
+        _check(stage, "task operator", data.task_pipeline.operators, key)
+
+
+def prepares_tasks(stage: Stage) -> bool:
+    """Whether rows go through operators, so that only the run knows how many there are."""
+    tasks = stage.config.data_processor.task_pipeline
+    explores = stage.config.mode in ("both", "explore")
+    return explores and tasks is not None and bool(tasks.operators)
+
+
+def _check(stage: Stage, kind: str, operators: Sequence[OperatorConfig], key: str) -> None:
+    for place, item in enumerate(operators):
+        if not item.name:
+            stage.problem(f"{key}[{place}].name", f"is not given: expected an {kind}")
+        else:
+            check_name(stage, kind, item.name, f"{key}[{place}].name")
 
 
 class UsedTaskset(NamedTuple):

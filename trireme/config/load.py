@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
-from trireme.config.problem import ConfigError, Problem
+from trireme.config import ConfigError, Problem
+from trireme.config.options import converted, misfit_text, range_text, without_none
 from trireme.config.schema import Config
-from trireme.config.typed import build, clean
+from trireme.config.section import Section, section_in
+
+_MOST_PLACES = 3
+"""Sections with a key of one name among which a nearest one can be told."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -47,11 +56,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     problems: list[Problem] = []
     for override in overrides:
         _override(tree, override, problems)
-    values = clean(Config, _resolved(tree, "", problems), "", problems)
+    values = _resolved(tree, "", problems)
+    _mend(values, problems)
     _find_beside(values, path.parent)
     if "plugins" in values:
         values["plugins"] = [_beside(path, plugin, problems) for plugin in values["plugins"]]
-    return build(Config, values), problems
+    return Config.model_validate(values), problems
 
 
 def _override(tree: DictConfig, override: str, problems: list[Problem]) -> None:
@@ -105,7 +115,7 @@ def _find_beside(values: Any, folder: Path) -> None:
     for name, value in values.items() if isinstance(values, dict) else enumerate(values):
         if isinstance(value, dict | list):
             _find_beside(value, folder)
-        elif name in _PATHS and value and "://" not in value:
+        elif name in _PATHS and value and isinstance(value, str) and "://" not in value:
             beside = folder / value
             if not Path(value).expanduser().exists() and beside.exists():
                 values[name] = str(beside.resolve())
@@ -119,3 +129,135 @@ def _beside(config_path: Path, plugin: str, problems: list[Problem]) -> str:
     expected = f"a file or folder, here or in {config_path.parent}"
     problems.append(Problem("plugins", f"is {plugin!r}: expected {expected}"))
     return plugin
+
+
+class _Misfit(NamedTuple):
+    """One value that the schema does not take."""
+
+    path: tuple[Any, ...]
+    key: str
+    kind: Any
+    """The type that was expected; None: the key is unknown."""
+    section: type[Section]
+    """The innermost one that the value is in."""
+    reason: str
+    """Pydantic's word for it."""
+    is_key: bool
+    """The key is no text, whatever the value is."""
+
+
+def _mend(values: dict[str, Any], problems: list[Problem]) -> None:
+    """Make the values those of a Config: convert what is only written in another way, note and
+    take out what does not fit.
+
+    An empty section or list has its default: it is taken out, and nothing is noted.
+    """
+    while misfits := list(_misfits(values)):
+        keys_first = [misfit for misfit in misfits if misfit.is_key] or misfits
+        if not any([_convert(values, misfit) for misfit in keys_first]):
+            break
+    each = {misfit.path: misfit for misfit in misfits}  # a union's arms all have their say
+    in_order = sorted(each.values(), key=lambda misfit: _order(values, misfit.path))
+    for misfit in in_order:
+        if text := _sentence(misfit, _at(values, misfit.path)):
+            problems.append(Problem(misfit.key, text))
+    for misfit in reversed(in_order):
+        del _at(values, misfit.path[:-1])[misfit.path[-1]]
+
+
+def _misfits(values: dict[str, Any]) -> Iterator[_Misfit]:
+    """What pydantic finds wrong."""
+    try:
+        Config.model_validate(values)
+    except ValidationError as error:
+        for item in error.errors(include_url=False):
+            is_key = item["loc"][-1] == "[key]"
+            loc = item["loc"][:-1] if is_key else item["loc"]
+            kind, section, key, depth = Config, Config, "", 0
+            for part in loc:
+                kind = without_none(kind)
+                if isinstance(kind, type) and issubclass(kind, Section):
+                    section = kind
+                    known = section.model_fields.get(str(part))
+                    kind = None if known is None else known.annotation
+                elif get_origin(kind) in (list, dict):
+                    kind = get_args(kind)[-1]
+                else:
+                    break  # the rest names arms of a union
+                is_item = isinstance(_at(values, loc[:depth]), list)
+                key += f"[{part}]" if is_item else f".{part}"
+                depth += 1
+            path, key = loc[:depth], key.removeprefix(".")
+            yield _Misfit(path, key, kind, section, item["type"], is_key)
+
+
+def _convert(values: dict[str, Any], misfit: _Misfit) -> bool:
+    """Put the value there as the schema has it, where that can be told."""
+    place, name = _at(values, misfit.path[:-1]), misfit.path[-1]
+    if misfit.is_key:
+        named = {str(key): value for key, value in place.items()}
+        place.clear()
+        place.update(named)
+        return True
+    value = None if misfit.kind is None else converted(misfit.kind, place[name])
+    if value is None or (type(value), value) == (type(place[name]), place[name]):
+        return False
+    place[name] = value
+    return True
+
+
+def _sentence(misfit: _Misfit, value: Any) -> str:
+    """What is wrong with a value, after its key; nothing where its default is meant."""
+    kind = misfit.kind
+    if kind is None:
+        return f"is not a known key; {_meant(misfit)}"
+    if value is None and (section_in(kind) or get_origin(without_none(kind)) in (list, dict)):
+        return ""
+    if misfit.reason in ("greater_than", "greater_than_equal", "less_than_equal"):
+        item = misfit.section.model_fields[misfit.path[-1]]
+        return f"is {value!r}: expected a number {range_text(item.metadata)}"
+    return misfit_text(kind, value)
+
+
+def _at(values: Any, path: Sequence[Any]) -> Any:
+    return reduce(getitem, path, values)
+
+
+def _order(values: Any, path: Sequence[Any]) -> list[int]:
+    """Where a value stands in the file: its place at each level."""
+    places = []
+    for part in path:
+        places.append(part if isinstance(values, list) else list(values).index(part))
+        values = values[part]
+    return places
+
+
+def _meant(misfit: _Misfit) -> str:
+    """What the schema has in place of an unknown key: the nearest one, here or elsewhere."""
+    name, siblings = str(misfit.path[-1]), misfit.section.model_fields
+    near = get_close_matches(name, siblings, n=1, cutoff=0.75)
+    if near:
+        return f"did you mean '{misfit.key.removesuffix(name)}{near[0]}'?"
+    keys = [key for key in _full_keys(Config) if not key.startswith("stages.")]
+    near = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
+    if near:
+        found = [key for key in keys if key.rpartition(".")[2] == near[0]]
+        if len(found) <= _MOST_PLACES:  # `name` and its like say nothing
+            best = max(found, key=lambda key: (_shared(key, misfit.key), -key.count(".")))
+            return f"did you mean '{best}'?"
+    return f"known here: {', '.join(siblings)}"
+
+
+def _shared(key: str, other: str) -> int:
+    """How many sections two keys have in common."""
+    pairs = zip(key.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _full_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every key of the schema by its full name, lists of sections by their own."""
+    for name, item in section.model_fields.items():
+        yield f"{prefix}{name}"
+        inner = section_in(item.annotation)
+        if inner is not None and get_origin(without_none(item.annotation)) is not dict:
+            yield from _full_keys(inner, f"{prefix}{name}.")

@@ -1,35 +1,96 @@
-"""Options: whether what a YAML gives a function is what its signature takes."""
+"""Options: checks values against types, in a section of the YAML and in a function's signature."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache, reduce
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from trireme.config.problem import Problem
-from trireme.config.typed import UNIONS, fitting
-from trireme.nearest import refuse_unknown_options
+from annotated_types import Ge, Le
 
+from trireme.registry import did_you_mean, refuse_unknown_options
+
+Share = Annotated[float, Ge(0), Le(1)]
+"""A number from 0 to 1, in sections and in algorithms' functions."""
 _COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_KINDS = (bool, int, float, str)
-_SHARE, _AT_LEAST_0, _ABOVE_0 = (0.0, 1.0), (0.0, math.inf), (math.ulp(0.0), math.inf)
-LIMITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("gamma", "lam", "lambda_coef", "mu_peak", "mu_valley", "cutoff_prob"), _SHARE),
-    **dict.fromkeys(("clip_range", "clip_range_low", "clip_range_high", "epsilon"), _AT_LEAST_0),
-    **dict.fromkeys(("mask_clip_range_low", "mask_clip_range_high", "delta", "tau"), _AT_LEAST_0),
-    **dict.fromkeys(("epsilon_low", "epsilon_high", "regularizer_coef"), _AT_LEAST_0),
-    **dict.fromkeys(("epsilon_low_prime", "epsilon_high_prime", "std_threshold"), _AT_LEAST_0),
-    **dict.fromkeys(("kl_coef", "entropy_coef", "max_staleness", "mu", "omega"), _AT_LEAST_0),
-    **dict.fromkeys(("mu_warmup_steps", "mu_decay_steps", "rank_penalty"), _AT_LEAST_0),
-    **dict.fromkeys(("tau_pos", "tau_neg", "temp", "temperature", "beta", "max_frac"), _ABOVE_0),
-    **dict.fromkeys(("target_kl", "horizon", "chunk_size", "rollout_is_threshold"), _ABOVE_0),
-    **dict.fromkeys(("rollout_rs_threshold", "rollout_rs_threshold_lower"), _ABOVE_0),
-    "clip_ratio_c": (1.0, math.inf),
-    "label_smoothing": (0.0, 0.5),
-}
-"""The least and most of the numbers that our own algorithms' parts take."""
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_UNIONS = (Union, types.UnionType)
+_RANGES = {"ge": operator.ge, "gt": operator.gt, "le": operator.le}
+
+
+def without_none(kind: Any) -> Any:
+    """`X` for `X | None`."""
+    rest = [part for part in get_args(kind) if part is not type(None)]
+    return rest[0] if get_origin(kind) in _UNIONS and len(rest) == 1 else kind
+
+
+def kind_text(kind: Any) -> str:
+    """A type in words: what the user may write."""
+    kind = without_none(kind)
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    if origin is list:
+        return "a list"
+    if origin is dict or hasattr(kind, "model_fields"):  # pydantic is not loaded to ask this
+        return "a section with keys of its own"
+    if origin in _UNIONS:
+        return " or ".join(kind_text(p) for p in get_args(kind) if p is not type(None))
+    return _WORDS.get(kind, "any value")
+
+
+def range_text(metadata: Iterable[Any]) -> str:
+    """The range that annotations give a number, in words; empty where they give none."""
+    words = {"ge": "at least", "gt": "above", "le": "at most"}
+    return " and ".join(f"{words[name]} {limit:g}" for name, limit in _limits(metadata).items())
+
+
+def _limits(metadata: Iterable[Any]) -> dict[str, float]:
+    """The limits that annotations give a number, by their names in `_RANGES`."""
+    return {name: getattr(m, name) for m in metadata for name in _RANGES if hasattr(m, name)}
+
+
+def misfit_text(kind: Any, value: Any) -> str:
+    """The sentence, after its key, for a value that is not of this kind."""
+    kind = without_none(kind)
+    expected = kind_text(kind)
+    if get_origin(kind) is Literal and isinstance(value, str):
+        expected += did_you_mean(value.lower(), get_args(kind))
+    return f"is {'empty' if value is None else repr(value)}: expected {expected}"
+
+
+def converted(kind: Any, value: Any) -> Any:
+    """A value that is written in another way, as the type has it; None where it is no such value.
+
+    Numbers and truth values may be text, since environment variables are, and choices in capitals.
+    """
+    kind = without_none(kind)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in _UNIONS:
+        return next((v for part in parts if (v := converted(part, value)) is not None), None)
+    if origin is Literal and isinstance(value, str):
+        return next((part for part in parts if part.lower() == value.lower()), None)
+    if origin is list and isinstance(value, list):
+        items = [converted(parts[0], item) for item in value]
+        return None if None in items else items
+    if kind is bool:
+        words = {"true": True, "false": False}
+        found = words.get(value.lower()) if isinstance(value, str) else value
+        return found if isinstance(found, bool) else None
+    if kind not in _WORDS or isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if kind is str or (kind is int and isinstance(value, int)):
+        return kind(value)
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    fits = math.isfinite(number) and (kind is float or number.is_integer())
+    return kind(number) if fits else None
 
 
 def fitting_options(
@@ -57,38 +118,53 @@ def fitting_options(
 
 
 def checked_options(
-    whose: str, function: Callable[..., Any], options: Mapping[str, Any], *, limits: bool = False
+    whose: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`options` as the annotations of `function` have them; what they do not say is not looked at.
 
-    Raises ValueError for one that does not fit; `limits`: also for one out of its range.
+    Raises ValueError for one that does not fit, or is out of its range (`Annotated[float, Ge(0)]`).
     """
     kinds = _hints(function)
     return {
-        name: checked_value(whose, name, kinds[name], value, limits=limits)
-        if name in kinds
-        else value
+        name: checked_value(whose, name, kinds[name], value) if name in kinds else value
         for name, value in options.items()
     }
 
 
-def checked_value(whose: str, name: str, kind: Any, value: Any, *, limits: bool = False) -> Any:
-    """One value as `kind` has it. Raises ValueError; `limits`: also for one out of range."""
+def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
+    """One value as `kind` has it. Raises ValueError, also for one out of the range of `kind`."""
+    kind, marks = _split(kind)
     if not _is_plain(kind) or value == math.inf:
         return value
-    problems: list[Problem] = []
-    found = fitting(kind, value, name, problems)
-    if problems:
-        raise ValueError(f"{whose}: {problems[0]}")
-    least, most = LIMITS.get(name, (-math.inf, math.inf))
-    number = value if value == found[0] else found[0]  # 1 stays 1 where 1.0 would do
-    if limits and isinstance(number, int | float) and not least <= number <= most:
-        bounds = f"{least:g} to {most:g}" if most < math.inf else f"at least {least:g}"
-        raise ValueError(
-            f"{whose}: {name} is {number:g}: expected "
-            + ("more than 0" if least == _ABOVE_0[0] else bounds)
-        )
+    if value is None and type(None) in get_args(kind):
+        return None
+    found = converted(kind, value)
+    if found is None:
+        raise ValueError(f"{whose}: {name} {misfit_text(kind, value)}")
+    number: Any = value if value == found else found  # 1 stays 1 where 1.0 would do
+    limits = _limits(marks)
+    if not all(_RANGES[key](number, limit) for key, limit in limits.items()):
+        raise ValueError(f"{whose}: {name} is {number:g}: expected {_range(**limits)}")
     return number
+
+
+def _split(kind: Any) -> tuple[Any, Sequence[Any]]:
+    """A type without its annotations, and these; they may stand at one arm of a union."""
+    if get_origin(kind) is Annotated:
+        return kind.__origin__, kind.__metadata__
+    if get_origin(kind) in _UNIONS:
+        parts = [_split(part) for part in get_args(kind)]
+        marks = [mark for _, marks in parts for mark in marks]
+        return reduce(operator.or_, [part for part, _ in parts]), marks
+    return kind, ()
+
+
+def _range(ge: float | None = None, gt: float | None = None, le: float | None = None) -> str:
+    """A range in words."""
+    if ge is not None and le is not None:
+        return f"{ge:g} to {le:g}"
+    limits = {"at least": ge, "more than": gt, "at most": le}
+    return " and ".join(f"{word} {n:g}" for word, n in limits.items() if n is not None)
 
 
 def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,16 +181,17 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether it is one that a YAML's scalar can be told to be of."""
-    if get_origin(kind) in UNIONS:
+    """Whether a YAML's scalar can be told to be of this kind."""
+    if get_origin(kind) in _UNIONS:
         return all(part is type(None) or _is_plain(part) for part in get_args(kind))
-    return kind in _KINDS or get_origin(kind) is Literal
+    return kind in _WORDS or get_origin(kind) is Literal
 
 
 @lru_cache(maxsize=256)
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Argument -> type; none where a user's annotations cannot be read."""
     try:
-        return get_type_hints(function.__init__ if inspect.isclass(function) else function)
+        called = function.__init__ if inspect.isclass(function) else function
+        return get_type_hints(called, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}

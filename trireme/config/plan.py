@@ -1,18 +1,44 @@
-"""Plan: all that is computed from one stage of a Config before anything starts."""
+"""Plan: everything that follows from one stage of a Config, computed before anything starts."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from trireme.config.places import Launcher
-from trireme.config.schema import Config
+from trireme.config.placement import (
+    EngineKind,
+    Launcher,
+    choose_engine,
+    gpus_of,
+    note_places,
+    places_of,
+)
+from trireme.config.schema import Config, SynchronizerConfig
+from trireme.config.stages import Stage, check_fates, lengths_of, steps_of
 
 SyncMethod = Literal["memory", "checkpoint", "nccl"]
 SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
-EngineKind = Literal["torch", "vllm"]
 BufferType = Literal["queue", "sql", "file"]
+_STYLES: dict[str, SyncStyle] = {
+    "fixed": "fixed",
+    "explorer_driven": "explorer_driven",
+    "dynamic_by_explorer": "explorer_driven",
+    "trainer_driven": "trainer_driven",
+    "dynamic_by_trainer": "trainer_driven",
+    "fully_async": "fully_async",
+}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
+_REPLAY_OPTIONS = {
+    "linear_decay": ("decay",),
+    "decay_limit_randomization": ("decay", "use_count_limit", "sigma"),
+}
+_KEY = "buffer.trainer_input.experience_buffer"
 
 
 @dataclass(frozen=True)
@@ -23,7 +49,6 @@ class Plan:
     """The stage's whole configuration: the global one with the stage's keys laid over it."""
     stage_name: str | None
     """None where the file has no stages."""
-    stage_index: int
     model_from_stage: int | None
     """The stage whose last checkpoint is this one's model; None: `model_path`."""
     mode: str
@@ -103,3 +128,332 @@ class Plan:
         """Of one of several explorers: in its ids, and where its logs and figures lie; else ''."""
         name = self.config.explorer.name
         return name if self.mode == "explore" and name != "explorer" else ""
+
+
+def derive(stage: Stage, root: Path) -> Plan:
+    """The Plan of one stage whose files lie in `root`. Problems found on the way are noted."""
+    config, sync, explorer = stage.config, stage.config.synchronizer, stage.config.explorer
+    gpus = num_gpus()
+    places = places_of(stage, gpus)
+    on_ray = places.launcher == "ray"
+    engine = choose_engine(stage, gpus, on_ray=on_ray)
+    hosts = 0 if on_ray else engine.hosts
+    check_fates(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
+    note_places(stage, places, gpus)
+    lengths = lengths_of(stage)
+    steps = steps_of(stage)
+    style = _style(stage, steps.own_batch)
+    method = _method(stage, on_ray, hosts)
+    lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
+    _check_whole_steps(stage)
+    _check_beat(stage, style, _is_exact(stage, lock_step))
+    job_dir = root / stage.name if stage.name else root
+    buffer_type, buffer_path = store_of(stage, job_dir)
+    _note_engine(stage, on_ray or hosts > 0)
+    window = config.trainer.ulysses_sequence_parallel_size
+    two_rows = math.ceil(2 * lengths.max_model_len / window)
+    return Plan(
+        config=config,
+        stage_name=stage.name,
+        model_from_stage=stage.model_from,
+        mode=config.mode,
+        colocated=stage.colocated,
+        job_dir=job_dir,
+        seed=config.seed,
+        device="cuda" if gpus else "cpu",
+        dtype=_dtype(stage, gpus),
+        model_path=config.model.model_path,
+        batch_size=config.buffer.batch_size,
+        repeat_times=config.algorithm.repeat_times,
+        whole_steps=stage.whole_steps,
+        runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
+        engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
+        engine_key=explorer.rollout_model.api_key,
+        eval_interval=max(explorer.eval_interval // sync.sync_interval, 1) * sync.sync_interval,
+        max_token_len=config.trainer.max_token_len_per_gpu or two_rows,
+        sync_method=method,
+        sync_style=style,
+        sync_interval=sync.sync_interval,
+        sync_offset=sync.sync_offset,
+        lock_step=lock_step,
+        share_tensors=lock_step and not config.model.lora_configs,
+        deterministic=(_is_exact(stage, lock_step) or (stage.reads_file and not on_ray))
+        and config.deterministic is not False,
+        buffer_type=buffer_type,
+        buffer_path=buffer_path,
+        listen_address=_listen_address(stage),
+        launcher=places.launcher,
+        nodes=places.nodes if on_ray else 1,
+        places_per_node=places.per_node if on_ray else 1,
+        num_engines=places.num_engines if on_ray else max(hosts, 1),
+        engine_size=places.engine_size if on_ray else 1,
+        engine_kind=engine.kind,
+        engine_python=engine.python,
+        engine_hosts=hosts,
+        takes_turns=stage.colocated and hosts > 0,
+        trainer_ranks=places.trainer_ranks if on_ray else 1,
+        gpus=gpus_of(places, gpus),
+        notes=(*stage.notes, *stage.file_notes),
+        **lengths._asdict(),
+        **steps._asdict(),
+    )
+
+
+def num_gpus() -> int:
+    """GPUs that the installed torch can use, told without loading it."""
+    try:
+        cpu_build = metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        cpu_build = True
+    if cpu_build:
+        return 0
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    listed = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+    return min(present, len(listed))
+
+
+def _dtype(stage: Stage, gpus: int) -> str:
+    """float32 on a CPU, where smaller formats are slower; else what the user asks of the engine."""
+    asked = stage.config.explorer.rollout_model.dtype
+    if gpus:
+        return "bfloat16" if asked == "auto" else asked
+    if asked == "float16":
+        stage.notes.append(f"explorer.rollout_model.dtype ({asked}): a CPU computes in float32")
+    return "float32"
+
+
+def _note_engine(stage: Stage, several: bool) -> None:
+    """Lines on what becomes of the engine that was asked for."""
+    key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
+    if stage.config.mode == "train":
+        return
+    if model.engine_type == "sglang":
+        stage.notes.append(
+            f"{key}.engine_type ({model.engine_type}): the embedded torch engine generates in its "
+            f"place"
+        )
+    if model.engine_type == "remote" and not model.base_urls:
+        stage.problem(
+            f"{key}.base_urls",
+            "is empty: engine_type remote needs the address of a server, such as "
+            "[http://127.0.0.1:8000] (trireme rollout starts one)",
+        )
+    if model.base_urls and model.engine_type != "remote":
+        stage.problem(f"{key}.engine_type", "is not remote, and base_urls is given")
+    for url in model.base_urls:
+        if not url.startswith(("http://", "https://")):
+            stage.problem(f"{key}.base_urls", f"has {url!r}: expected http://HOST:PORT")
+    if model.engine_num > 1 and not several:
+        stage.notes.append(
+            f"{key}.engine_num ({model.engine_num}): one engine generates, and runners are "
+            f"{model.engine_num} x {stage.config.explorer.runner_per_model}"
+        )
+
+
+def _listen_address(stage: Stage) -> str:
+    """Where `mode: serve` listens: this machine alone can reach it, unless there is a key."""
+    explorer = stage.config.explorer
+    given, key = explorer.listen_address, "explorer.listen_address"
+    if stage.config.mode != "serve" or explorer.rollout_model.api_key or given in _LOOPBACK:
+        return given
+    if given == "0.0.0.0":
+        stage.notes.append(
+            f"{key} ({given}): without explorer.rollout_model.api_key the server listens on "
+            f"{_LOOPBACK[0]}, for this machine alone"
+        )
+    else:
+        stage.problem(
+            key,
+            f"is {given}: other machines need explorer.rollout_model.api_key, or {_LOOPBACK[0]}",
+        )
+    return _LOOPBACK[0]
+
+
+def _style(stage: Stage, train_batch_size: int) -> SyncStyle:
+    """The style by its one name; a fixed beat that would stop for ever is a problem."""
+    config, made = stage.config, stage.rollouts
+    style = _STYLES[config.synchronizer.sync_style]
+    exploring = config.mode in ("both", "explore") and not stage.reads_file
+    if style == "fixed" and exploring and made < train_batch_size:
+        stage.problem(
+            "buffer.train_batch_size",
+            f"({train_batch_size}) is more than the {made} rollouts of an explore step (batch_size "
+            f"{config.buffer.batch_size} x repeat_times {config.algorithm.repeat_times}): with "
+            f"synchronizer.sync_style fixed both sides would wait for ever; expected at most "
+            f"{made}, or sync_style dynamic_by_explorer",
+        )
+    if style == "fully_async" and config.mode in ("explore", "train"):
+        stage.notes.append(
+            f"synchronizer.sync_style (fully_async): in mode {config.mode} the explorer looks for "
+            f"new weights every sync_interval steps and waits for none"
+        )
+        return "explorer_driven"
+    return style
+
+
+def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
+    """How weights travel here: inside the process where both sides live in it, else by files; to
+    engines in other processes as asked, or by HTTP.
+    """
+    mode, given = stage.config.mode, stage.config.synchronizer.sync_method
+    asked = _OLDER_METHODS.get(given, given)
+    if stage.colocated and not stage.reads_file:
+        return "memory"
+    if stage.reads_file or mode == "bench" or asked == "checkpoint":
+        return "checkpoint"
+    if mode == "both" and (hosts or (on_ray and not stage.remote)):
+        return "nccl" if asked == "nccl" else "memory"
+    how = "explorer and trainer share one process, so weights are handed over in memory"
+    if stage.remote:
+        how = "the trainer sends weights to the servers by HTTP"
+    if mode != "both":
+        how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
+    asked_for = given != SynchronizerConfig().sync_method  # the default is nobody's wish
+    if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
+        stage.notes.append(f"synchronizer.sync_method ({given}): {how}")
+    return "memory" if mode == "both" else "checkpoint"
+
+
+def _lock_step(stage: Stage, train_batch_size: int, method: SyncMethod) -> bool:
+    """Whether explorer and trainer take turns, so that what each has done is all that the other
+    sees. Not where time brings experiences back: a trainer that is always given more never ends
+    its turn. Nor with replay in a database, which cannot take back what it has dropped.
+    """
+    sync, store = stage.config.synchronizer, stage.config.buffer.trainer_input.experience_buffer
+    replay = store.replay_buffer
+    if replay.enable and (replay.reuse_cooldown_time is not None or store.storage_type == "sql"):
+        return False
+    return (
+        stage.config.mode == "both"
+        and not stage.reads_file
+        and not stage.remote
+        and _STYLES[sync.sync_style] == "fixed"
+        and sync.sync_interval == 1
+        and sync.sync_offset == 0
+        and method == "memory"
+        and (stage.whole_steps or train_batch_size == stage.rollouts)
+    )
+
+
+def _is_exact(stage: Stage, lock_step: bool) -> bool:
+    """Whether nothing but the seed decides what is learned: no clock, and no other program."""
+    explorer = stage.config.explorer
+    external = any(model.base_urls for model in explorer.auxiliary_models)
+    return lock_step and not explorer.dynamic_timeout.enable and not external
+
+
+def _check_whole_steps(stage: Stage) -> None:
+    """A batch that is an explore step has no other size, and needs the queue of one process."""
+    config, key = stage.config, "algorithm.sample_strategy"
+    if not stage.whole_steps:
+        return
+    if config.buffer.train_batch_size:
+        stage.problem(
+            "buffer.train_batch_size",
+            f"is {config.buffer.train_batch_size}: with {key} explore_step a batch is what an "
+            f"explore step left; leave it out",
+        )
+    buffer = config.buffer.trainer_input.experience_buffer
+    if config.mode != "both" or stage.reads_file or buffer.storage_type == "sql":
+        stage.problem(key, "is explore_step: expected mode both and a queue as store")
+    elif buffer.replay_buffer.enable:
+        stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
+
+
+def _check_beat(stage: Stage, style: SyncStyle, exact: bool) -> None:
+    """Over-rollout needs a beat that is not fixed, and determinism one that is."""
+    config = stage.config
+    ratio = config.explorer.over_rollout.ratio
+    if ratio > 0 and config.mode in ("both", "explore") and style == "fixed":
+        stage.problem(
+            "explorer.over_rollout.ratio",
+            f"is {ratio:g}: with synchronizer.sync_style fixed a step without its slowest tasks "
+            f"leaves the trainer waiting; expected another style",
+        )
+    if config.deterministic and not exact and not stage.reads_file:
+        stage.problem(
+            "deterministic",
+            "is true: expected one process (cluster.launcher local), mode both, sync_style fixed, "
+            "sync_interval 1, sync_offset 0, sync_method nccl or memory, a train_batch_size of "
+            "batch_size x repeat_times, and neither explorer.dynamic_timeout, models on other "
+            "servers, nor a replay_buffer in a database or with a reuse_cooldown_time",
+        )
+
+
+def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
+    """Kind and place of the trainer's store."""
+    config = stage.config
+    _check_explorer(stage)
+    buffer = config.buffer.trainer_input.experience_buffer
+    path = buffer.path or ""
+    is_url = "://" in path
+    if stage.reads_file:
+        if not path:
+            learner = config.algorithm.algorithm_type
+            stage.problem(f"{_KEY}.path", f"is not given: expected the data that {learner} learns")
+        return ("sql", _placed(path, job_dir)) if is_url else ("file", path)
+    kind = buffer.storage_type or "queue"
+    if config.mode in ("explore", "train", "serve") and kind != "sql":
+        stage.notes.append(
+            f"{_KEY}.storage_type ({kind}): explorer and trainer are two processes, so experiences "
+            f"go through SQLite in the job's folder"
+        )
+        kind = "sql"
+        path = path if is_url else ""
+    elif kind == "file":
+        stage.notes.append(
+            f"{_KEY}.storage_type (file): experiences go through a queue in memory, and a copy of "
+            f"each goes to the file"
+        )
+        kind = "queue"
+    _check_replay(stage)
+    if kind == "sql" and is_url and not path.startswith(("sqlite://", "postgresql")):
+        stage.problem(
+            f"{_KEY}.path",
+            f"is of the kind {path.partition('://')[0]}: expected sqlite:///<file> or "
+            "postgresql://<user>@<host>/<database>",
+        )
+    if not path:
+        path = f"sqlite:///{buffer.name}.db" if kind == "sql" else "experience_buffer.jsonl"
+    elif kind == "sql" and not is_url:
+        path = f"sqlite:///{path}"
+    return kind, _placed(path, job_dir)
+
+
+def _check_explorer(stage: Stage) -> None:
+    """The name of one of several explorers is in ids and names of files."""
+    name = stage.config.explorer.name
+    fits = re.fullmatch(r"[\w-][\w.-]*", name) and name not in ("trainer", "stage")
+    if stage.config.mode == "explore" and not fits:
+        stage.problem(
+            "explorer.name",
+            f"is {name!r}: expected letters, digits, '_', '-' or '.', and neither trainer nor "
+            "stage, since files are named after it",
+        )
+
+
+def _check_replay(stage: Stage) -> None:
+    """Priority replay's options are those of its priority."""
+    replay = stage.config.buffer.trainer_input.experience_buffer.replay_buffer
+    key = f"{_KEY}.replay_buffer"
+    if not replay.enable:
+        return
+    known = _REPLAY_OPTIONS[replay.priority_fn]
+    for name, value in replay.priority_fn_args.items():
+        if name not in known:
+            text = f"has '{name}': {replay.priority_fn} knows {', '.join(known)}"
+            stage.problem(f"{key}.priority_fn_args", text)
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            text = f"is {value!r}: expected a number at least 0"
+            stage.problem(f"{key}.priority_fn_args.{name}", text)
+
+
+def _placed(path: str, job_dir: Path) -> str:
+    """A relative file or `sqlite:///file` in the job's buffer folder; all else as it is."""
+    _, separator, rest = path.rpartition("sqlite:///")
+    if "://" in path and (not separator or rest.startswith("/")):
+        return path
+    return f"{separator}{job_dir / 'buffer' / rest}"

@@ -1,21 +1,26 @@
-"""Stages: what each stage's configuration is, once laid over the global one.
+"""Stages: merges each stage's configuration, decides the fate of its keys and counts its steps.
 
 Each stage merges onto the original file, key by key, never onto the stage before it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from trireme.config.problem import Problem
+from trireme.config import Problem
 from trireme.config.schema import Config
-from trireme.config.typed import build
+from trireme.config.section import Fate, Mapped, NoEffect, Refused, Section, fate_of
 
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 _FILE_ALGORITHMS = ("sft", "dpo", "cpt")
 _MIX_ALGORITHMS = ("mix", "mix_chord")
+ONE_CHAT_WORKFLOWS = {
+    f"{kind}{name}_workflow" for kind in ("", "async_") for name in ("simple", "math", "math_boxed")
+}
+"""Built-in workflows that chat once, and so leave exactly one experience a rollout."""
 
 
 @dataclass
@@ -90,14 +95,15 @@ def stages_of(config: Config) -> list[Stage]:
     """The stages of a file, in order; a file without any is one stage without a name."""
     out: list[Stage] = []
     for index, stage in enumerate(config.stages):
-        values = asdict(config) | {"stages": [], "mode": stage.mode or config.mode}
-        for section in (f.name for f in fields(stage) if "partial" in f.metadata):
-            values[section] = merge(values[section], getattr(stage, section) or {})
+        values = config.model_dump() | {"stages": [], "mode": stage.mode or config.mode}
+        for name, section in stage:
+            if isinstance(section, Section):
+                values[name] = merge(values[name], section.model_dump(exclude_unset=True))
         trained = [s.index for s in out if s.config.mode in ("both", "train")]
-        own_model = bool((stage.model or {}).get("model_path"))
+        own_model = stage.model is not None and stage.model.model_path
         model_from = trained[-1] if trained and not own_model else None
         name = stage.stage_name or f"stage_{index}"
-        out.append(_stage(build(Config, values), index, name, model_from))
+        out.append(_stage(Config.model_validate(values), index, name, model_from))
     return out or [_stage(config)]
 
 
@@ -105,7 +111,7 @@ def _stage(config: Config, *rest: Any) -> Stage:
     """A stage whose mode says what runs, and not where."""
     if config.mode != "colocate":
         return Stage(config, *rest)
-    stage = Stage(replace(config, mode="both"), *rest)
+    stage = Stage(config.model_copy(update={"mode": "both"}), *rest)
     stage.colocated = True
     return stage
 
@@ -136,3 +142,164 @@ def _outdated(base: dict[str, Any], over: dict[str, Any]) -> Iterator[str]:
         yield "tasksets"
     if "tasksets" in over:
         yield "taskset"
+
+
+def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | None, Any]]:
+    """Full name, fate and value of every key that differs from its default."""
+    plain = type(value)()
+    for name, item in type(value).model_fields.items():
+        held = getattr(value, name)
+        key = f"{prefix}{name}"
+        if held == getattr(plain, name):
+            continue
+        yield key, fate_of(item), held
+        inside = [(key, held)]
+        if isinstance(held, list):
+            inside = [(f"{key}[{index}]", part) for index, part in enumerate(held)]
+        elif isinstance(held, dict):
+            inside = [(f"{key}.{name}", part) for name, part in held.items()]
+        for at, part in inside:
+            if isinstance(part, Section):
+                yield from given_keys(part, f"{at}.")
+
+
+def check_fates(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) -> None:
+    """Notes what is mapped or without effect, and as a problem what is refused.
+
+    Sections that the mode does not use are left aside.
+    """
+    idle = _idle(stage)
+    no_effect: list[str] = []
+    for key, fate, value in given_keys(stage.config):
+        if fate is None or key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
+            continue
+        if fate.on == "auxiliary" and key.startswith("explorer.auxiliary_models["):
+            if value == "tinker":
+                stage.problem(
+                    key, "(tinker) is not supported yet: expected torch, external or remote"
+                )
+        elif isinstance(fate, Refused):
+            if refused := fate.values.get(value) if fate.values else fate.text:
+                idle += (key,)
+                stage.problem(key, f"({_short(value)}) {refused}")
+        elif (on_ray and fate.on == "ray") or (on_vllm and fate.on == "vllm"):
+            continue
+        elif isinstance(fate, Mapped):
+            stage.notes.append(f"{key} ({_short(value)}): {fate.text}")
+        elif isinstance(fate, NoEffect):
+            no_effect.append(f"{key}={_short(value)}")
+    if no_effect:
+        stage.notes.append(f"without effect here: {', '.join(no_effect)}")
+
+
+def _idle(stage: Stage) -> tuple[str, ...]:
+    """Sections that the mode does not use."""
+    if stage.config.mode == "train":
+        return () if stage.evaluates else ("explorer", "buffer.explorer_input")
+    if stage.config.mode == "serve":
+        return ("trainer", "buffer.explorer_input")
+    return () if stage.config.mode == "both" else ("trainer",)
+
+
+def _short(value: Any) -> str:
+    made = value[0] if isinstance(value, list) and value else value
+    text = "given" if isinstance(made, Section) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+class Lengths(NamedTuple):
+    """All four lengths, in tokens."""
+
+    max_model_len: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    min_response_tokens: int
+
+
+class Steps(NamedTuple):
+    """How much there is to do; None: only the data or the workflow tells, or there is none."""
+
+    train_batch_size: int
+    own_batch: int
+    """Of it, what comes from the explorer."""
+    explore_steps: int | None = None
+    train_steps: int | None = None
+    schedule_steps: int | None = None
+    steps_per_epoch: int | None = None
+
+
+def lengths_of(stage: Stage) -> Lengths:
+    """What the user gave, and the rest of it: prompt and response share `max_model_len`."""
+    model = stage.config.model
+    total, shortest = model.max_model_len, model.min_response_tokens
+    prompt, response = model.max_prompt_tokens, model.max_response_tokens
+    if total is None:
+        if prompt is None or response is None:
+            stage.problem(
+                "model.max_model_len",
+                "is not given: expected it, or both max_prompt_tokens and max_response_tokens",
+            )
+            return Lengths(2, 1, 1, 0)
+        total = prompt + response
+    for name, part in (("max_prompt_tokens", prompt), ("max_response_tokens", response)):
+        if part is not None and part >= total:
+            expected = f"less than model.max_model_len ({total})"
+            stage.problem(f"model.{name}", f"is {part}: expected {expected}")
+            return Lengths(total, total - 1, 1, 0)
+    if prompt is not None and response is not None and prompt + response > total:
+        stage.problem(
+            "model.max_prompt_tokens",
+            f"({prompt}) and max_response_tokens ({response}) make {prompt + response} tokens: "
+            f"expected at most model.max_model_len ({total})",
+        )
+    if response is None:
+        prompt = total // 2 if prompt is None else prompt
+        response = total - prompt
+    elif prompt is None:
+        prompt = total - response
+    return Lengths(total, prompt, response, min(shortest, max(response - 1, 0)))
+
+
+def steps_of(stage: Stage) -> Steps:
+    """Batch sizes and numbers of steps, as far as they are known before the data is loaded."""
+    config, buffer = stage.config, stage.config.buffer
+    wanted = buffer.train_batch_size or stage.rollouts
+    own = max(wanted - math.ceil((stage.expert_ratio or 0) * wanted), 1)
+    if stage.reads_file or config.mode == "train":
+        if stage.reads_file and not buffer.train_batch_size:
+            stage.problem(
+                "buffer.train_batch_size",
+                "is not given: expected the number of experiences of a train step, since "
+                f"{config.algorithm.algorithm_type} reads data",
+            )
+        rows = stage.train_rows
+        given = config.trainer.total_steps or buffer.total_steps
+        path = buffer.trainer_input.experience_buffer.path or ""
+        steps = given or _epochs(stage, "buffer.train_batch_size", wanted, rows, path)
+        return Steps(wanted, own, None, steps, steps, None if rows is None else rows // wanted)
+    if config.mode in ("bench", "serve"):
+        return Steps(wanted, own)
+    rows, size = stage.task_rows, buffer.batch_size
+    path = ", ".join(stage.task_paths)
+    explore = buffer.total_steps or _epochs(stage, "buffer.batch_size", size, rows, path)
+    expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
+    schedule = config.trainer.total_steps or expected
+    train = None if config.mode == "explore" else config.trainer.total_steps
+    one_each = stage.workflows <= ONE_CHAT_WORKFLOWS
+    if train is None and config.mode == "both" and (stage.whole_steps or one_each):
+        train = expected
+    return Steps(wanted, own, explore, train, schedule, None if rows is None else rows // size)
+
+
+def _epochs(stage: Stage, key: str, size: int, rows: int | None, path: str) -> int | None:
+    """Batches of `size` in all epochs; a problem where there is none."""
+    if rows is None:
+        return None
+    epochs = stage.config.buffer.total_epochs
+    if rows * epochs < size:
+        stage.problem(
+            key,
+            f"({size}) gives no step: {path} has {rows} rows and total_epochs is {epochs}; "
+            f"expected at most {rows * epochs}, or total_steps",
+        )
+    return rows * epochs // size

@@ -1,9 +1,163 @@
-"""Kinds: the format of the rows that each algorithm on a data set reads."""
+"""Kinds: formats of rows beside solved examples: pairs for DPO, and text for pre-training.
+
+Pairs: the columns that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
+prompt. A prompt is text or a list of messages; so is a reply (a list's, or one message's, content).
+
+Text: the column `format.prompt_key`, else `text`, else `prompt`. Texts are laid end to end, an end
+of sequence behind each, and cut into pieces of `max_model_len`: a piece may hold several texts, and
+a text lie in several pieces. Every token of a piece is trained but its first.
+"""
 
 from __future__ import annotations
 
-from trireme.data.formats import SftFormat
-from trireme.data.pairs import DpoFormat
-from trireme.data.text import CptFormat
+from collections.abc import Mapping
+from typing import Any
+
+from trireme.data.formats import Columns, SftFormat, check_messages, parsed
+from trireme.data.reply_mask import Rendered
+from trireme.data.rows import Rows
+from trireme.experience import EID, Experience
+
+_DIALOGUE = "a whole conversation"
+
+
+class DpoFormat(SftFormat):
+    """Rows as experiences whose tokens are the prompt, with `chosen` and `rejected` replies."""
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        """Row `index`; None where it is too long to leave anything of both replies."""
+        row = self.rows[index]
+        self.counts["rows"] += 1
+        with self._naming(index):
+            better, worse = (self._with_reply(row, column) for column in self._replies)
+        start = _same(better.ids[: better.mask.index(True)], worse.ids[: worse.mask.index(True)])
+        self.counts["cut"] += max(len(better.ids), len(worse.ids)) > self._max_len
+        prompt = better.ids[:start]
+        chosen, rejected = (r.ids[start : self._max_len] for r in (better, worse))
+        if not chosen or not rejected or not prompt:
+            self.counts["dropped"] += 1
+            return None
+        return Experience(
+            prompt,
+            prompt_length=len(prompt),
+            chosen=chosen,
+            rejected=rejected,
+            eid=eid,
+            prompt_text=self._tokenizer.decode(prompt),
+        )
+
+    def _columns_of(self, rows: Rows) -> Columns:
+        given = self._format
+        self._replies = [given.get(f"{n}_key") or n for n in ("chosen", "rejected")]
+        for name, column in zip(("chosen", "rejected"), self._replies, strict=True):
+            rows.require(column, f"format.{name}_key")
+        messages, prompt = given.get("messages_key", "message"), given.get("prompt_key", "prompt")
+        if messages == "message" and prompt == "prompt" and "prompt" not in rows.columns:
+            messages = "messages"
+        if messages != "message":
+            rows.require(messages, "format.messages_key")
+            return Columns(messages=messages)
+        rows.require(prompt, "format.prompt_key")
+        return Columns(prompt=prompt)
+
+    @property
+    def _prompt(self) -> str:
+        return str(self._columns.messages or self._columns.prompt)
+
+    def _with_reply(self, row: Mapping[str, Any], column: str) -> Rendered:
+        """The prompt with the reply of this column behind it."""
+        prompt, reply = row[self._prompt], _text(row[column])
+        messages = _messages(prompt)
+        if messages is None:
+            return self._render(
+                {**row, column: reply}, Columns(prompt=self._prompt, response=column)
+            )
+        whole = [*messages, {"role": "assistant", "content": reply}]
+        return self._render({**row, _DIALOGUE: whole}, Columns(messages=_DIALOGUE))
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the column, where a row is not what its columns promise."""
+        prompt = row.get(self._prompt)
+        if _messages(prompt) is not None:
+            check_messages(self._prompt, prompt, replies=False)
+            self._check_template("the prompt as text")
+        elif not isinstance(prompt, str):
+            raise ValueError(f"column '{self._prompt}' holds {prompt!r:.60}: expected text")
+        for column in self._replies:
+            if not _text(row.get(column)):
+                raise ValueError(
+                    f"column '{column}' holds {row.get(column)!r:.60}: expected a reply"
+                )
+        chosen, rejected = self._replies
+        if _text(row[chosen]) == _text(row[rejected]):
+            raise ValueError(
+                f"columns '{chosen}' and '{rejected}' hold the same reply: expected a better and a "
+                "worse one"
+            )
+
+
+def _messages(value: Any) -> list[Any] | None:
+    """A list of messages, also one that is JSON text; None for plain text."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return None
+    try:
+        found = parsed(value)
+    except ValueError:
+        return None  # a text that begins with a bracket
+    return found if isinstance(found, list) else None
+
+
+def _text(value: Any) -> str:
+    """A reply's text: itself, or the content of a message, or of a list's last one."""
+    if isinstance(value, list) and value:
+        value = value[-1]
+    found = value.get("content") if isinstance(value, Mapping) else value
+    return found if isinstance(found, str) else ""
+
+
+def _same(first: list[int], second: list[int]) -> int:
+    """How many ids both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+class CptFormat(SftFormat):
+    """Pieces of text to be learnt; an index is that of a piece."""
+
+    def __init__(self, rows: Rows, tokenizer: Any, **options: Any) -> None:
+        """See SftFormat."""
+        super().__init__(rows, tokenizer, **options)
+        self._ids: list[int] = []
+        for row in self.rows:
+            self._ids += self._tokenizer.encode(row[str(self._columns.prompt)])
+            if self._end_ids and self._ids[-1:] != self._end_ids[:1]:
+                self._ids.append(self._end_ids[0])
+        self.counts["rows"] = len(self.rows)
+
+    def __len__(self) -> int:
+        """Number of pieces; the last may be shorter."""
+        return -(-len(self._ids) // self._max_len)
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        """Piece `index`; None where it leaves nothing to predict."""
+        ids = self._ids[index * self._max_len : (index + 1) * self._max_len]
+        if len(ids) < 2:
+            return None
+        return Experience(ids, prompt_length=1, eid=eid, response_text=self._tokenizer.decode(ids))
+
+    def _columns_of(self, rows: Rows) -> Columns:
+        column = self._format.get("prompt_key", "prompt")
+        if column == "prompt" and "text" in rows.columns:
+            column = "text"
+        rows.require(column, "format.prompt_key")
+        return Columns(prompt=column)
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the column, where a row holds no text."""
+        text = row.get(str(self._columns.prompt))
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"column '{self._columns.prompt}' holds {text!r:.60}: expected text")
+
 
 FORMATS: dict[str, type[SftFormat]] = {"sft": SftFormat, "dpo": DpoFormat, "cpt": CptFormat}
+"""The format of the rows that each algorithm on a data set reads."""

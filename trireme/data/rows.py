@@ -1,6 +1,6 @@
 """Rows: what a data set's split holds, wherever and in whatever form it lies.
 
-Which file belongs to which split is decided in one place, `trireme.config.data_files`, so that
+Which file belongs to which split is decided in one place, `trireme.config.dataset`, so that
 what `trireme check` saw is what is loaded. JSON is read directly: a broken line is named, and a
 small data set costs no import of `datasets`.
 """
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from trireme.config.data_files import SPLIT, chosen_rows, data_files, why_no_json
-from trireme.config.located import located
+from trireme.config.dataset import SPLIT, chosen_rows, data_files, why_no_json
+from trireme.config.lookup import located
 from trireme.data.tables import BUILDERS, FilePlaces, load_tables, quiet_datasets
 from trireme.log import get_logger
-from trireme.nearest import did_you_mean
+from trireme.registry import did_you_mean
 
 logger = get_logger("data")
 OnError = Literal["fail", "skip"]

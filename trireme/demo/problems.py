@@ -1,4 +1,4 @@
-"""Problems: which word problems does the demo ask, and what do their worked answers look like?
+"""Problems: generates the demo's word problems and their worked answers.
 
 - A problem is a template and its numbers. No two problems of one call share both, whatever their
   names and things, so a split of the list shares no problem.

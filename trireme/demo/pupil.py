@@ -1,4 +1,4 @@
-"""Pupil: whose worked solutions does the warm-up see? Those of one who makes mistakes.
+"""Pupil: writes the warm-up's worked solutions, with a pupil's mistakes.
 
 Demonstrations are seldom all right. This pupil often counts one short where a result is large, and
 goes on with it. More of such solutions teach the same mistakes; the reward of the right result

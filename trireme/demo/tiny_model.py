@@ -1,5 +1,4 @@
-"""Tiny model: which model and tokenizer does the demo train, made on the spot and without a
-network?
+"""Tiny model: makes the demo's model and tokenizer on the spot, without a network.
 
 - The vocabulary is what the problems are written with: a word or a number with the space before
   it is one token, so that decoding is joining, and text that the demo writes comes back exactly.

@@ -1,18 +1,105 @@
-"""Device: one thread through which all work on the accelerator (or the CPU's cores) goes.
+"""Device: the one thread for all work on the accelerator (or the cores), and whose work comes next.
 
-An engine step and a train step so exclude each other, and torch keeps one pool of threads.
+An engine step and a train step so exclude each other, and torch keeps one pool of threads. `Turns`
+and `Gate` decide whose work comes next:
+
+- Turns: a trainer and an engine process share one accelerator, and one works at a time. Before the
+  trainer's work the engine pauses, which frees its memory where vLLM can sleep. It goes on before
+  the next call of it, or at once where requests wait in it; calls during the trainer's work wait.
+- Gate, in deterministic mode only: the engine's next step waits until every live rollout waits on
+  it, since a batch's make-up changes floating-point sums, and byte-equal runs need every step to
+  see the same requests. The explorer counts rollouts in and out; the engine asks `open`. The time
+  that a rollout is held for the others is not its own: `held` says how much, so that one that hangs
+  runs into its time-out alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trireme.engines.turns import Turns
+if TYPE_CHECKING:
+    from trireme.engines.engine import Engine
+
+
+class Turns:
+    """Between the trainer of this process and one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._resting = False
+        self._taken = asyncio.Lock()
+
+    @asynccontextmanager
+    async def trainers(self) -> AsyncIterator[None]:
+        """The engine rests inside."""
+        async with self._taken:
+            if not self._resting:
+                self._resting = True  # now: who asks while it lies down waits too
+                await self._engine.pause()
+            yield
+        if self._engine.health().waiting:
+            await self.engines()
+
+    async def engines(self) -> None:
+        """The engine works when this returns."""
+        if self._resting:
+            async with self._taken:
+                if self._resting:
+                    await self._engine.resume()
+                    self._resting = False
+
+
+class Gate:
+    """Counts live rollouts. Used from one event loop only, so that it needs no lock."""
+
+    def __init__(self) -> None:
+        self.live: set[tuple[Any, ...]] = set()
+        self._listeners: list[Any] = []
+        self._held: dict[tuple[Any, ...], float] = {}
+        """Seconds of live rollouts, without those since `_since`."""
+        self._since: dict[tuple[Any, ...], float] = {}
+
+    def on_change(self, wake: Any) -> None:
+        """`wake()` is called whenever a rollout ends, since the gate may open by it."""
+        self._listeners.append(wake)
+
+    @contextmanager
+    def rollout(self, key: tuple[Any, ...]) -> Iterator[None]:
+        """`key` (batch, task, run) is live inside."""
+        self.live.add(key)
+        try:
+            yield
+        finally:
+            self.live.discard(key)
+            self._held.pop(key, None)
+            self._since.pop(key, None)
+            for wake in self._listeners:
+                wake()
+
+    def open(self, waiting: Iterable[tuple[Any, ...]]) -> bool:
+        """Whether every live rollout is among those with a request at the engine."""
+        ready = {key[:3] for key in waiting}
+        is_open = self.live <= ready
+        for key in [key for key in self._since if is_open or key not in ready]:
+            self._held[key] = self.held(key)
+            del self._since[key]
+        for key in () if is_open else ready & self.live:
+            self._since.setdefault(key, time.monotonic())
+        return is_open
+
+    def held(self, key: tuple[Any, ...]) -> float:
+        """Seconds that a live rollout has waited here for the others."""
+        since = self._since.get(key)
+        now = 0.0 if since is None else time.monotonic() - since
+        return self._held.get(key, 0.0) + now
+
 
 T = TypeVar("T")
 

@@ -1,13 +1,20 @@
-"""Engine: what generates tokens. Every kind (torch, scripted, others later) keeps this contract."""
+"""Engine: what generates tokens. Every kind (torch, vllm, remote, scripted) keeps this contract.
+
+Every way to an engine makes its Sampling here, so that all of them refuse the same options in one
+sentence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
+
+from trireme.registry import did_you_mean
 
 StopReason = Literal["stop", "length", "aborted"]
 
@@ -42,7 +49,7 @@ class Sampling:
     """How to sample one request. Defaults sample from the model's own distribution.
 
     Types and ranges are checked where one is made, so that no engine gets one that it cannot run:
-    raises pydantic's ValidationError, a ValueError. `model/sampling.py` makes its sentence.
+    raises pydantic's ValidationError, a ValueError. `what_is_wrong` makes its sentence.
     """
 
     max_tokens: Annotated[int, _whole(1, 2**31 - 1)] = 128
@@ -189,3 +196,36 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Abort everything and free memory."""
         ...
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
+    """`base` with the options of one call; None leaves an option as it is.
+
+    Raises ValueError, naming the option, for one that there is not, or a value of another type or
+    out of its range.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in options:
+        if name not in _NAMES:
+            hint = did_you_mean(name, _NAMES, "did you mean '{}'? ")
+            raise ValueError(f"sampling has no option '{name}': {hint}It has: {', '.join(_NAMES)}")
+    try:
+        return dataclasses.replace(base, **options)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        fields: Mapping[str, Any] = Sampling.__pydantic_fields__  # pyright: ignore
+        raise ValueError(
+            f"sampling {name} is {options.get(name)!r:.80}: expected {fields[name].description}"
+        ) from None
+
+
+def what_is_wrong(errors: Sequence[Any]) -> str:
+    """The first of a request's errors in one sentence: the field, what was given and expected."""
+    first = errors[0]
+    field = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
+    if first["type"] == "missing":
+        return f"the request's {field}: {first['msg']}"
+    return f"the request's {field}: {first['msg']}, and it is {first.get('input')!r:.80}"

@@ -20,10 +20,9 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
+from trireme.engines.device import Turns
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
-from trireme.engines.outbox import Outbox
-from trireme.engines.servers import Servers
-from trireme.engines.turns import Turns
+from trireme.engines.servers import Outbox, Servers
 
 BUCKET_BYTES = 256 * 2**20
 

@@ -1,4 +1,4 @@
-"""Request: one sample under way, from its prompt to its completion."""
+"""Request: follows one sample from its prompt to its completion."""
 
 from __future__ import annotations
 

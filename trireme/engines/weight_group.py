@@ -1,23 +1,98 @@
 """Weight group: a process group over which a trainer broadcasts its weights to engines' workers.
 
-Rank 0 is the trainer; it opens the meeting point, and each side learns who did not come. Tensors go
-in buckets of bytes, each after a line that says what is in it, so that neither side holds more than
-a bucket beside its model. A sender that fails says so; one that is gone is seen by the time-out.
+Rank 0 is the trainer; it opens the store where the members find each other, and each side learns
+who did not come. The store has no password: whoever reaches it may write. So it listens at its own
+address alone, where torch's would at all of the machine's. Tensors go in buckets of bytes, each
+after a line that says what is in it, so that neither side holds more than a bucket beside its
+model. A sender that fails says so; one that is gone is seen by the time-out.
+
+A fingerprint, one number for each tensor, tells a right copy from a wrong one. It is exact, where
+scores are not: a train step of a small learning rate changes log-probabilities less than another
+order of the same sums does, but it changes the tensors.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 
-from trireme.engines.store import gloo_group, open_store
+
+def open_store(host: str, port: int, *, serve: bool, timeout: float) -> TCPStore:
+    """A connection to the store at an address; `serve` opens it there, port 0: at any that is free.
+
+    Raises RuntimeError where nobody serves in `timeout` seconds, OSError where we cannot.
+    """
+    wait = timedelta(seconds=timeout)
+    if not serve:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=wait,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def gloo_group(
+    store: Store, rank: int, size: int, *, timeout: float, address: str
+) -> ProcessGroupGloo:
+    """A group whose member listens at `address`, where that is one of this machine alone; else
+    where torch does, at the address of this machine's name.
+    """
+    wait = timedelta(seconds=timeout)
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._timeout = wait
+    try:
+        alone = ip_address(socket.gethostbyname(address)).is_loopback
+    except OSError:
+        alone = False
+    device = (
+        ProcessGroupGloo.create_device(hostname=address)
+        if alone
+        else ProcessGroupGloo.create_default_device()
+    )
+    options._devices = [device]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+SAMPLES = 1024
+"""Numbers looked at in a tensor, evenly spread: a train step changes nearly all."""
+
+
+def fingerprint(weights: Mapping[str, Tensor], dtype: str) -> dict[str, float]:
+    """A sum in which every sampled place counts differently, of the numbers as `dtype` has them."""
+    out = {}
+    for name, tensor in weights.items():
+        stride = max(tensor.numel() // SAMPLES, 1) | 1  # odd: it walks through all columns
+        sample = tensor.detach().reshape(-1)[::stride]
+        values = sample.to(getattr(torch, dtype)).cpu().double()
+        out[name] = float((values * torch.arange(1, len(values) + 1)).sum())
+    return out
+
+
+def refuse_unusable(weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, naming it, for a tensor that no model can compute with."""
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"weight '{name}' is of {tensor.dtype}: expected floating point")
+        wide = tensor.float() if tensor.itemsize == 1 else tensor
+        if not bool(torch.isfinite(wide).all()):
+            raise ValueError(f"weight '{name}' holds NaN or an infinite number")
+
 
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT_S = 120.0

@@ -1,10 +1,20 @@
-"""Env: what a workflow needs of an environment, and how the usual forms of `step` are read."""
+"""Env: what a workflow needs of an environment, and how the usual forms of `step` are read.
+
+Here too: modules that an environment needs and that a laptop install does not bring, and how an
+environment's tasks are written as data sets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
+
+from trireme.files import write_text
 
 
 class Env(Protocol):
@@ -48,3 +58,35 @@ def after_step(given: Any) -> Seen:
         )
     observation, reward, *ended, info = given
     return Seen(observation, float(reward or 0.0), any(map(bool, ended)), info or {})
+
+
+def extra(module: str, environment: str, group: str = "envs") -> Any:
+    """The module. Raises ModuleNotFoundError saying how to install what the environment needs:
+    the `group` of extras that brings it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise _not_installed(environment, group, str(error)) from error
+
+
+def refuse_missing(needs: Mapping[str, str]) -> None:
+    """Raise the same where one of the modules -> environments is not there; nothing is imported."""
+    for module, environment in needs.items():
+        if find_spec(module) is None:
+            raise _not_installed(environment, "envs", f"No module named '{module}'")
+
+
+def _not_installed(environment: str, group: str, why: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(
+        f"{environment} is not installed: pip install -e '.[{group}]' [{why}]"
+    )
+
+
+def write_splits(out: Path, splits: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write `<split>.jsonl` for each split, and `dataset_dict.json` with their sizes."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in splits.items():
+        write_text(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {name: {"name": name, "num_examples": len(rows)} for name, rows in splits.items()}
+    write_text(out / "dataset_dict.json", json.dumps({"splits": sizes}))

@@ -1,4 +1,4 @@
-"""Pool: environments in worker processes, for those that block, leak, or bear no second thread.
+"""Pool: runs environments in worker processes: those that block, leak, or are not thread-safe.
 
 Invariants:
 - Environments of one key (the rollouts of one game, say) live on one worker while any of them does.

@@ -21,18 +21,17 @@ from typing import Any
 
 from trireme.buffer.buffer import Buffer, Closed
 from trireme.checkpoint.layout import JobFolder
-from trireme.data.mixture import Mixture
-from trireme.data.tasksets import Exhausted, Taskset
+from trireme.data.tasksets import Exhausted, Mixture, Taskset
 from trireme.experience import Experience
-from trireme.explorer.feedback import Feedback, pass_rates
-from trireme.explorer.lost import Lost, by_cause, told
-from trireme.explorer.metrics import evaluation_metrics, rollout_metrics
+from trireme.explorer.feedback import Feedback
+from trireme.explorer.metrics import Lost, by_cause, evaluation_metrics, rollout_metrics, told
 from trireme.explorer.runner import Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json
 from trireme.log import get_logger
 from trireme.monitor.causes import left_out_by
 from trireme.monitor.figures import in_words
+from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
 from trireme.usercode import with_place
@@ -275,7 +274,7 @@ class Explorer:
         kept, more = await self.pipeline.run(experiences)
         if self.taskset is not None and self.taskset.learns:
             rates = self.pipeline.pass_rates
-            self.feedback.add(step, pass_rates(outcomes) if rates is None else rates)
+            self.feedback.add(step, pass_rates(experiences) if rates is None else rates)
         shown = in_words(metrics, "training")
         logger.info("step %d: %d rollouts in %.2f s  %s", step, len(experiences), elapsed, shown)
         self.report("explorer", step, metrics | more | self.sync.metrics())

@@ -1,4 +1,4 @@
-"""Feedback: pass rates on their way from finished steps to the taskset.
+"""Feedback: carries pass rates from finished steps to the taskset.
 
 Invariant: a step is drawn with the pass rates of the steps up to the last synchronisation, never
 with those that happened to be there: in a run whose styles keep a beat, and in one that goes on
@@ -7,13 +7,10 @@ from a checkpoint, the same tasks are asked for.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trireme.data.tasksets import PassRates
-from trireme.experience import group_by
-from trireme.explorer.runner import Outcome
 
 
 class Feedback:
@@ -52,25 +49,3 @@ class Feedback:
         for step, taskset, row, rate in state["rates"]:
             tasksets: Any = self._rates.setdefault(step, {})
             tasksets.setdefault(taskset, {})[row] = rate
-
-
-def pass_rates(outcomes: Sequence[Outcome]) -> dict[int, dict[int, float]]:
-    """The mean reward of each task's rollouts, clipped to 0 to 1; their last steps count.
-
-    A row that several tasks tried has the mean of them; one whose rollouts all failed has none.
-    """
-    found: dict[tuple[int, int], list[float]] = {}
-    for outcome in outcomes:
-        index = outcome.task.index
-        lasts = [
-            max(steps, key=lambda e: e.eid.step)
-            for steps in group_by(outcome.rollouts, "run").values()
-        ]
-        rewards = [last.reward for last in lasts if last.reward is not None]
-        if rewards and index:
-            rate = min(max(statistics.fmean(rewards), 0.0), 1.0)
-            found.setdefault((index["taskset_id"], index["index"]), []).append(rate)
-    out: dict[int, dict[int, float]] = {}
-    for (taskset, row), rates in found.items():
-        out.setdefault(taskset, {})[row] = statistics.fmean(rates)
-    return out

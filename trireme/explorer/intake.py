@@ -1,4 +1,4 @@
-"""Intake: the explorer of `mode: serve`: what agents of other processes lived through, stored.
+"""Intake: puts the experiences of external agents into the buffer (`mode: serve`).
 
 Invariants:
 - A commit is an explore step with a number of its own, also after a restart. `ship` returns when

@@ -20,13 +20,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trireme.aio import in_thread
+from trireme.engines.device import Gate
 from trireme.engines.engine import Engine
-from trireme.engines.gate import Gate
 from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.task import Task
-from trireme.threads import in_thread
 from trireme.usercode import Fault, UserCode, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
 

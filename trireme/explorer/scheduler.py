@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trireme.aio import LoopWatch
 from trireme.explorer.runner import Outcome, Runner, batch_order, judge
 from trireme.log import get_logger
 from trireme.task import Task
-from trireme.threads import LoopWatch
 from trireme.workflows.workflow import WorkflowSpec, resolve
 
 logger = get_logger("explorer")

@@ -1,4 +1,4 @@
-"""Auxiliary: models beside the trained one that workflows may ask: judges, teachers.
+"""Auxiliary: makes the models beside the trained one that workflows may call: judges, teachers.
 
 Each of `explorer.auxiliary_models` is an engine of its own, embedded or behind servers, or a model
 of someone else's behind an OpenAI API. They are never trained and get no new weights.
@@ -14,17 +14,16 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from trireme.config import Plan
-from trireme.config.located import located
-from trireme.config.schema import RolloutModelConfig
+from trireme.config.lookup import located
+from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Key
 from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.rewards.endpoint import refuse_silent
+from trireme.rewards.asker import refuse_silent
 
 LONGEST = 8192
 """Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
@@ -112,6 +111,8 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
             tuple(config.base_urls), api_key=config.api_key, timeout=timeout, seed=plan.seed
         )
     else:
+        from trireme.engines.torch.engine import TorchEngine  # 2 s that `check` does without
+
         engine = TorchEngine(
             path,
             tokenizer=tokenizer,

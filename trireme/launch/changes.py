@@ -1,4 +1,4 @@
-"""Changes: what differs between two starts of a run, what effect it has, and what is refused.
+"""Changes: compares two starts of a run: what differs, what effect it has, and what is refused.
 
 A resume goes on with the checkpoint's weights, moments and places in the data; all else is as the
 YAML says now. Each sentence here says which of the two holds for a key.
@@ -14,7 +14,7 @@ from typing import Any
 from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, Problem
-from trireme.config.located import located
+from trireme.config.lookup import located
 
 _SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -1,4 +1,4 @@
-"""Elsewhere: what one process of a run that is spread over several has of the others."""
+"""Elsewhere: holds what one process of a distributed run gets from the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from trireme.buffer.buffer import Buffer
 from trireme.experience import Experience
 from trireme.sync.synchronizer import Push
-from trireme.trainer.supply import Supply
+from trireme.trainer.trainer import Supply
 
 
 @dataclass(frozen=True)

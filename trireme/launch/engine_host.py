@@ -1,9 +1,13 @@
-"""Engine host: one engine in a process of its own, behind the routes of `trireme rollout`.
+"""Engine host: the engine processes that a plan asks for, each behind a server of its own.
 
-Starts it, waits until it serves, watches it, ends it. Knows nothing of a run: the local launcher
-and Ray's actors use it alike. Invariants:
-- The process ends with this one, whatever this one dies of: it reads our end of a pipe.
-- Every wait has a time-out; what is raised names the engine and shows the end of its log.
+- A host starts one, waits until it serves, watches it and ends it. It knows nothing of a run: the
+  local launcher and Ray's actors use it alike. The process ends with this one, whatever this one
+  dies of: it reads our end of a pipe. Every wait has a time-out; what is raised names the engine
+  and shows the end of its log.
+- A keeper starts an engine that has died in a run again, at its old address, at most
+  `cluster.engine_restarts` times; then its end is the run's. It generates only when it has the
+  run's weights, by the run's own way of sync with its proofs. Its requests are sent again, see
+  engines/servers.py: no rollout is lost by it.
 """
 
 from __future__ import annotations
@@ -12,18 +16,161 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import httpx
 
-if TYPE_CHECKING:
-    from trireme.server.engine_spec import EngineSpec
+from trireme.config import Plan
+from trireme.config.placement import COLOCATED_SHARE, PASSED
+from trireme.engines.servers import Servers
+from trireme.log import get_logger
+from trireme.server.process import EngineSpec
+
+
+def engine_hosts(plan: Plan, model_path: str, log_folder: Path) -> list[EngineHost]:
+    """The processes that the local launcher starts, with one key for all; none: it is embedded."""
+    key = plan.config.explorer.rollout_model.api_key or secrets.token_hex(16)
+    first_port = plan.config.explorer.rollout_model.base_port
+    return [
+        EngineHost(
+            engine_spec(plan, model_path),
+            name=f"{plan.engine_kind} engine {index + 1} of {plan.engine_hosts}",
+            log_file=log_folder / f"engine_{index}.log",
+            python=plan.engine_python,
+            port=0 if first_port is None else first_port + index,
+            key=key,
+            environment=_devices(plan, index),
+        )
+        for index in range(plan.engine_hosts)
+    ]
+
+
+def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
+    """What an engine process is told."""
+    config = plan.config
+    rollout = config.explorer.rollout_model
+    template = config.model.custom_chat_template
+    if template is None and config.model.chat_template_path:
+        template = Path(config.model.chat_template_path).read_text()
+    options: dict[str, Any] = {}
+    if plan.engine_kind == "vllm":
+        options = {name: getattr(rollout, name) for name in PASSED}
+        options["extra_engine_args"] = dict(options["extra_engine_args"])
+    if plan.takes_turns:
+        options["enable_sleep_mode"] = True
+        options["gpu_memory_utilization"] = COLOCATED_SHARE
+    return EngineSpec(
+        model_path,
+        plan.max_model_len,
+        kind=plan.engine_kind,
+        dtype=plan.dtype,
+        device=plan.device,
+        seed=plan.seed if rollout.seed is None else rollout.seed,
+        options=options,
+        chat_template=template,
+        enable_thinking=config.model.enable_thinking,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _devices(plan: Plan, index: int) -> dict[str, str]:
+    """Its GPUs: the first is the trainer's where there is one, the engines have those after it."""
+    if plan.device != "cuda":
+        return {}
+    rollout = plan.config.explorer.rollout_model
+    size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
+    begin = (plan.mode == "both" and not plan.takes_turns) + index * size
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(begin + size)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[begin : begin + size])}
+
+
+logger = get_logger("launcher")
+
+DYING_S = 0.5
+"""Who asks a dying process hears of it before its end can be seen."""
+T = TypeVar("T")
+
+
+class EngineKeeper:
+    """Over all engines of a run."""
+
+    def __init__(
+        self,
+        hosts: Sequence[EngineHost],
+        servers: Servers,
+        *,
+        restarts: int,
+    ) -> None:
+        self._hosts = hosts
+        self._servers = servers
+        self._restarts = restarts
+        servers.restarted = restarts > 0
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """The result of `work`; an engine that is gone for good cancels it: its error is raised."""
+        task = asyncio.ensure_future(work)
+        keepers = [asyncio.ensure_future(self._keep(host)) for host in self._hosts]
+        keepers.append(asyncio.ensure_future(self._servers.keep_complete()))
+        try:
+            await asyncio.wait({task, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or task.exception() is not None:
+                await asyncio.sleep(DYING_S)
+                for host in self._hosts:  # the cause, where the work failed for want of an engine
+                    if not self._servers.restarted:
+                        host.examine()
+                for keeper in keepers:
+                    if keeper.done():
+                        keeper.result()
+            return await task
+        finally:
+            for one in (task, *keepers):
+                one.cancel()
+            await asyncio.gather(task, *keepers, return_exceptions=True)
+
+    async def _keep(self, host: EngineHost) -> None:
+        """Start it again whenever it ends. Raises RuntimeError where that was often enough."""
+        for done in range(self._restarts + 1):
+            end = await self._end_of(host, again=done > 0)
+            what, _, rest = str(end).partition("; ")
+            if done == self._restarts:
+                limit = f", and cluster.engine_restarts ({done}) is used up" if done else ""
+                raise RuntimeError(f"{what}{limit}; {rest}" if rest else what + limit) from end
+            logger.warning("%s: it is started again (%d of %d)", what, done + 1, self._restarts)
+            self._servers.lost(host.url, self._servers.instances.get(host.url), "is gone")
+
+    async def _end_of(self, host: EngineHost, *, again: bool) -> Exception:
+        """Start it `again`; why it cannot go on, by our own looks or by those who asked it."""
+        watches: list[asyncio.Future[Any]] = []
+        try:
+            if again:
+                await host.stop(grace=0)
+                host.start()
+                await host.ready()
+                await self._servers.again(host.url)
+            looks = asyncio.ensure_future(host.watch())
+            loss = asyncio.ensure_future(self._servers.loss(host.url))
+            watches = [looks, loss]
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            if looks.done():
+                looks.result()
+            await asyncio.sleep(DYING_S)
+            host.examine()
+            return RuntimeError(f"{host.name}: {loss.result()}")
+        except (RuntimeError, TimeoutError) as error:
+            return error
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
 
 START_S = 600.0
 """How long an engine may take to load its model."""

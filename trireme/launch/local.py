@@ -15,13 +15,10 @@ from trireme.buffer.buffer import OtherSideFailed
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
-from trireme.engines.device import Device
+from trireme.engines.device import Device, Turns
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.turns import Turns
-from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.launch.engine_keeper import EngineKeeper
-from trireme.launch.engine_plan import engine_hosts
+from trireme.launch.engine_host import EngineHost, EngineKeeper, engine_hosts, start_all, stop_all
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.launch.stop import Stop
@@ -41,12 +38,12 @@ async def run_plan(
     `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
     begins with the same evaluation.
     """
+    stop.plan, stop.limit = plan, plan.config.cluster.stop_timeout
     if plan.launcher == "ray":
         from trireme.launch.ray.run import run_on_ray
 
         return await run_on_ray(plan, model_path, console, stop=stop, measure_end=measure_end)
     started = time.monotonic()
-    stop.plan, stop.limit = plan, plan.config.cluster.stop_timeout
     modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
     if plan.mode == "serve":
         from trireme.launch.serving import run_serve  # a web server, which no other mode needs

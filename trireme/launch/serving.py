@@ -14,9 +14,11 @@ from typing import Any
 
 import uvicorn
 
+from trireme.aio import LoopWatch
 from trireme.explorer.intake import Intake
+from trireme.explorer.scheduler import LEAST_BLOCKED_S
 from trireme.files import alone, write_text
-from trireme.launch.parts.rollout import sampling_of
+from trireme.launch.rollout import sampling_of
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult
 from trireme.server.app import create_app
@@ -56,6 +58,7 @@ async def run_serve(session: Session) -> StageResult:
 async def _run(session: Session) -> StageResult:
     plan, sync = session.plan, session.polled_sync()
     sync.forget()
+    watch = LoopWatch(max(plan.config.explorer.max_timeout, LEAST_BLOCKED_S))
     try:
         await sync.load_latest()
         rollouts = _rollouts(session)
@@ -83,6 +86,7 @@ async def _run(session: Session) -> StageResult:
         await session.buffer.fail(error)
         raise
     finally:
+        watch.stop()
         await session.close_engines()
     await session.buffer.close()
     result = StageResult.of(session, None, None)

@@ -1,4 +1,4 @@
-"""Session: one plan's parts while it runs, each made when it is first asked for.
+"""Session: holds one plan's parts while it runs, and makes each when it is first needed.
 
 Which parts a mode needs is said by the code that runs it; how they fit together is said here.
 """
@@ -12,52 +12,48 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
-from trireme.algorithms.recipes import Recipe
+from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
-from trireme.data.mixture import Mixture
-from trireme.data.tasksets import Taskset
-from trireme.engines.device import Device
-from trireme.engines.ends import end_tokens_of
+from trireme.data.tasksets import Mixture, Taskset
+from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Engine
-from trireme.engines.gate import Gate
+from trireme.engines.torch.shell import end_tokens_of
 from trireme.experience import Experience
 from trireme.explorer.explorer import Explorer
+from trireme.launch import data, rollout, training
 from trireme.launch.auxiliary import (
     Auxiliary,
     Served,
     make_auxiliary,
     refuse_other_vocabulary,
 )
+from trireme.launch.data import Text, make_text
 from trireme.launch.elsewhere import Console, Elsewhere
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.opening import open_run
-from trireme.launch.parts import rollout, stores, tasks, training
-from trireme.launch.parts.sync import (
+from trireme.launch.trainer_ranks import TrainerRanks
+from trireme.launch.training import (
     make_checkpoint_push,
     make_polled_sync,
     make_push,
     make_synchronizer,
 )
-from trireme.launch.parts.text import Text, make_text
-from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.log import get_logger, setup_logging
 from trireme.monitor.monitor import Monitors
 from trireme.monitor.watchdog import sample_of
-from trireme.pipeline.operator import Operator
+from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.checkpoint import CheckpointPush, PolledSync
 from trireme.sync.synchronizer import ExplorerSync, Push, Synchronizer, TrainerSync
-from trireme.trainer.backend import TorchBackend
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
 from trireme.trainer.ranks import Place
-from trireme.trainer.supply import BufferSupply, Supply
-from trireme.trainer.trainer import Trainer
+from trireme.trainer.trainer import BufferSupply, Supply, Trainer
 
 logger = get_logger("launcher")
 
@@ -96,20 +92,18 @@ class Session(AbstractContextManager["Session"]):
         self.resumed: Loaded | None = None
         self.stops: list[Callable[[], bool]] = []
         """What is asked to end where the run is told to stop."""
-        self._records: list[Record] = []
+        self.monitor = Monitors([])
         self._held = ExitStack()
+        """What is let go of at the end, the last first."""
         self._explorer: Explorer | None = None
         self._trainer: Trainer | None = None
 
     def __enter__(self) -> Session:
         """Make the folder, open its files, and look for a checkpoint to go on from."""
-        self._close_log: Callable[[], None] = lambda: None
-        self.monitor = Monitors([])
-        try:
+        with ExitStack() as unless_open:
+            unless_open.push(self._held)
             self._open()
-        except BaseException as error:  # nobody else lets go of lock and files
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+            unless_open.pop_all()
         return self
 
     def _open(self) -> None:
@@ -117,12 +111,13 @@ class Session(AbstractContextManager["Session"]):
         self.folder.make()
         if self._is_whole and plan.mode in ("both", "train"):
             self._held.enter_context(self.folder.one_trainer())
-        self._close_log = setup_logging(self.folder.log, plan.config.log.level)
+        self._held.callback(setup_logging(self.folder.log, plan.config.log.level))
         os.environ.update(plan.config.explorer.env_vars)
         if plan.mode in ("both", "train"):
             self.resumed = load_checkpoint(self.folder)
         if self._is_whole:
             self.monitor, self.alarm = open_run(self)
+            self._held.callback(self.monitor.close)
 
     def __exit__(
         self,
@@ -131,23 +126,17 @@ class Session(AbstractContextManager["Session"]):
         trace: TracebackType | None,
     ) -> None:
         """Close the files and send other trainer ranks home, whatever happened."""
-        if self._ranks is not None:
-            self._ranks.close()
-        for record in self._records:
-            record.close()
-        self.monitor.close()
-        self._close_log()
-        self._held.close()
+        self._held.__exit__(kind, error, trace)
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:
         """The tasks to explore."""
-        return tasks.make_training_taskset(self.plan)
+        return data.make_training_taskset(self.plan)
 
     @cached_property
     def eval_tasksets(self) -> list[Taskset]:
         """The tasks that measure."""
-        return tasks.make_eval_tasksets(self.plan)
+        return data.make_eval_tasksets(self.plan)
 
     @property
     def reads_file(self) -> bool:
@@ -175,7 +164,7 @@ class Session(AbstractContextManager["Session"]):
     @cached_property
     def recipe(self) -> Recipe:
         """The algorithm."""
-        return training.make_recipe(self.plan)
+        return get_recipe(self.plan.config.algorithm)
 
     @cached_property
     def text(self) -> Text:
@@ -183,10 +172,11 @@ class Session(AbstractContextManager["Session"]):
         return make_text(self.plan, self.model_path)
 
     @cached_property
-    def backend(self) -> TorchBackend | Fsdp2Backend:
+    def backend(self) -> Backend:
         """The trained model, where the checkpoint left it."""
         if self._place is not None:
             self._ranks = TrainerRanks(self.plan, self.model_path, self.recipe, self._place)
+            self._held.callback(self._ranks.close)
             backend = self._ranks.backend
         else:
             backend = training.make_backend(self.plan, self.model_path, self.recipe)
@@ -242,7 +232,7 @@ class Session(AbstractContextManager["Session"]):
         if self.elsewhere.buffer is not None:
             return self.elsewhere.buffer
         ends = end_tokens_of(self.model_path, self.text.tokenizer) if self.reads_file else ()
-        buffer, record = stores.make_buffer(
+        buffer, record = data.make_buffer(
             self.plan, self.folder, self.text, schema=self.recipe.schema, end_ids=ends
         )
         if record is not None:
@@ -254,12 +244,12 @@ class Session(AbstractContextManager["Session"]):
     @cached_property
     def operators(self) -> list[Operator]:
         """What is done to a step's experiences before they are trained."""
-        return stores.make_operators(self.plan)
+        return data.make_operators(self.plan)
 
     @cached_property
     def pipeline(self) -> Pipeline:
         """The operators, with the copy of what comes in where the YAML wants one."""
-        raw = stores.make_raw_record(self.plan, self.folder)
+        raw = data.make_raw_record(self.plan, self.folder)
         if raw is not None:
             self.keep(raw)
         return Pipeline(self.recipe, raw=raw, operators=self.operators)
@@ -271,7 +261,7 @@ class Session(AbstractContextManager["Session"]):
         out: dict[str, Buffer] = {}
         for name, config in given.items():
             ends = end_tokens_of(self.model_path, self.text.tokenizer)
-            out[name] = stores.make_file_buffer(self.plan, config, self.text, ends, endless=True)
+            out[name] = data.make_file_buffer(self.plan, config, self.text, ends, endless=True)
             if self.resumed is not None:
                 out[name].load_state(self.resumed.run_state["auxiliary"][name])
         return out
@@ -448,7 +438,7 @@ class Session(AbstractContextManager["Session"]):
 
     def keep(self, record: Record) -> None:
         """Close it with the session; what a killed run wrote after its checkpoint goes."""
-        self._records.append(record)
+        self._held.callback(record.close)
         if self.plan.mode == "both":
             record.rewind(self.resumed.run_state["explorer"]["step"] if self.resumed else 0)
 

@@ -1,6 +1,10 @@
 """Stages: runs the plans of a YAML one after the other, each from the model of the one before.
 
 `stage_meta.json` in the job's folder holds what finished stages came to: they are not run again.
+
+The demo compares: what would the reinforcement stage's time have bought as more supervised
+training? The supervised stage goes on from where it ended, for as many steps as take as long, so
+that a rise by reinforcement cannot be a weak warm-up's.
 """
 
 from __future__ import annotations
@@ -18,12 +22,38 @@ from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.explorer.explorer import Evaluation
 from trireme.files import write_json
-from trireme.launch.comparison import more_supervised
 from trireme.launch.local import run_plan
 from trireme.launch.stage_result import StageResult
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
-from trireme.monitor.summary import Summary
+from trireme.monitor.figures import Summary
+
+NAME = "more_sft"
+
+
+def more_supervised(
+    plans: Sequence[Plan], results: Sequence[StageResult], console: Console, stop: Stop
+) -> StageResult | None:
+    """Run the comparison; None where the job is not one supervised stage and one other."""
+    if [result.schema for result in results] != ["sft", "experience"]:
+        return None
+    supervised, reinforced = results
+    seconds = reinforced.phases.get("explore", 0.0) + reinforced.phases.get("train", 0.0)
+    taken = supervised.phases.get("train", 0.0)
+    if supervised.model_dir is None or not (taken and supervised.steps and seconds):
+        return None
+    steps = max(1, round(seconds * supervised.steps / taken))
+    plan = dataclasses.replace(
+        plans[0],
+        stage_name=NAME,
+        job_dir=plans[0].job_dir.parent / NAME,
+        model_from_stage=0,
+        train_steps=steps,
+        schedule_steps=steps,
+        notes=(),
+    )
+    console.stage("more SFT, for comparison", steps)
+    return stop.run(run_plan(plan, supervised.model_dir, console, stop=stop))
 
 
 def run_stages(
@@ -39,8 +69,11 @@ def run_stages(
     finished = finished_stages(job) if len(plans) > 1 else []
     results = list(finished)
     for plan in plans[len(finished) :]:
-        by = "trainer" if plan.mode in ("both", "train") else "explorer"
-        console.stage(plan.stage_name, plan.train_steps or plan.explore_steps, by=by)
+        trains = plan.mode in ("both", "train")
+        # how many train steps an explore step makes only the workflow knows: count what is known
+        by = "trainer" if trains and (plan.train_steps or not plan.explore_steps) else "explorer"
+        total = plan.train_steps if by == "trainer" else plan.explore_steps
+        console.stage(plan.stage_name, total, by=by)
         model, last = model_of(plan, results), plan is plans[-1]
         work = run_plan(plan, model, console, stop=stop, measure_end=last)
         results.append(stop.run(work))

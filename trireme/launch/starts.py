@@ -1,4 +1,4 @@
-"""Starts: what each start of a run was, in the job's folder: `run/starts.json`, `run/start_N.yaml`.
+"""Starts: records each start of a run in its folder: `run/starts.json`, `run/start_N.yaml`.
 
 Invariants:
 - One entry a start, in order; a file is written whole. Several processes of a job add theirs in
@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,10 +31,8 @@ from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded
 from trireme.config import Plan
-from trireme.config.data_files import SPLIT, data_files
-from trireme.config.dataset import dataset_facts
-from trireme.config.located import located
-from trireme.config.names import plugin_files
+from trireme.config.dataset import SPLIT, data_files, dataset_facts
+from trireme.config.lookup import located, plugin_files
 from trireme.files import in_turn, write_json, write_text
 from trireme.log import hide_passwords
 
@@ -131,7 +128,7 @@ def _as_yaml(entry: Mapping[str, Any], number: int) -> str:
 
 def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
     """The configuration of one stage, so that it runs alone and into the same folder."""
-    values: dict[str, Any] = asdict(plan.config)
+    values: dict[str, Any] = plan.config.model_dump()
     del values["stages"]
     if plan.colocated:
         values["mode"] = "colocate"

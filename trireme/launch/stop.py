@@ -1,4 +1,4 @@
-"""Stop: how a signal ends a run: at its next safe point, with a checkpoint, and in bounded time.
+"""Stop: ends a run on a signal: at its next safe point, with a checkpoint, and in bounded time.
 
 Invariants:
 - SIGINT, SIGTERM and SIGHUP ask once. A second Ctrl-C ends the process at once, and so does the

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 
-from trireme.algorithms.recipes import Recipe
+from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.config import Plan
-from trireme.launch.parts.training import make_learning, make_recipe, make_sharded_backend
-from trireme.trainer.follow import follow
-from trireme.trainer.fsdp2 import Fsdp2Backend
+from trireme.launch.training import make_backend, make_learning
+from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
-from trireme.trainer.orders import Orders
+from trireme.trainer.orders import Commands, Orders, follow
 from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.step import commands
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ class TrainerRanks:
         self._group = Ranks(place)
         self._orders = Orders(self._group)
 
-        def load() -> tuple[Fsdp2Backend, Learning]:
-            group, orders = self._group, self._orders
-            backend = make_sharded_backend(plan, model_path, recipe, group, orders)
+        def load() -> tuple[Backend, Learning]:
+            group = self._group
+            backend = make_backend(plan, model_path, recipe, group, self._orders)
             return backend, make_learning(plan, model_path, recipe, group)
 
         self.backend, self.learning = self._orders.guarded(load, doing="loading")
@@ -59,10 +59,10 @@ def follow_plan(plan: Plan, model_path: str, place: Place) -> None:
 
     The user's plugins must be loaded. Raises what went wrong here, having told rank 0.
     """
-    recipe = make_recipe(plan)
-    follow(
-        place,
-        lambda ranks: make_sharded_backend(plan, model_path, recipe, ranks),
-        recipe,
-        lambda ranks: make_learning(plan, model_path, recipe, ranks),
-    )
+    recipe = get_recipe(plan.config.algorithm)
+
+    def make(ranks: Ranks) -> Commands:
+        backend = make_backend(plan, model_path, recipe, ranks)
+        return commands(backend, recipe, make_learning(plan, model_path, recipe, ranks))
+
+    follow(place, make)

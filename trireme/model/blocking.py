@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trireme.experience import Experience
+from trireme.model.chat_tokens import Message, plain_message
 from trireme.model.conversation import experience_of, with_metrics
-from trireme.model.message import Message, plain_message
 from trireme.model.model import Model, Reply
 
 if TYPE_CHECKING:

@@ -16,14 +16,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trireme.engines.engine import Completion, Engine, OnToken, Sampling
+from trireme.engines.engine import Completion, Engine, OnToken, Sampling, with_options
 from trireme.experience import Experience
-from trireme.model.chat_tokens import ChatTokens, Prompt
-from trireme.model.conversation import experiences_of, of_call, with_metrics
-from trireme.model.message import Message, plain_message
+from trireme.model.chat_tokens import ChatTokens, Message, Prompt, plain_message
+from trireme.model.conversation import (
+    cut,
+    experiences_of,
+    inserted,
+    kept_tokens,
+    of_call,
+    with_metrics,
+)
 from trireme.model.recorder import Call, Recorder
-from trireme.model.sampling import with_options
-from trireme.model.turn import cut, inserted, kept_tokens
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trireme.engines.engine import MOST_SAMPLES
-from trireme.model.sampling import what_is_wrong
+from trireme.engines.engine import MOST_SAMPLES, what_is_wrong
 from trireme.model.tool_calls import OPENING
-from trireme.nearest import did_you_mean
+from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
     from trireme.model.model import Reply

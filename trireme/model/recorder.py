@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trireme.engines.engine import Completion
-from trireme.model.chat_tokens import Recorded
-from trireme.model.message import Message
+from trireme.model.chat_tokens import Message, Recorded
 
 
 @dataclass(eq=False)

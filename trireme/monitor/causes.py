@@ -1,4 +1,4 @@
-"""Causes: what in the figures of a run says that it does not learn, and what to do about it.
+"""Causes: recognizes in a run's metrics why it does not learn, and says what to do about it.
 
 Each is a pure function of the figures. What is normal in a run is no cause: `Facts` says what that
 is.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from trireme.monitor.course import Course, Figures, mean, values
+from trireme.monitor.figures import Course, Figures, mean, values
 
 if TYPE_CHECKING:
     from trireme.algorithms.recipes import Recipe
@@ -266,7 +266,9 @@ CAUSES: tuple[Cause, ...] = (
         "in {limit:.0%} of the groups no rollout has an advantage",
         "towards the end of a good run half of the groups may be solved by all",
         "a reward that tells replies apart; tasks that are neither always nor never solved "
-        "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1",
+        "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1; "
+        "where rewards differed at first, all replies may have become one: a smaller "
+        "`algorithm.optimizer.lr`",
         shows=True,
     ),
     Cause(

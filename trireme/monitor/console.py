@@ -1,4 +1,4 @@
-"""Console: what a person sees of a run while it runs, and the table at its end.
+"""Console: prints a run's progress, and the table at its end.
 
 On a terminal one live display (progress, figures, a rollout's text) stays at the bottom and lasting
 lines go above it; elsewhere there are only lines, one a step and every few seconds at most.
@@ -21,8 +21,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trireme.monitor.figures import clock_time, duration, figures, in_one_line, in_words, sparkline
-from trireme.monitor.summary import Summary
+from trireme.monitor.figures import (
+    Summary,
+    clock_time,
+    duration,
+    figures,
+    in_one_line,
+    in_words,
+    sparkline,
+)
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
     from trireme.experience import Experience

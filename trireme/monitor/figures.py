@@ -1,10 +1,17 @@
-"""Figures: which of a step's many numbers people see, and how they are written."""
+"""Figures: selects and formats the metrics that people see, and summarizes a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Literal
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from trireme.files import write_json
 
 # Label, the metrics it may come from (the first that is there), format.
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -88,3 +95,108 @@ def in_one_line(text: str, most: int) -> str:
         return line
     half = (most - 3) // 2
     return f"{line[:half]} … {line[-half:]}"
+
+
+Figures = Mapping[str, float]
+FEW = 3
+"""Steps of which the beginning of a run is made, and the present."""
+ROLLOUTS = 32
+"""With fewer rollouts the present is made of more steps: chance is no cause."""
+KEPT = 64
+"""Steps that are remembered."""
+
+
+@dataclass
+class Course:
+    """What the steps of one part came to so far."""
+
+    step: int = 0
+    first: list[Figures] = field(default_factory=list)
+    rows: list[Figures] = field(default_factory=list)
+    best: float = 0.0
+    """The highest mean reward of a few steps."""
+    ended: bool = False
+    """No step will follow: what there is has to do."""
+
+    def add(self, step: int, figures: Figures) -> None:
+        """One step more."""
+        self.step = step
+        if len(self.first) < FEW:
+            self.first.append(figures)
+        self.rows = [*self.rows[1 - KEPT :], figures]
+        rewards = values(self.rows[-FEW:], "rollout/reward/mean")
+        if len(rewards) == FEW:
+            self.best = max(self.best, fmean(rewards))
+
+    @property
+    def now(self) -> Sequence[Figures]:
+        """The last steps: a few, and so many that they have some rollouts; none: too early."""
+        for start in range(len(self.rows) - FEW, -1, -1):
+            if self._rollouts(start) >= ROLLOUTS:
+                return self.rows[start:]
+        return self.rows if self.ended and self._rollouts(0) >= ROLLOUTS // 4 else ()
+
+    @property
+    def began(self) -> Sequence[Figures]:
+        """The first steps, where the last ones are others."""
+        return self.first if len(self.rows) >= len(self.now) + FEW else ()
+
+    def _rollouts(self, start: int) -> float:
+        counts = (row.get("rollout/runs", ROLLOUTS) for row in self.rows[start:])
+        return sum(counts) + sum(values(self.rows[start:], "rollout/failed"))
+
+
+def values(rows: Iterable[Figures], name: str) -> list[float]:
+    """A figure in the steps that have it; files hold null where it is no finite number."""
+    found = (row.get(name) for row in rows)
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def mean(rows: Iterable[Figures], name: str) -> float:
+    """Over the steps that have it; 0 where none has."""
+    found = values(rows, name)
+    return fmean(found) if found else 0.0
+
+
+FILE_NAME = "summary.json"
+
+
+@dataclass
+class Summary:
+    """Figures of a run over all its stages. Accuracies are shares, 0 to 1; None: not measured, and
+    not written.
+    """
+
+    accuracy_before: float | None = None
+    """Of the model as it was given."""
+    accuracy_sft: float | None = None
+    """After the supervised stage."""
+    accuracy_rl: float | None = None
+    """After the reinforcement stage."""
+    accuracy_more_sft: float | None = None
+    """What the reinforcement stage's wall time of more supervised training would have reached."""
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each stage (`run` where there are none) the first and last evaluation, by taskset."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """The step that each stage has come to."""
+    wall_s: float = 0.0
+    """Seconds from start to end."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase, in the order in which they ran."""
+    model_dir: str | None = None
+    """The folder of the trained model; None where none was saved."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """What the watchdog has seen: stage, cause, step, and the text with what to do."""
+    next_command: str | None = None
+    """What to try next."""
+
+    def write(self, folder: str | Path) -> Path:
+        """Write `<folder>/summary.json`, whole or not at all."""
+        path = Path(folder) / FILE_NAME
+        write_json(path, {key: value for key, value in asdict(self).items() if value is not None})
+        return path
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Summary:
+        """The summary that `write` left in a folder."""
+        return cls(**json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8")))

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trireme.files import write_json
 from trireme.log import get_logger
 from trireme.monitor.causes import CAUSES, Cause, Facts
-from trireme.monitor.course import Course, Figures
-from trireme.monitor.figures import in_one_line
+from trireme.monitor.figures import Course, Figures, in_one_line
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 if TYPE_CHECKING:
@@ -98,17 +97,25 @@ class Watchdog:
 
 
 class Alarm:
-    """The watchdog of a run: what it says goes to the part's log, and into `watchdog.json`."""
+    """The watchdog of a run: what it says goes to the part's log, and into `watchdog.json`; that of
+    a command which has one part alone into a file of its own, since the other's is beside it.
+    """
 
-    def __init__(self, facts: Facts, folder: Path, *, goes_on: bool) -> None:
-        """`folder` has the run's `metrics.jsonl`. `goes_on`: the run was started before."""
+    def __init__(
+        self, facts: Facts, folder: Path, *, goes_on: bool, alone: str | None = None
+    ) -> None:
+        """`folder` has the run's `metrics.jsonl`. `goes_on`: the run was started before. `alone`:
+        the one part that this command has.
+        """
         self.watchdog = Watchdog(facts)
-        self._file = folder / "watchdog.json"
+        self._file = folder / (f"watchdog_{alone}.json" if alone else "watchdog.json")
         if not goes_on:
             self._file.unlink(missing_ok=True)
             return
         said = json.loads(self._file.read_text()) if self._file.exists() else []
-        self.watchdog.read(read_metrics(folder / FILE_NAME), [Warned(**one) for one in said])
+        rows = read_metrics(folder / FILE_NAME)
+        own = (row for row in rows if alone in (None, row["part"]))
+        self.watchdog.read(own, [Warned(**one) for one in said])
 
     def look(self, part: str, step: int, figures: Figures) -> dict[str, float]:
         """One step of one part; its metrics, with the flags of the known causes."""

@@ -1,33 +1,142 @@
-"""Operators: the built-in steps of the experience pipeline, functions as users write theirs.
+"""Operators: runs users' steps of the experience pipeline; defines the built-in ones.
 
-Each takes all experiences of an explore step and returns those that stay, with metrics.
+Two forms. A function `(experiences, *, options)`, plain or `async`; and a class whose options go
+into the constructor and whose `process(experiences)`, plain or `async`, is called for each explore
+step, between an optional `prepare()` and `close()`. Either returns `(experiences, metrics)`, or the
+experiences alone. Nothing is remembered from step to step: a run that goes on from a checkpoint
+makes its operators anew.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trireme.config.options import checked_value
+from trireme.aio import call_user
+from trireme.config.options import checked_value, fitting_options
 from trireme.experience import Experience, group_by
-from trireme.pipeline.operator import Operated
+from trireme.registry import Registry, operator
+from trireme.usercode import UserCode, fault_of, refuse_signature
 
+_BUILT_IN = "trireme.pipeline.operators"
+Operated = tuple[list[Experience], dict[str, float]]
 PassRates = dict[int, dict[int, float]]
 
 
+class ExperienceOperator(ABC):
+    """The class form."""
+
+    @abstractmethod
+    def process(self, exps: list[Experience]) -> Any:
+        """All experiences of an explore step -> those that stay, and metrics."""
+
+
+class OperatorFailed(RuntimeError):
+    """A user's operator raised, or gave back what cannot be trained."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator with its options."""
+
+    name: str
+    function: Callable[..., Any]
+    made: Any = None
+    """The instance, where it is a class."""
+
+    async def __call__(self, experiences: Sequence[Experience]) -> Operated:
+        """What the operator makes of an explore step. Raises OperatorFailed."""
+        found = await self._call(self.function, list(experiences))
+        kept, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        if not isinstance(kept, list) or not all(isinstance(e, Experience) for e in kept):
+            raise OperatorFailed(
+                f"operator '{self.name}' returned {type(kept).__name__}: expected a list of "
+                f"experiences, or (experiences, metrics)"
+            )
+        self._check_ids(experiences, kept)
+        return kept, {str(key): float(value) for key, value in (metrics or {}).items()}
+
+    async def prepare(self) -> None:
+        """Once, before the first step."""
+        if (function := getattr(self.made, "prepare", None)) is not None:
+            await self._call(function)
+
+    async def close(self) -> None:
+        """Once, at the end."""
+        if (function := getattr(self.made, "close", None)) is not None:
+            await self._call(function)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Foreign code: a blocking one in a thread, and its error with the operator's name."""
+        try:
+            with UserCode(f"operator '{self.name}'", function):
+                return await call_user(function, *args, away=asyncio.to_thread)
+        except Exception as error:
+            raise OperatorFailed(str(fault_of(error))) from error
+
+    def _check_ids(self, before: Sequence[Experience], after: Sequence[Experience]) -> None:
+        """Nothing is doubled, and nothing joins from another group."""
+        ids = Counter(experience.eid.uid for experience in after)
+        twice = [uid for uid, count in ids.items() if count > 1]
+        if twice:
+            raise OperatorFailed(
+                f"operator '{self.name}' returned the experience {twice[0]} twice: a copy needs an "
+                f"eid of its own (another suffix, say)"
+            )
+        strangers = {e.eid.tid for e in after} - {e.eid.tid for e in before}
+        if strangers:
+            raise OperatorFailed(
+                f"operator '{self.name}' returned an experience of the group {min(strangers)}, "
+                f"which this explore step has not"
+            )
+
+
+def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: str) -> Operator:
+    """The operator that `name` stands for. ValueError, naming `key`, for what it cannot be."""
+    found: Any = registry.get(name)
+    if not callable(found):
+        raise ValueError(f"{key} '{name}' is {type(found).__name__}: expected a function or class")
+    whose = f"{key} '{name}'"
+    options = fitting_options(whose, found, args, first=0 if inspect.isclass(found) else 1)
+    if not inspect.isclass(found):
+        refuse_signature(whose, found, found, "(experiences)", **options)
+        function = partial(found, **options) if options else found
+        if found.__module__ == _BUILT_IN:  # looks at its options first, and here at nothing else
+            try:
+                function([])
+            except ValueError as error:
+                raise ValueError(f"{whose}: {error}") from error
+        return Operator(name, function)
+    with UserCode(whose, found):
+        made: Any = found(**options)
+    if not callable(getattr(made, "process", None)):
+        raise ValueError(f"{whose}: class {found.__name__} has no method 'process'")
+    refuse_signature(whose, made.process, made.process, "(experiences)")
+    return Operator(name, made.process, made)
+
+
+@operator("reward_filter")
 def reward_filter(experiences: list[Experience], *, threshold: float = 0.0) -> Operated:
     """Keeps experiences with a reward of at least `threshold`."""
     return _keep(experiences, [e for e in experiences if _reward(e) >= threshold])
 
 
+@operator("invalid_reward_filter")
 def invalid_reward_filter(experiences: list[Experience]) -> Operated:
     """Drops experiences without a reward, or whose reward is no finite number."""
     kept = [e for e in experiences if e.reward is not None and math.isfinite(e.reward)]
     return _keep(experiences, kept)
 
 
+@operator("reward_std_filter")
 def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) -> Operated:
     """Drops groups that teach little: those with a population standard deviation of the rewards of
     at most `threshold`, and those of one experience.
@@ -40,6 +149,7 @@ def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) 
     return _keep(experiences, [e for e in experiences if e.eid.tid in kept])
 
 
+@operator("reward_shaping_mapper")
 def reward_shaping_mapper(
     experiences: list[Experience], *, reward_shaping_configs: Sequence[Mapping[str, Any]]
 ) -> Operated:
@@ -56,6 +166,7 @@ def reward_shaping_mapper(
     return experiences, {"reward_mean": _mean(experiences)}
 
 
+@operator("pass_rate_calculator")
 def pass_rate_calculator(experiences: list[Experience]) -> Operated:
     """How often each task was solved: what a data selector that learns is told.
 
@@ -66,19 +177,27 @@ def pass_rate_calculator(experiences: list[Experience]) -> Operated:
 
 
 def pass_rates(experiences: Sequence[Experience]) -> PassRates:
-    """Taskset -> row -> the mean reward of its runs' last steps, clipped to 0 to 1."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for steps in group_by(experiences, "run").values():
-        last = max(steps, key=lambda e: e.eid.step)
-        index = last.info.get("task_index") or {}
-        if last.reward is not None and "taskset_id" in index:
-            found.setdefault((index["taskset_id"], index["index"]), []).append(last.reward)
+    """Taskset -> row -> the mean reward of a task's last steps, clipped to 0 to 1.
+
+    A row that several tasks tried has the mean of them; one without a reward has none.
+    """
+    tried: dict[tuple[int, int], list[float]] = {}
+    of_rows = [e for e in experiences if e.info.get("task_index")]
+    for members in group_by(of_rows, "task").values():
+        runs = group_by(members, "run").values()
+        lasts = [max(steps, key=lambda e: e.eid.step) for steps in runs]
+        rewards = [last.reward for last in lasts if last.reward is not None]
+        index = members[0].info["task_index"]
+        if rewards:
+            rate = min(max(statistics.fmean(rewards), 0.0), 1.0)
+            tried.setdefault((index["taskset_id"], index["index"]), []).append(rate)
     out: PassRates = {}
-    for (taskset, row), rewards in found.items():
-        out.setdefault(taskset, {})[row] = min(max(statistics.fmean(rewards), 0.0), 1.0)
+    for (taskset, row), rates in tried.items():
+        out.setdefault(taskset, {})[row] = statistics.fmean(rates)
     return out
 
 
+@operator("deduplication")
 def deduplication(experiences: list[Experience]) -> Operated:
     """Of the runs of a task whose steps have equal tokens and masks, keeps the first."""
     first: dict[tuple[str, bytes], str] = {}
@@ -90,6 +209,7 @@ def deduplication(experiences: list[Experience]) -> Operated:
     return _keep(experiences, [e for e in experiences if e.eid.rid in kept])
 
 
+@operator("length_penalty")
 def length_penalty(
     experiences: list[Experience],
     *,

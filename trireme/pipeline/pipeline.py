@@ -1,22 +1,33 @@
-"""Pipeline: what happens to a step's experiences between the workflows and the buffer.
+"""Pipeline: runs operators on a step's experiences before the buffer, and on a taskset's rows.
 
 The raw experiences are kept for looking at, the operators change and filter them in the YAML's
 order, then group-relative advantages are computed, here and not in the trainer, because only here
 are groups known to be whole. With that a group is sealed: it goes into the buffer as it is, and as
 old as its oldest token.
+
+A task operator is a function `(rows, *, options) -> rows`, or a class with `process(rows)`, of
+dictionaries; it is called once. What is left lies in the job's folder: a run that goes on from a
+checkpoint has the same rows, and people can look at them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from trireme.algorithms.recipes import Recipe
 from trireme.buffer.record import Record
+from trireme.data.rows import Rows, load_rows
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
-from trireme.pipeline.operator import Operator
-from trireme.pipeline.operators import pass_rates
+from trireme.pipeline.operators import Operator, OperatorFailed, make_operator, pass_rates
+from trireme.registry import TASK_OPERATORS
+from trireme.usercode import UserCode, fault_of
 
 logger = get_logger("explorer_experience_pipeline")
 
@@ -26,6 +37,9 @@ LARGEST = 1e18
 
 
 logger = get_logger("pipeline")
+logger = get_logger("explorer_experience_pipeline")
+
+KEY = "data_processor.task_pipeline.operators"
 
 
 class Pipeline:
@@ -93,3 +107,53 @@ def _not_finite(experiences: Sequence[Experience]) -> int:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         logger.info("no advantage can be computed from the rewards of %s%s", named, more)
     return len(bad)
+
+
+def make_task_operators(given: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Operator]:
+    """Operators by name with their options. Raises ValueError naming the key of a wrong one."""
+    return [
+        make_operator(TASK_OPERATORS, name, args, f"{KEY}[{place}]")
+        for place, (name, args) in enumerate(given)
+    ]
+
+
+def prepared(
+    rows: Rows, given: Sequence[tuple[str, Mapping[str, Any]]], folder: Path, name: str
+) -> Rows:
+    """The rows after all operators: made now, or by an earlier start of this run with the same.
+
+    Raises ValueError where none is left, OperatorFailed where an operator fails.
+    """
+    told = json.dumps([rows.source, len(rows), *map(list, given)], sort_keys=True, default=str)
+    path = folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}.jsonl"
+    if not path.exists():
+        found = [dict(row) for row in rows]
+        for operator in make_task_operators(given):
+            found = _apply(operator, found)
+            logger.info("task operator '%s' left %d rows", operator.name, len(found))
+        if not found:
+            raise ValueError(f"{rows.source}: {KEY} left none of its {len(rows)} rows")
+        _write(path, found)
+    return load_rows(path)
+
+
+def _apply(operator: Operator, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    try:
+        with UserCode(f"task operator '{operator.name}'", operator.function):
+            found = operator.function(rows)
+    except Exception as error:
+        raise OperatorFailed(str(fault_of(error))) from error
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise OperatorFailed(
+            f"task operator '{operator.name}' returned {type(found).__name__}: expected a list of "
+            f"rows, each a dictionary"
+        )
+    return found
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{path.name}")
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, path)

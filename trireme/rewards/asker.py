@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from trireme.files import write_json
-from trireme.rewards.endpoint import refuse_silent
 
 Messages = list[dict[str, str]]
 _REMEMBERED = 20_000
 """Answers that a cache in memory holds."""
+_HELLO_S = 10.0
 
 
 class Asker:
@@ -133,3 +133,16 @@ class Asker:
     def _place(self, key: str) -> Path:
         assert self._folder is not None
         return self._folder / key[:2] / f"{key}.json"
+
+
+def refuse_silent(who: str, url: str) -> None:
+    """Raise ValueError, naming `who` is asked there, where nothing answers."""
+    import httpx
+
+    try:  # what it answers does not matter: not every endpoint lists its models
+        httpx.get(f"{url.rstrip('/')}/models", timeout=_HELLO_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(
+            f"{who} at {url} does not answer ({error}): expected an OpenAI-compatible endpoint "
+            "there"
+        ) from error

@@ -1,20 +1,62 @@
-"""Math: rewards for replies that end in a mathematical result."""
+"""Math: rewards for replies that end in a mathematical result, or that have the shape asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
+from trireme.registry import reward
 from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same
-from trireme.rewards.format import has_think_answer, thinks_once
 from trireme.rewards.reward import RewardFn
 from trireme.task import Task
 
+_THINK_ANSWER = re.compile(
+    r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>", re.DOTALL | re.IGNORECASE
+)
+_LONGEST = 200
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ALLOWED = re.compile(r"[\d+\-*/() ]+")
+_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
 
+
+@reward("format_reward")
+def format_reward(task: Task, answer: str, *, coefficient: float = 0.1) -> dict[str, float]:
+    """+coefficient for <think> and <answer> blocks on lines of their own; else -coefficient."""
+    return {"format_score": coefficient if has_think_answer(answer) else -coefficient}
+
+
+def has_think_answer(reply: str) -> bool:
+    """Whether a reply is one <think> block and one <answer> block, and nothing else."""
+    text = reply.strip()
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    return once and _THINK_ANSWER.fullmatch(text) is not None
+
+
+def thinks_once(reply: str) -> bool:
+    """Whether a reply begins with one closed <think> block and goes on after it."""
+    text = reply.strip()
+    if text.count("<think>") != 1 or text.count("</think>") != 1:
+        return False
+    return text.startswith("<think>") and bool(text.rpartition("</think>")[2].strip())
+
+
+@reward("accuracy_reward")
 def accuracy_reward(task: Task, answer: str) -> dict[str, float]:
     """1 where the reply's result is the right one."""
     return {"accuracy": float(same(final_answer(answer), final_truth(task.truth)))}
 
 
+@reward("math_reward")
 def math_reward(task: Task, answer: str, *, format_score_coef: float = 0.1) -> dict[str, float]:
     """1 for the right result, and plus or minus a little for <think> and <answer> blocks."""
     shaped = has_think_answer(answer)
@@ -24,6 +66,7 @@ def math_reward(task: Task, answer: str, *, format_score_coef: float = 0.1) -> d
     }
 
 
+@reward("math_boxed_reward")
 def math_boxed_reward(
     task: Task, answer: str, *, with_think: bool = False, format_score_coef: float = 0.1
 ) -> dict[str, float]:
@@ -34,6 +77,7 @@ def math_boxed_reward(
     return {"accuracy": float(right), "format_score": -format_score_coef if missing else 0.0}
 
 
+@reward("math_dapo_reward")
 class MathDapo(RewardFn):
     """1 for the right result; with `enable_overlong_penalty` less where the reply is too long.
 
@@ -65,3 +109,56 @@ class MathDapo(RewardFn):
         length, free = len(response_token), self.longest - self.cache
         share = min(max((length - free) / self.cache, 0.0), 1.0) if self.factor else 0.0
         return {**accuracy_reward(task, response), "format_score": -share * self.factor}
+
+
+@reward("countdown_reward")
+def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> dict[str, float]:
+    """0 without an equation in <answer>, `format_score` for a wrong one, 1 for a right one."""
+    target, numbers = _puzzle(task)
+    found = _ANSWER.findall(answer)
+    if not found:
+        return {"score": 0.0}
+    right = _solves(found[-1], target, numbers)
+    return {"score": 1.0 if right else format_score}
+
+
+def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
+    """Target and numbers, from the truth or from the row's columns."""
+    truth: Any = task.truth
+    if isinstance(truth, str) and truth.lstrip().startswith("{"):
+        truth = json.loads(truth)
+    row: Mapping[str, Any] = truth if isinstance(truth, Mapping) else task.raw_task
+    numbers = row.get("numbers", row.get("nums"))
+    target = row.get("target", truth)
+    if numbers is None or target is None or isinstance(target, Mapping):
+        raise ValueError(
+            "countdown_reward needs a target and its numbers: the truth, or the row's columns, "
+            f"must hold 'target' and 'numbers' (or 'nums'). The row has: {', '.join(task.raw_task)}"
+        )
+    return Fraction(str(target)), [int(number) for number in numbers]
+
+
+def _solves(text: str, target: Fraction, numbers: list[int]) -> bool:
+    """Whether the equation's left side has the target's value and uses each number once."""
+    expression = text.partition("=")[0].replace("×", "*").replace("÷", "/").strip()  # noqa: RUF001
+    if len(expression) > _LONGEST or "**" in expression or "//" in expression:
+        return False
+    if not _ALLOWED.fullmatch(expression):
+        return False
+    if Counter(map(int, re.findall(r"\d+", expression))) != Counter(numbers):
+        return False
+    try:
+        return _value(ast.parse(expression, mode="eval").body) == target
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return False  # not an equation: a wrong answer
+
+
+def _value(node: ast.expr) -> Fraction:
+    """The value of a tree of the four operations; no name, call or power is looked at."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError(f"{type(node).__name__} is not one of the four operations")

@@ -9,23 +9,16 @@ beside the others. Rewards of one answer (reward.py) may stand between them.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trireme.config.options import accepted, fitting_options, parameters_of
-from trireme.nearest import did_you_mean
-from trireme.rewards.names import ORMS, REWARDS
-from trireme.rewards.reward import number, score
-from trireme.rewards.reward import resolve as resolve_single
-from trireme.task import Task
-from trireme.usercode import Refused, UserCode
+from trireme.registry import ORMS
+from trireme.rewards.answers import final_answer, final_truth, same
 
-_CALL = "__call__"  # of a class, `callable` would speak of making it
+_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:.*?", re.DOTALL)
 
 
 class ORM:
@@ -54,239 +47,112 @@ class Value(float):
         return made
 
 
-@dataclass
-class Row:
-    """What a rollout came to, as far as rewards see it."""
+@ORMS.register("accuracy")
+class MathAccuracy(ORM):
+    """1 where a completion's result is that of the solution, else 0; None without a solution."""
 
-    completion: str
-    """The last reply."""
-    messages: list[dict[str, Any]]
-    is_truncated: bool = False
-    infos: dict[str, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    """All ids that it sampled."""
-    request_id: str = ""
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    """The dialogues of a trajectory that was split, one mapping each."""
-
-
-@dataclass(frozen=True)
-class Function:
-    """A reward function, ready to be called."""
-
-    call: Callable[..., Any]
-    each: bool = False
-    """It judges one answer a call, in the form of rewards/reward.py."""
-
-
-@dataclass(frozen=True)
-class Judge:
-    """Several reward functions with their weights."""
-
-    names: list[str]
-    functions: list[Function]
-    weights: list[float]
-
-    @classmethod
-    def of(cls, funcs: Sequence[Any], weights: Sequence[float] | None = None) -> Judge:
-        """Each of `funcs` is a name, path or class, or a mapping of its `name` and its options.
-
-        A mapping may also hold its `weight`, where there are no `weights`. Raises ValueError for an
-        unknown name or option, and for weights of another number.
-        """
-        if weights is not None and len(weights) != len(funcs):
-            raise ValueError(
-                f"reward_fn_args.weights has {len(weights)} numbers: expected {len(funcs)}, one "
-                "for each of funcs"
-            )
-        split = [_options(given) for given in funcs]
-        names = [f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f, _ in split]
-        own = [_weight(name, opts) for name, (_, opts) in zip(names, split, strict=True)]
-        used = own if weights is None else [*map(_number_of, names, weights)]
-        if used and not any(used):
-            raise ValueError(
-                f"the weights of the rewards {', '.join(names)} are all 0: expected one that is not"
-            )
-        return cls(names, [_function(f, options) for f, options in split], used)
-
-    def examine(self, task: Task) -> None:
-        """Raise ValueError where a function says of itself (`examine`) that it cannot work, or
-        needs a column that a task's row has not.
-        """
-        columns = _columns(task, [Row("", [])]) | {"auxiliary_models": []}
-        for name, function in zip(self.names, self.functions, strict=True):
-            if (look := getattr(function.call, "examine", None)) is not None:
-                look()
-            if not function.each:
-                _arguments(name, function.call, columns)
-
-    async def rewards(
-        self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
-    ) -> tuple[list[float], list[dict[str, float]]]:
-        """The weighted sum for each rollout of a task, and its parts by name, without weights.
-
-        `models` are the auxiliary ones. The parts that a reward of one answer names are there too.
-        Raises ValueError where a function returns something else than a number a rollout, or where
-        none applies to a rollout.
-        """
-        columns = _columns(task, rows) | {"auxiliary_models": list(models)}
-        found = await asyncio.gather(
-            *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
-        )
-        totals, parts = [], []
-        for place in range(len(rows)):
-            own = [numbers[place] for numbers in found]
-            used = [w * v for w, v in zip(self.weights, own, strict=True) if v is not None]
-            infos = rows[place].infos
-            if "total_reward" in infos:  # the environment's own
-                used.append(float(infos["total_reward"]))
-            if not used:
-                raise ValueError(
-                    f"no reward function applies to rollout {place} of task {task.task_id}: "
-                    f"{', '.join(self.names) or 'there is none'} gave None"
-                )
-            totals.append(math.fsum(used))
-            named = [(n, v) for n, v in zip(self.names, own, strict=True) if v is not None]
-            more = [m for _, v in named if isinstance(v, Value) for m in v.metrics.items()]
-            parts.append(dict(more) | {f"rewards/{n}": float(v) for n, v in named})
-        return totals, parts
-
-    async def _ask(
-        self, index: int, task: Task, rows: Sequence[Row], columns: Mapping[str, Any]
+    def __call__(
+        self, completions: list[str], solution: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
-        function, name = self.functions[index], self.names[index]
-        if function.each:
-            models = columns["auxiliary_models"]
-            scored = await asyncio.gather(
-                *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
-            )
-            return [Value(math.fsum(part.values()), part) for part in scored]
-        args, named = _arguments(name, function.call, columns)
-        with UserCode(f"reward '{name}'", function.call) as _:
-            found = function.call(*args, **named)
-            if inspect.isawaitable(found):
-                found = await found
-            if not isinstance(found, list | tuple) or len(found) != len(rows):
-                several = isinstance(found, list | tuple)
-                size = f"{len(found)} numbers" if several else repr(found)[:60]
-                raise Refused(
-                    f"reward '{name}' gave {size}: expected a list of {len(rows)}, one for each "
-                    "completion"
-                )
-            return [_number(value, name) for value in found]
+        """See ORM."""
+        truths = solution or [None] * len(completions)
+        return [
+            None if truth is None else float(same(final_answer(text), final_truth(truth)))
+            for text, truth in zip(completions, truths, strict=True)
+        ]
 
 
-def _arguments(
-    name: str, call: Callable[..., Any], columns: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """What a function is called with: `completions` by place where it calls them otherwise.
+@ORMS.register("format")
+class Format(ORM):
+    """1 for <think>...</think><answer>...</answer> and nothing else."""
 
-    Raises Refused where it needs a column that the rows have not.
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """See ORM."""
+        return [float(_FORMAT.fullmatch(text) is not None) for text in completions]
+
+
+@ORMS.register("react_format")
+class ReactFormat(ORM):
+    """1 for <think>...</think>, then `Action:` and `Action Input:`."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """See ORM."""
+        return [float(_REACT.fullmatch(text) is not None) for text in completions]
+
+
+@ORMS.register("cosine")
+class Cosine(ORM):
+    """A right answer is worth less the longer it is, a wrong one costs less (arXiv:2502.03373).
+
+    Along a half cosine from the value at no token to the value at `max_len` tokens.
     """
-    parameters, named = parameters_of(call), accepted(call, columns)
-    args = [] if "completions" in parameters else [named.pop("completions", columns["completions"])]
-    for argument in list(parameters.values())[len(args) :]:
-        collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
-        if argument.default is argument.empty and not collects and argument.name not in named:
-            with UserCode(f"reward '{name}'", call):
-                raise Refused(
-                    f"reward '{name}' needs '{argument.name}', and the data set has no such "
-                    f"column; there are: {', '.join(columns)}"
-                )
-    return args, named
+
+    def __init__(
+        self,
+        max_len: int,
+        min_len_value_wrong: float = -0.5,
+        max_len_value_wrong: float = 0.0,
+        min_len_value_correct: float = 1.0,
+        max_len_value_correct: float = 0.5,
+    ) -> None:
+        self.max_len = max_len
+        self.wrong = (min_len_value_wrong, max_len_value_wrong)
+        self.correct = (min_len_value_correct, max_len_value_correct)
+        self._accuracy = MathAccuracy()
+
+    def __call__(
+        self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
+    ) -> list[float | None]:
+        """See ORM."""
+        found = self._accuracy(completions, **kwargs)
+        return [
+            None if right is None else self._value(len(ids), right >= 1)
+            for ids, right in zip(response_token_ids, found, strict=True)
+        ]
+
+    def _value(self, length: int, right: bool) -> float:
+        short, long = self.correct if right else self.wrong
+        share = min(length, self.max_len) / self.max_len
+        return short - (short - long) * (1 - math.cos(math.pi * share)) / 2
 
 
-def _options(given: Any) -> tuple[Any, dict[str, Any]]:
-    if not isinstance(given, Mapping):
-        return given, {}
-    if "name" not in given:
-        raise ValueError(f"reward_fn_args.funcs has {dict(given)}: expected a `name` in it")
-    return given["name"], {name: value for name, value in given.items() if name != "name"}
+@ORMS.register("repetition")
+class Repetition(ORM):
+    """`max_penalty` times the share of repeated n-grams of words (arXiv:2502.03373)."""
+
+    def __init__(self, n_grams: int = 3, max_penalty: float = -1.0) -> None:
+        self.n_grams = n_grams
+        self.max_penalty = max_penalty
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        """See ORM."""
+        return [self._value(text.lower().split()) for text in completions]
+
+    def _value(self, words: list[str]) -> float:
+        total = len(words) - self.n_grams + 1
+        if total < 1:
+            return 0.0
+        grams = {tuple(words[i : i + self.n_grams]) for i in range(total)}
+        return (1 - len(grams) / total) * self.max_penalty
 
 
-def _weight(name: str, options: dict[str, Any]) -> float:
-    """The weight among a reward's options, which it is taken from; 1 where there is none."""
-    return _number_of(name, options.pop("weight", 1.0))
-
-
-def _number_of(name: str, weight: Any) -> float:
-    real = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not real or not math.isfinite(weight):
-        raise ValueError(f"the weight of reward '{name}' is {weight!r}: expected a number")
-    return float(weight)
-
-
-def of_groups(reward: Any) -> bool:
-    """Whether a name, path, class or function is a reward of whole groups.
-
-    Raises ValueError for an unknown name.
+@ORMS.register("soft_overlong")
+class SoftOverlong(ORM):
+    """0 up to `soft_max_length - soft_cache_length` tokens, -1 at `soft_max_length`, and on along
+    that line (after DAPO, arXiv:2503.14476, which stops at -1).
     """
-    if isinstance(reward, str):
-        if reward in ORMS.names():
-            return True
-        known = [*REWARDS.names(), *ORMS.names()]
-        if reward not in known and not {".", ":"} & set(reward):
-            hint = did_you_mean(reward, known)
-            raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")
-        reward = REWARDS.get(reward)
-    if isinstance(reward, ORM) or (inspect.isclass(reward) and issubclass(reward, ORM)):
-        return True
-    called = reward if inspect.isroutine(reward) else getattr(reward, _CALL, reward)
-    try:
-        return "completions" in inspect.signature(called).parameters
-    except (TypeError, ValueError):
-        return False  # it cannot be called, or does not say how: who resolves it says so
 
-
-def _function(given: Any, options: dict[str, Any]) -> Function:
-    """A reward function from a name, path, class, instance or function."""
-    if not of_groups(given):
-        single = resolve_single(given, options)
-        assert single is not None
-        return Function(single, each=True)
-    found: Any = given
-    if isinstance(given, str):  # either decorator may have registered it
-        found = (REWARDS if given in REWARDS and given not in ORMS else ORMS).get(given)
-    if isinstance(found, type):
-        first = next(iter(inspect.signature(found.__call__).parameters), "self")
-        if first == "completions":  # the documents' own example leaves `self` out
-            return Function(found.__call__)
-        name = given if isinstance(given, str) else found.__name__
-        taken = parameters_of(found).get("args")
-        try:
-            if taken is not None and taken.kind is not taken.VAR_POSITIONAL:
-                # ms-swift gives its command line's arguments
-                return Function(found(SimpleNamespace(**options), **accepted(found, options)))
-            made: Any = found(**fitting_options(f"reward function '{name}'", found, options))
-            return Function(made)
-        except TypeError as error:
+    def __init__(self, soft_max_length: int, soft_cache_length: int) -> None:
+        if not 0 < soft_cache_length < soft_max_length:
             raise ValueError(
-                f"reward function {given!r} does not take the options {options}: {error}"
-            ) from error
-    if not callable(found) or options:
-        what = f"has no options, and got {options}" if callable(found) else "cannot be called"
-        raise ValueError(f"reward function {given!r} {what}")
-    return Function(found)
+                f"soft_overlong: soft_cache_length is {soft_cache_length}: expected more than 0 "
+                f"and less than soft_max_length ({soft_max_length})"
+            )
+        self.free = soft_max_length - soft_cache_length
+        self.cache = soft_cache_length
 
-
-def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
-    """The keyword arguments of a call."""
-    row = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
-    row |= task.raw_task.get("data_dict") or {}
-    row.setdefault("solution", task.truth)
-    columns: dict[str, Any] = {name: [value] * len(rows) for name, value in row.items()}
-    columns["completions"] = [r.completion for r in rows]
-    columns["messages"] = [r.messages for r in rows]
-    columns["is_truncated"] = [r.is_truncated for r in rows]
-    columns["rollout_infos"] = [r.infos for r in rows]
-    columns["response_token_ids"] = [r.tokens for r in rows]
-    columns["request_id"] = [r.request_id for r in rows]
-    columns["trajectory_inputs"] = {r.request_id: r.parts for r in rows}
-    return columns
-
-
-def _number(value: Any, name: str) -> float | None:
-    if value is None:
-        return None
-    found = number(value, f"reward '{name}' gave")
-    return value if isinstance(value, Value) else found
+    def __call__(
+        self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
+    ) -> list[float | None]:
+        """See ORM."""
+        return [min(-(len(ids) - self.free) / self.cache, 0.0) for ids in response_token_ids]

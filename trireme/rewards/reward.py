@@ -1,4 +1,4 @@
-"""Reward: what an answer is worth, as named parts that are summed and logged.
+"""Reward: scores an answer by named parts, which are summed and logged.
 
 Two forms. A function `(task, answer, *, options) -> number | dict[str, number]`, which may be a
 coroutine function; and a class `RewardFn(**options)` whose instances are called with what their
@@ -14,13 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trireme.aio import call_user
 from trireme.config.options import accepted, fitting_options, parameters_of
-from trireme.rewards.names import REWARDS, reward
+from trireme.registry import REWARDS
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode, refuse_signature
-
-__all__ = ["REWARDS", "RewardFn", "resolve", "reward", "score"]
-
 
 _LARGEST = 3.4e38  # of the float32 in which rewards are compared
 _NAMED = ("response", "truth", "prompt", "task")
@@ -120,11 +118,9 @@ async def _asked(
     more = {"response_token": tokens, "auxiliary_models": models}
     if _is_function(reward):
         named = {k: v for k, v in more.items() if k in parameters_of(_inner(reward))}
-        found = reward(task, answer, **named)
-    else:
-        there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
-        found = reward(**_wanted(there, more, reward))
-    return await found if inspect.isawaitable(found) else found
+        return await call_user(functools.partial(reward, task, answer, **named))
+    there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
+    return await call_user(functools.partial(reward, **_wanted(there, more, reward)))
 
 
 def _refuse_arguments(what: str, made: Any) -> None:

@@ -1,103 +1,36 @@
-"""App: the rollout server's HTTP face, put together.
+"""App: the rollout server's HTTP face, put together, and the server that stands before it.
 
-Invariants:
-- What a client got wrong is a 4xx that names it; a 5xx is ours, an answer that is no JSON included.
-- Bodies are read by one function, which takes no NaN, half of a surrogate pair, or deep nesting.
+What a client got wrong is a 4xx that names it; a 5xx is ours, an answer that is no JSON included.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import re
 import secrets
-from collections.abc import Awaitable, Callable
+import signal
+import socket
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteError
 
-from trireme.model.sampling import what_is_wrong
+from trireme.aio import LoopWatch
+from trireme.engines.engine import what_is_wrong
+from trireme.server import openai_routes, rollout_routes
+from trireme.server.bodies import Answer
+from trireme.server.engine_routes import group_router, steering_router, stream_router
 from trireme.server.limits import Limits, error_body
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
 
-T = TypeVar("T")
 MOST = 4096
 """Requests in flight; more are refused."""
-LARGE_BODY = 2**20
-"""Bytes; one that is larger is read beside the event loop."""
 STATUS = ((ValueError, 400), (TimeoutError, 504), (FileNotFoundError, 400))
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-class Answer(JSONResponse):
-    """JSON that is sent as it is, or is our failure: never the client's."""
-
-    def render(self, content: Any) -> bytes:
-        """See JSONResponse. Raises RuntimeError where it is no JSON: for NaN, say."""
-        try:
-            return super().render(content)
-        except ValueError as error:
-            raise RuntimeError(f"the answer cannot be sent: {error}") from error
-
-
-class JsonRequest(Request):
-    """A request whose body is read by `read_json`."""
-
-    async def json(self) -> Any:
-        """Its body. Raises HTTPException where it is none."""
-        body = await self.body()
-        if len(body) > LARGE_BODY:
-            return await asyncio.to_thread(read_json, body)
-        return read_json(body)
-
-
-class JsonRoute(APIRoute):
-    """A route of such requests."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        """See APIRoute."""
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return handle_json
-
-
-def read_json(body: bytes) -> Any:
-    """What a body holds. Raises HTTPException for what is no JSON, or no text or number in it."""
-
-    def finite(text: str) -> float:
-        if not math.isfinite(number := float(text)):
-            raise ValueError(f"{text:.40} is no finite number")
-        return number
-
-    def whole(text: str) -> int:
-        """As the parser does by itself, but other threads run between two numbers: without it the
-        loop waits until the last token id of a large body has been read.
-        """
-        return int(text)
-
-    try:
-        parse_int = whole if len(body) > LARGE_BODY else None
-        found = json.loads(body, parse_float=finite, parse_int=parse_int, parse_constant=finite)
-        if _SURROGATE.search(body):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
-    except UnicodeEncodeError:
-        raise HTTPException(400, "the request's body holds half of a surrogate pair") from None
-    except ValueError as error:
-        raise HTTPException(400, f"the request's body is not JSON: {error}") from None
-    except RecursionError:
-        raise HTTPException(400, "the request's body is nested too deeply") from None
 
 
 def create_app(
@@ -111,23 +44,15 @@ def create_app(
 
     With `sessions` those of agents alone: nobody else may steer the engine.
     """
-    from trireme.server import (
-        engine_routes,
-        group_routes,
-        openai_routes,
-        rollout_routes,
-        stream_routes,
-    )
-
     app = FastAPI(title="Trireme rollout server", version="1", default_response_class=Answer)
     app.state.rollouts = rollouts
     app.state.instance = secrets.token_hex(8)
     for path in ("/health", "/health/"):
         app.add_api_route(path, partial(_health, rollouts), methods=["GET"])
     app.include_router(openai_routes.make_router(rollouts, sessions))
-    steering = (engine_routes, stream_routes, group_routes, rollout_routes)
-    for routes in steering if sessions is None else ():
-        app.include_router(routes.make_router(rollouts))
+    if sessions is None:
+        for steering in (steering_router, stream_router, group_router, rollout_routes.make_router):
+            app.include_router(steering(rollouts))
     app.add_middleware(
         Limits,
         key=key,
@@ -160,22 +85,50 @@ async def _failed(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(status, f"{error}" or type(error).__name__), status)
 
 
-async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; it is cancelled, its generation aborted, when the client has gone."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise HTTPException(499, "the client has gone")
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+GRACE_S = 5
+"""How long answers under way may still take when the server is told to end."""
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass  # the body has been read: all that may still come is the end
+def listen(host: str, port: int) -> socket.socket:
+    """The address taken, before a model is loaded for it. Raises OSError where that cannot be."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    return listener
+
+
+class AppServer:
+    """One app on one socket. Signals and `stop` end it; the second one does so at once."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(
+            app, log_level="warning", timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
+        )
+        self._server: Any = uvicorn.Server(config)
+        # its own would raise signals again, and end us before `finally`
+        self._server.capture_signals = nullcontext
+        self._listener = listener
+        self.stopped_by: list[int] = []
+        """The signals that came; 0 for `stop`."""
+        listener.listen(config.backlog)
+
+    def stop(self, number: int = 0) -> None:
+        """Let answers under way end; asked a second time: end them."""
+        self._server.force_exit = bool(self.stopped_by)
+        self._server.should_exit = True
+        self.stopped_by.append(number)
+
+    async def serve(self) -> None:
+        """Until it is stopped."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
+        watch = LoopWatch(None)  # a plug-in's scheduler may block it
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            watch.stop()

@@ -1,21 +1,31 @@
-"""Engine routes: the Engine protocol over HTTP, for `engine_type: remote`. Token ids in and out."""
+"""Engine routes: what a remote engine asks of the engine behind a server, and how weights come.
+
+- Many generations go in one request (`/engine/stream`), each answered by a line when it has ended:
+  a connection for each rollout costs more than the tokens of a small model.
+- A trainer leads an engine's workers through an update over a group (`/engine/group`): join, then
+  receive and commit for each update. Between the two the engine is paused: it goes on only when all
+  engines have everything.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol, cast
 
 from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from trireme.engines.engine import Engine, Sampling
-from trireme.engines.fingerprint import refuse_unusable
-from trireme.model.sampling import with_options
-from trireme.server.app import JsonRoute, until_gone
+from trireme.aio import in_thread
+from trireme.engines.engine import MOST_SAMPLES, Completion, Engine, Sampling, with_options
+from trireme.engines.weight_group import Meeting, WeightGroup, refuse_unusable
+from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
 
 
@@ -49,7 +59,7 @@ class CommitBody(BaseModel):
     """Whether a new run takes the server over, whose versions may be lower than the last one's."""
 
 
-def make_router(rollouts: Rollouts) -> APIRouter:
+def steering_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     engine = rollouts.engine
@@ -130,3 +140,194 @@ def refuse_older(engine: Engine, version: int, *, begin: bool) -> None:
             f"version is {version}: expected {present}, which the engine serves, or a later one "
             "(begin: true, where a new run takes the server over)",
         )
+
+
+Tasks = list[asyncio.Task[list[Completion]]]
+
+
+class StreamBody(BaseModel):
+    """Generations with a name for all of them."""
+
+    id: str
+    requests: list[GenerateBody] = Field(max_length=MOST_SAMPLES)
+
+
+class CancelBody(BaseModel):
+    """One generation of a stream."""
+
+    id: str
+    index: int = Field(ge=0)
+
+
+def stream_router(rollouts: Rollouts) -> APIRouter:
+    """See the module."""
+    router = APIRouter(prefix="/engine", route_class=JsonRoute)
+    streams: dict[str, Tasks] = {}
+
+    async def generate(request: GenerateBody) -> list[Completion]:
+        sampling = with_options(Sampling(), request.sampling)
+        return await rollouts.engine.generate(request.ids, sampling, key=as_key(request.key))
+
+    @router.post("/stream")
+    async def stream(body: StreamBody) -> StreamingResponse:
+        """Lines of JSON: `index` with `completions`, or with `error` and its `status`."""
+        counts = [request.sampling.get("n") for request in body.requests]
+        samples = sum(n if isinstance(n, int) else 1 for n in counts)
+        if samples > MOST_SAMPLES:
+            raise ValueError(
+                f"the request's generations are {samples} samples: expected at most {MOST_SAMPLES}"
+            )
+        tasks = [asyncio.ensure_future(generate(request)) for request in body.requests]
+        streams[body.id] = tasks
+
+        async def lines() -> AsyncIterator[str]:
+            try:
+                async for line in _in_order_of_end(tasks):
+                    yield line
+            finally:  # also when the client has gone: its generations are aborted
+                streams.pop(body.id, None)
+                for task in tasks:
+                    task.cancel()
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    @router.post("/cancel")
+    async def cancel(body: CancelBody) -> dict[str, bool]:
+        tasks = streams.get(body.id, [])
+        return {"cancelled": body.index < len(tasks) and tasks[body.index].cancel()}
+
+    return router
+
+
+async def _in_order_of_end(tasks: Tasks) -> AsyncIterator[str]:
+    """A line for each task when it has ended; those that end together come together."""
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    for index, task in enumerate(tasks):
+        task.add_done_callback(lambda _, index=index: ended.put_nowait(index))
+    left = len(tasks)
+    while left:
+        ready = [await ended.get()]
+        while not ended.empty():
+            ready.append(ended.get_nowait())
+        left -= len(ready)
+        yield "".join(json.dumps(_line(index, tasks[index])) + "\n" for index in ready)
+
+
+def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:
+    if task.cancelled():
+        return {"index": index, "aborted": True}
+    error = task.exception()
+    if error is None:
+        return {"index": index, "completions": [vars(c) for c in task.result()]}
+    status = 400 if isinstance(error, ValueError) else 500
+    return {"index": index, "error": str(error), "status": status}
+
+
+MAX_TIMEOUT_S = 86400.0
+
+
+class VersionBody(BaseModel):
+    """What the new weights are called."""
+
+    version: int = Field(ge=0, lt=2**53)
+    begin: bool = False
+    """See engine_routes.CommitBody."""
+
+
+class GroupEngine(Protocol):
+    """An engine whose workers are members themselves."""
+
+    group_size: int
+    """Its workers."""
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """All workers come to the meeting, and wait for the others there."""
+        ...
+
+    async def receive_weights(self) -> None:
+        """Pause, and take what the trainer broadcasts."""
+        ...
+
+    async def commit_weights(self, version: int) -> None:
+        """Use it from now on, and go on."""
+        ...
+
+
+class EmbeddedGroup:
+    """The same for an engine of this process, which holds new weights back until the commit."""
+
+    group_size = 1
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._group: WeightGroup | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._resume = False
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """See GroupEngine."""
+
+        def join() -> WeightGroup:
+            group = WeightGroup(meeting)
+            group.connect()
+            return group
+
+        self._group = await in_thread(join, name="weight-group")
+
+    async def receive_weights(self) -> None:
+        """See GroupEngine."""
+        group = self._group
+        if group is None:
+            raise ValueError("this engine is in no weight group: join one first")
+        # paused by an update that failed, the engine still has to go on after this one
+        self._resume = self._resume or not self._engine.health().paused
+        await self._engine.pause()
+        self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
+
+    async def commit_weights(self, version: int) -> None:
+        """See GroupEngine."""
+        tensors, self._tensors = self._tensors, {}
+        await self._engine.update_weights(tensors, version)
+        if self._resume:
+            self._resume = False
+            await self._engine.resume()
+
+
+def group_router(rollouts: Rollouts) -> APIRouter:
+    """See the module."""
+    router = APIRouter(prefix="/engine/group", route_class=JsonRoute)
+    own: Any = rollouts.engine
+    engine = cast(GroupEngine, own) if hasattr(own, "group_size") else EmbeddedGroup(own)
+
+    @router.get("/size")
+    async def size() -> dict[str, int]:
+        return {"workers": engine.group_size}
+
+    @router.post("/join")
+    async def join(meeting: Meeting) -> dict[str, Any]:
+        if not 1 <= meeting.rank < meeting.world_size:  # rank 0 is the trainer, and opens a port
+            raise ValueError(f"rank is {meeting.rank}: expected 1 to world_size - 1")
+        if not 0 < meeting.timeout <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout is {meeting.timeout}: expected 0 to {MAX_TIMEOUT_S:g} seconds"
+            )
+        if not 1 <= meeting.port <= 65535 or meeting.backend not in ("gloo", "nccl"):
+            raise ValueError(
+                f"port is {meeting.port}, backend {meeting.backend!r:.40}: expected 1 to 65535, "
+                "and gloo or nccl"
+            )
+        await engine.join_group(meeting)
+        return asdict(meeting)
+
+    @router.post("/receive")
+    async def receive() -> dict[str, str]:
+        await engine.receive_weights()
+        return {"message": "received"}
+
+    @router.post("/commit")
+    async def commit(body: VersionBody) -> dict[str, int]:
+        refuse_older(own, body.version, begin=body.begin)
+        await engine.commit_weights(body.version)
+        return {"version": body.version}
+
+    return router

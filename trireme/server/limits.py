@@ -1,4 +1,4 @@
-"""Limits: who may ask, how much at once, and what errors look like. Plain ASGI, for all routes.
+"""Limits: decides who may ask and how much at once, and words the errors. Plain ASGI.
 
 - A request takes a slot when its body is there, and not before: slow clients hold up nobody.
 - A web page cannot drive a server of this machine: browsers name the page in Origin and the name

@@ -16,7 +16,7 @@ from trireme.model.openai_answer import respond, stream
 from trireme.model.openai_client import DONE, event
 from trireme.model.openai_wire import ChatBody, TextBody, Wire, checked
 from trireme.server import messages, responses
-from trireme.server.app import Answer, JsonRoute, until_gone
+from trireme.server.bodies import Answer, JsonRoute, until_gone
 from trireme.server.limits import error_body
 from trireme.server.rollouts import Rollouts, experience_to_wire
 from trireme.server.sessions import Sessions

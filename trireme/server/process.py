@@ -1,9 +1,10 @@
 """Process: an engine behind a server, as a child of the program that uses it.
 
 `python -m trireme.server.process FD` reads its settings as one line of JSON from standard input,
-writes one line of JSON to the file descriptor FD when it serves (`url`) or has failed (`error`),
-and ends when standard input does: with the parent goes the child, whatever the parent died of.
-Loads neither the configuration nor the command line, which vLLM's environment need not have.
+`EngineSpec` among them, writes one line of JSON to the file descriptor FD when it serves (`url`) or
+has failed (`error`), and ends when standard input does: with the parent goes the child, whatever
+the parent died of. Loads neither the configuration nor the command line, which vLLM's environment
+need not have.
 """
 
 from __future__ import annotations
@@ -14,10 +15,88 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
+
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.model.chat_tokens import ChatTokens
+from trireme.server.rollouts import Rollouts
+
+EngineKind = Literal["torch", "vllm"]
+MAX_ROWS = 512
+"""Rollouts that an embedded engine decodes at once; more wait in its queue."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine, and how its server talks."""
+
+    model: str
+    max_model_len: int
+    kind: EngineKind = "torch"
+    dtype: str = "float32"
+    device: str = "cpu"
+    """The embedded engine's; vLLM finds its own."""
+    seed: int = 42
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's: keys of the YAML's `rollout_model`."""
+    chat_template: str | None = None
+    enable_thinking: bool | None = None
+    trust_remote_code: bool = False
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """See Rollouts."""
+    use_async_engine: bool = True
+
+    def to_json(self) -> str:
+        """On one line."""
+        return json.dumps(asdict(self))
+
+
+async def make_rollouts(spec: EngineSpec, device: Device, tokenizer: Any) -> Rollouts:
+    """The model, loaded, behind what a server does with requests."""
+    return Rollouts(
+        await _make_engine(spec, device, tokenizer),
+        ChatTokens(
+            tokenizer, chat_template=spec.chat_template, enable_thinking=spec.enable_thinking
+        ),
+        spec.model,
+        spec.max_model_len,
+        scheduler=dict(spec.scheduler),
+        use_async_engine=spec.use_async_engine,
+        seed=spec.seed,
+    )
+
+
+async def _make_engine(spec: EngineSpec, device: Device, tokenizer: Any) -> Engine:
+    if spec.kind == "vllm":
+        from trireme.engines.vllm.engine import VllmEngine
+
+        return await VllmEngine.start(
+            spec.model,
+            tokenizer=tokenizer,
+            max_model_len=spec.max_model_len,
+            dtype=spec.dtype,
+            seed=spec.seed,
+            options=spec.options,
+        )
+    from trireme.engines.torch.engine import TorchEngine
+
+    return TorchEngine(
+        spec.model,
+        tokenizer=tokenizer,
+        device=device,
+        max_model_len=spec.max_model_len,
+        seed=spec.seed,
+        max_rows=MAX_ROWS,
+        dtype=spec.dtype,
+        device_name=spec.device,
+        trust_remote_code=spec.trust_remote_code,
+    )
+
 
 END_S = 15.0
 """How long an engine may take to end; then its whole process group is killed."""
@@ -40,9 +119,8 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
     from transformers import AutoTokenizer
 
     from trireme.engines.device import Device
-    from trireme.server.app import MOST, create_app
-    from trireme.server.engine_spec import EngineSpec, make_rollouts
-    from trireme.server.serving import AppServer, listen
+    from trireme.server.app import MOST, AppServer, create_app, listen
+    from trireme.server.process import EngineSpec, make_rollouts
 
     parent = ParentWatch()
     spec = EngineSpec(**settings["spec"])

@@ -10,30 +10,16 @@ from pydantic import BaseModel, Field
 
 from trireme.engines.engine import MOST_SAMPLES
 from trireme.model.openai_wire import refuse_many
-from trireme.server.app import JsonRoute, until_gone
+from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
 from trireme.server.weights import Part, WeightGroup
 from trireme.workflows.scheduler import RolloutInferRequest
 
 
-class InferRequest(BaseModel):
-    """A conversation to go on with."""
-
-    messages: list[dict[str, Any]]
-    images: list[Any] = Field(default_factory=list)
-    audios: list[Any] = Field(default_factory=list)
-    videos: list[Any] = Field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None
-    objects: dict[str, Any] = Field(default_factory=dict)
-    data_dict: dict[str, Any] = Field(default_factory=dict)
-    uuid: str | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
 class InferBody(BaseModel):
     """Conversations, and how to sample all of them."""
 
-    infer_requests: list[InferRequest] = Field(max_length=MOST_SAMPLES)
+    infer_requests: list[RolloutInferRequest] = Field(max_length=MOST_SAMPLES)
     request_config: dict[str, Any] | None = None
     use_tqdm: bool | None = None
     key: list[Any] = Field(default_factory=list)
@@ -138,10 +124,9 @@ def make_router(rollouts: Rollouts) -> APIRouter:
     @router.post("/infer/")
     async def infer(body: InferBody, request: Request) -> list[dict[str, Any]]:
         await group.settled()
-        requests = [RolloutInferRequest(**r.model_dump()) for r in body.infer_requests]
         options = sampling_of(body.request_config)
         key = as_key(body.key)
-        work = rollouts.infer(requests, options, key=key, loss_scale=body.loss_scale)
+        work = rollouts.infer(body.infer_requests, options, key=key, loss_scale=body.loss_scale)
         return await until_gone(request, work)
 
     @router.post("/generate/")

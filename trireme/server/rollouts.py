@@ -14,15 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trireme.engines.engine import Engine, Sampling
+from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
-from trireme.model.sampling import with_options
-from trireme.workflows.outputs import Ended
+from trireme.usercode import UserCode
 from trireme.workflows.scheduled import make_scheduler, samples
 from trireme.workflows.scheduler import RolloutInferRequest
-from trireme.workflows.turns import TurnBarrier, play
+from trireme.workflows.turns import Ended, TurnBarrier, play
 
 WEIGHTS_SLACK, WEIGHTS_UNKNOWN = 64 * 2**20, 2**36
 """Bytes of weights that a client may send beyond four times a model's files, or of another model
@@ -116,15 +115,17 @@ class Rollouts:
         loss_scale: Any,
         barrier: TurnBarrier | None,
     ) -> list[dict[str, Any]]:
-        model = self.model(key, options)
+        model, scheduler = self.model(key, options), make_scheduler(self.scheduler)
         try:
-            ended = await play(
-                make_scheduler(self.scheduler),
-                request,
-                model,
-                max_turns=self.scheduler.get("max_turns"),
-                barrier=barrier,
-            )
+            name = self.scheduler.get("scheduler")
+            with UserCode(f"multi_turn_scheduler '{name}'", scheduler) as _:
+                ended = await play(
+                    scheduler,
+                    request,
+                    model,
+                    max_turns=self.scheduler.get("max_turns"),
+                    barrier=barrier,
+                )
         finally:
             model.revoke()
         name = request.uuid or "/".join(map(str, model.key))

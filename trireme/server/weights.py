@@ -2,7 +2,8 @@
 
 The trainer says by HTTP what it will broadcast and then broadcasts it, so that the answer comes
 before the tensor. What has come is put to use, all at once, by `ready`: before the next rollout, or
-when the client ends its update. A failed broadcast is told there.
+when the client ends its update. A failed broadcast is told there. LoRA weights are merged into the
+full ones that they belong to.
 """
 
 from __future__ import annotations
@@ -13,15 +14,76 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from trireme.aio import in_thread
 from trireme.engines.engine import Engine
-from trireme.engines.store import gloo_group, open_store
-from trireme.server.adapter import base_weights, merge_adapter
-from trireme.threads import in_thread
+from trireme.engines.weight_group import gloo_group, open_store
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PREFIX = "base_model.model."
+
+
+def merge_adapter(
+    base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """W + scale B A for every adapted weight, the others as they are (LoRA, arXiv:2106.09685).
+
+    Names and `config` (`r`, `lora_alpha`, `use_rslora`, `fan_in_fan_out`) are peft's. scale is
+    alpha / r, or alpha / sqrt(r). Raises ValueError for an adapter of another model or kind.
+    """
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        if rank < 1:
+            raise ValueError("r is no rank")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the adapter's configuration needs 'r' and 'lora_alpha', numbers above 0: {error}"
+        ) from error
+    scale = alpha / rank**0.5 if config.get("use_rslora") else alpha / rank
+    if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
+        raise ValueError("the adapter uses DoRA or ranks of its own for some layers: not supported")
+    merged = dict(base)
+    odd = [name for name in adapter if not name.endswith((_A, _B))]
+    if odd:
+        raise ValueError(f"the adapter has '{odd[0]}': expected names that end in {_A} or {_B}")
+    for name, a in adapter.items():
+        if not name.endswith(_A):
+            continue
+        stem = name.removesuffix(_A)
+        target = f"{stem.removeprefix(_PREFIX)}.weight"
+        if target not in base or stem + _B not in adapter:
+            raise ValueError(f"the adapter's '{name}' has no {_B[1:]} beside it, or no {target}")
+        b = adapter[stem + _B]
+        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+            raise ValueError(
+                f"the adapter's '{stem}' has A {list(a.shape)} and B {list(b.shape)}: expected "
+                "[r, in] and [out, r]"
+            )
+        change = scale * (b.double() @ a.double())
+        if config.get("fan_in_fan_out"):
+            change = change.T
+        whole = base[target]
+        if change.shape != whole.shape:
+            raise ValueError(
+                f"the adapter's '{stem}' is {list(change.shape)}: expected {list(whole.shape)}"
+            )
+        merged[target] = (whole.double() + change).to(whole.dtype)
+    return merged
+
+
+def base_weights(model_path: str) -> dict[str, Tensor]:
+    """The full weights of a model's folder."""
+    files = sorted(Path(model_path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{model_path} holds no safetensors file that an adapter could belong to")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
 
 TIMEOUT_S = 120.0
 """How long the trainer may take to meet us, and to send what it has announced."""

@@ -17,7 +17,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import save_weights
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.engines.fingerprint import fingerprint
+from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
 from trireme.log import get_logger
 from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.engines.fingerprint import fingerprint
+from trireme.engines.weight_group import fingerprint
 from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
 
 

@@ -1,4 +1,4 @@
-"""Probe: does the engine really serve the trainer's weights? Asked after every push.
+"""Probe: proves after every push that the engine serves the trainer's weights.
 
 Its tensors must be the trainer's by their fingerprints, exactly; and a fixed row of token ids,
 scored by both, must come out alike: right tensors may still be used wrongly.

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from trireme.engines.device import Device
-from trireme.engines.fingerprint import fingerprint
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.weight_group import BUCKET_BYTES, TIMEOUT_S, Meeting, WeightGroup
+from trireme.engines.weight_group import BUCKET_BYTES, TIMEOUT_S, Meeting, WeightGroup, fingerprint
 from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
 
 

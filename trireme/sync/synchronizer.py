@@ -1,5 +1,4 @@
-"""Synchronizer: says when new weights go from the trainer to the engine, and waits for nobody in
-vain.
+"""Synchronizer: decides when new weights go from trainer to engine, and never waits in vain.
 
 Styles:
 - fixed: after explore step s, with s > offset and (s - offset) divisible by the interval, the
@@ -26,7 +25,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from trireme.buffer.waiting import Bell, Demand, WallClock
+from trireme.buffer.buffer import Bell, Demand, WallClock
 from trireme.log import get_logger
 
 logger = get_logger("synchronizer")

@@ -1,4 +1,4 @@
-"""Attention: how a flat, packed micro-batch attends, row by row.
+"""Attention: computes attention over a flat, packed micro-batch, row by row.
 
 Registered with transformers under the name `trireme_packed`, without a mask function of that name,
 so that the model builds no mask of its own. The layout comes as the keyword `packed` of the model's

@@ -1,182 +1,162 @@
-"""Backend: holds the trained weights, their optimizer and the reference model.
+"""Backend: the trained weights, their optimizer and the reference model, on one rank or alone.
 
-On a CPU all is float32. On a GPU with dtype bfloat16 the weights, gradients and optimizer stay
-float32 and the forward pass runs in bfloat16 (autocast); log-probabilities are float32 always.
+Every rank calls the same methods in the same order; `Orders` has rank 0 tell the others. On a CPU
+all is float32. On a GPU with dtype bfloat16 the weights, gradients and optimizer stay float32 and
+the forward pass runs in bfloat16; log-probabilities are float32 always.
 
 Invariants:
-- gradients add up over micro-batches and do not depend on how a batch is cut;
+- gradients add up over micro-batches and ranks, and do not depend on how a batch is cut;
 - a step whose loss or gradient is not finite changes no weight and names the sample;
 - tied weights appear once in `weights`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.layout import LORA_ADAPTER
-from trireme.checkpoint.save import save_whole
+from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, WEIGHTS, rank_file
+from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import read
-from trireme.experience import Experience
+from trireme.config.schema import OptimizerConfig
+from trireme.files import write_json
+from trireme.trainer import ulysses
 from trireme.trainer.lora import Adapter, Lora
-from trireme.trainer.model import checkpoint_activations, load_model, once, token_logprobs
-from trireme.trainer.optim import Descent, OptimizerSettings
-from trireme.trainer.pack import cut
-from trireme.trainer.randomness import random_state, set_random_state
+from trireme.trainer.model import checkpoint_activations, load_model, token_logprobs
+from trireme.trainer.optim import Descent
+from trireme.trainer.orders import Order, Orders
+from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, shard, whole
+
+T = TypeVar("T")
 
 # (part of the batch, logprobs [M], entropies [M] or None) -> what the part adds to the loss.
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
 
 
-T = TypeVar("T")
-
-
-class NotFinite(RuntimeError):
-    """A loss or gradient is NaN or infinite."""
-
-
 @dataclass(frozen=True)
-class Order:
-    """What all ranks are to do now."""
+class TrainSettings:
+    """How models are trained: made once from a plan, the same for policy and critic."""
 
-    what: str
-    options: dict[str, Any] = field(default_factory=dict)
-    """JSON values."""
-    experiences: Sequence[Experience] = ()
+    optimizer: OptimizerConfig
+    max_token_len: int
+    """Tokens that a rank computes at a time."""
+    grad_clip: float
+    """Largest norm of a gradient."""
+    total_steps: int | None = None
+    """Where schedules end."""
+    device: str = "cpu"
+    """Of one process; ranks have their own."""
+    dtype: str = "float32"
+    lora: Lora | None = None
+    gradient_checkpointing: bool = False
+    offload: bool = False
+    """Shards and optimizer lie in the CPU's memory; of ranks only."""
+    share_prefix: bool = True
+    trust_remote_code: bool = False
+    seed: int = 0
+    """Of all that training draws."""
 
+    def load(self, path: str | Path, ranks: Ranks | None) -> PreTrainedModel:
+        """A model on its device; before it is spread over ranks, on the CPU."""
+        model = load_model(
+            path, device="cpu" if ranks else self.device, trust_remote_code=self.trust_remote_code
+        )
+        if ranks and ranks.sequence:
+            ulysses.switch(model, ranks.sequence)
+        return model
 
-class TrainerBackend(Protocol):
-    """What a train step, the synchronizer and a checkpoint need of the trained model."""
+    def spread(self, model: PreTrainedModel, ranks: Ranks | None) -> Root:
+        """The model in shards over ranks, or whole."""
+        if ranks is None:
+            return Root(model)
+        return shard(model, ranks.mesh, half=self._half(ranks.device), offload=self.offload)
 
-    def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
-        """Add the gradient of the batch's loss, one micro-batch after the other."""
-        ...
+    def descent(self, parameters: Iterable[nn.Parameter]) -> Descent:
+        """The optimizer of a model's parameters."""
+        return Descent(parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip)
 
-    def step(self) -> dict[str, float]:
-        """Move the weights by the gradients so far and forget them."""
-        ...
+    def team(self, ranks: Ranks | None) -> Team:
+        """Who computes a batch."""
+        return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
-    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """log p of each entry [M], of the trained or the reference model; on the CPU."""
-        ...
+    def precision(self, ranks: Ranks | None) -> AbstractContextManager:
+        """bfloat16 autocast on a GPU that was asked for it; shards have a policy of their own."""
+        if ranks is None and self._half(torch.device(self.device)):
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()
 
-    def scores(self, batch: Batch) -> Tensor:
-        """Of each entry log p, the entropy H, and the mean of p (H + log p) over the vocabulary
-        [3, M], of the trained model; on the CPU.
-        """
-        ...
-
-    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """log p of every token of plain rows; index 0 is 0."""
-        ...
-
-    def weights(self) -> dict[str, Tensor]:
-        """The trained weights as they are now, by Hugging Face names, not copied."""
-        ...
-
-    def each_weight(self) -> Generator[tuple[str, Tensor]]:
-        """`weights` one after the other, each whole; what is sharded is gathered as it is asked
-        for, so that no rank holds them all.
-        """
-        ...
-
-    def together(self, order: Order, work: Callable[[], T]) -> T:
-        """`work()`, with every other rank told to do the same; inside such work plain `work()`."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """A JSON value of each rank that had a share of the batch to itself."""
-        ...
-
-    def save(self, actor: Path, *, hf: bool) -> None:
-        """Write all that a run needs to go on into a folder; `hf`: and as others load weights."""
-        ...
-
-    def load(self, actor: Path) -> None:
-        """Back to where `save` was called, by this backend or another."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What a resume needs beside the weights; `torch.load(weights_only=True)` reads it."""
-        ...
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Back to where `state` was taken."""
-        ...
+    def _half(self, device: torch.device) -> bool:
+        return self.dtype == "bfloat16" and device.type == "cuda"
 
 
-class TorchBackend:
-    """One process, one device."""
+class Backend:
+    """All ranks call alike; without ranks there is one process and one device."""
 
     def __init__(
         self,
         model_path: str | Path,
+        settings: TrainSettings,
+        ranks: Ranks | None = None,
         *,
-        optimizer: OptimizerSettings,
-        max_token_len: int,
-        total_steps: int | None = None,
-        device: str = "cpu",
-        dtype: str = "float32",
-        grad_clip: float = 1.0,
-        lora: Lora | None = None,
-        gradient_checkpointing: bool = False,
         reference: bool = False,
-        reference_path: str | Path | None = None,
-        share_prefix: bool = True,
-        trust_remote_code: bool = False,
-        seed: int = 0,
+        orders: Orders | None = None,
     ) -> None:
-        """`reference` keeps the model as it is now (or that of `reference_path`) for KL terms, and
-        `seed` is of all that training draws.
+        """`reference` keeps the model as it is now for KL terms; with LoRA that is the plain one.
+
+        `orders`: how rank 0 has the others follow; None: they call alike, or there are none.
         """
-        self.device = torch.device(device)
-        self.module = load_model(model_path, device=device, trust_remote_code=trust_remote_code)
-        self.adapter: Adapter | None = None
-        self._reference: PreTrainedModel | None = None
+        self.ranks = ranks
+        self.device = ranks.device if ranks else torch.device(settings.device)
+        self._settings = settings
+        self._orders = orders
+        self._reference: Root | None = None
         self._has_reference = reference
-        if reference and reference_path is not None:
-            self._reference = load_model(
-                reference_path, device=device, trust_remote_code=trust_remote_code
-            ).requires_grad_(False)
-        elif reference and lora is None:
-            self._reference = copy.deepcopy(self.module).requires_grad_(False)
-        torch.manual_seed(seed)  # an adapter's first weights, and dropout
-        if lora is not None:
-            self.adapter = Adapter(self.module, lora)
+        if reference and settings.lora is None:  # first, so that one model at a time is whole
+            frozen = settings.load(model_path, ranks).requires_grad_(False)
+            self._reference = settings.spread(frozen, ranks).eval()
+        self.module = settings.load(model_path, ranks)
+        torch.manual_seed(settings.seed)  # an adapter's first weights, alike on ranks; dropout
+        lora = settings.lora
+        self.adapter = None if lora is None else Adapter(self.module, lora)
         # Dropout in an adapter and checkpointing are the only things that tell training apart.
-        self._train_mode = gradient_checkpointing or bool(lora and lora.dropout)
-        if gradient_checkpointing:
+        self._train_mode = settings.gradient_checkpointing or bool(lora and lora.dropout)
+        if settings.gradient_checkpointing:
             checkpoint_activations(self.module)
-        self.descent = Descent(
-            self.module.parameters(), optimizer, total_steps, grad_clip=grad_clip
-        )
-        self._half = dtype == "bfloat16" and self.device.type == "cuda"
-        self._max_token_len = max_token_len
-        self._share_prefix = share_prefix
+        self._root = settings.spread(self.module, ranks)
+        self.descent = settings.descent(self.module.parameters())
+        self._team = settings.team(ranks)
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0
 
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
-        """See TrainerBackend. Raises NotFinite where the loss does."""
+        """Add the gradient of the batch's loss, one micro-batch after the other.
+
+        What the loss raises on one rank (NotFinite, for one) is raised on all.
+        """
         self._since_step.append((batch, loss, entropy))
-        self.module.train(self._train_mode)
-        for part in cut(batch, self._max_token_len, share_prefix=self._share_prefix):
-            self._micro_batches += 1
-            self._gradient(part, loss, entropy)
-        self.module.eval()
+        self._root.train(self._train_mode)
+        error: Exception | None = None
+        for part in self._team.parts(batch):
+            self._micro_batches += part is not None
+            error = self._gradient(part if error is None else None, loss, entropy) or error
+        self._root.eval()
+        self._team.agree(error)
 
     def step(self) -> dict[str, float]:
-        """See TrainerBackend. Raises NotFinite naming a sample, and moves nothing."""
+        """Move the weights by the gradients so far and forget them.
+
+        Raises NotFinite naming a sample, and moves nothing.
+        """
         norm, lr = self.descent.move()
         if not math.isfinite(norm):
             step = self.descent.steps + 1
@@ -184,19 +164,126 @@ class TorchBackend:
         metrics = {
             "actor/grad_norm": norm,
             "actor/lr": lr,
-            "perf/micro_batches": float(self._micro_batches),
+            "perf/micro_batches": float(sum(self.gather(self._micro_batches))),
         }
         self._since_step.clear()
         self._micro_batches = 0
         return metrics
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """See TrainerBackend."""
+        """log p of each entry [M], of the trained or the reference model; on every rank's CPU."""
         return self._scores(batch, reference=reference)[0]
 
     def scores(self, batch: Batch) -> Tensor:
-        """See TrainerBackend."""
+        """Of each entry log p, the entropy H, and the mean of p (H + log p) over the vocabulary
+        [3, M], of the trained model; on every rank's CPU.
+        """
         return self._scores(batch, entropy=True)
+
+    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """log p of every token of plain rows; index 0 is 0."""
+        order = Order("score", {"ids": [list(row) for row in ids], "temperature": temperature})
+        batch = of_tokens(ids, temperature=temperature)
+        logprobs = self.together(order, lambda: self.logprobs(batch))
+        return [[0.0, *row.tolist()] for row in logprobs.split(batch.counts.tolist())]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights as they are now, by Hugging Face names.
+
+        Of one process not copied (with LoRA: merged, in new tensors for the layers concerned); of
+        ranks whole, on this rank's CPU.
+        """
+        if self.ranks is None:
+            return dict(self.each_shard())
+        return {name: tensor.cpu() for name, tensor in self.each_weight()}
+
+    def each_weight(self) -> Generator[tuple[str, Tensor]]:
+        """`weights` one after the other, each whole; what is sharded is gathered as it is asked
+        for, so that no rank holds them all. The other ranks go through them and drop them.
+        """
+        self.together(Order("each_weight"), lambda: None)
+        gathered = ((name, whole(tensor)) for name, tensor in self.each_shard())
+        while (item := self._guarded(lambda: next(gathered, None))) is not None:
+            try:
+                yield item
+            except GeneratorExit:
+                while self._guarded(lambda: next(gathered, None)) is not None:
+                    pass  # the other ranks do not know that nobody wants the rest
+                raise
+
+    def each_shard(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each weight, by Hugging Face names, tied ones once; LoRA merged."""
+        named = self.adapter.each_merged() if self.adapter else self.module.state_dict().items()
+        seen = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
+        own = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
+        return ((name, tensor.detach()) for name, tensor in named if name in own)
+
+    def together(self, order: Order, work: Callable[[], T]) -> T:
+        """`work()`, with every other rank told to do the same; inside such work plain `work()`.
+
+        Raises RankLost on rank 0 where another rank is gone.
+        """
+        return self._orders.together(order, work) if self._orders else work()
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON value of each rank that had a share of the batch to itself."""
+        return self._team.gather(value)
+
+    def save(self, actor: Path, *, hf: bool) -> None:
+        """Write all that a run needs to go on into a folder that all ranks see.
+
+        Each rank writes its own files; `hf`: and rank 0 the weights as others load them.
+        """
+        order = Order("save", {"actor": str(actor), "hf": hf})
+        self.together(order, partial(self._save, actor, hf))
+
+    def load(self, actor: Path) -> None:
+        """Back to where `save` was called, on any number of ranks.
+
+        Raises ValueError for the files of another model.
+        """
+        order = Order("load", {"actor": str(actor.absolute())})
+        self.together(order, lambda: self._team.attempt(partial(self._load, actor)))
+
+    def state(self) -> dict[str, Any]:
+        """What a resume needs beside the weights: this rank's part of the optimizer, schedule and
+        random state, the LoRA adapter whole. `torch.load(weights_only=True)` reads it.
+        """
+        state = self.descent.state() | {"rng": _random_state(self.device)}
+        if self.adapter:
+            weights = self.adapter.weights().items()
+            state["adapter"] = {name: whole(tensor).cpu() for name, tensor in weights}
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Back to where `state` was taken. The weights are those that the backend was made from."""
+        self.descent.load_state(state)
+        _set_random_state(state["rng"], self.device)
+        if self.adapter:
+            self.adapter.load(state["adapter"])
+
+    def _save(self, actor: Path, hf: bool) -> None:
+        weights, state, team = dict(self.each_shard()), self.state(), self._team
+
+        def own() -> None:
+            team.write_own(actor, state)
+            if self.ranks is not None:
+                write_pt(actor / rank_file("model", team.size, team.rank), weights)
+            if self.ranks is not None and team.rank == 0:
+                write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": team.size})
+            if team.rank == 0 and self.adapter:
+                self.adapter.save(actor / LORA_ADAPTER, state["adapter"])
+
+        team.attempt(own)
+        if hf or self.ranks is None:  # one process has no other copy; `convert` moves it
+            team.write_whole((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
+
+    def _load(self, actor: Path) -> None:
+        saved = read(actor, self._team.rank)
+        saved.refuse_other(lora=self.adapter is not None)
+        if self.adapter is None:
+            saved.fill(dict(self.each_shard()))
+        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})
 
     @torch.no_grad()
     def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
@@ -204,95 +291,71 @@ class TorchBackend:
         assert self._has_reference or not reference, (
             "this backend was made without a reference model"
         )
-        model = self._reference if reference and self._reference is not None else self.module
-        off = reference and model is self.module and self.adapter is not None
-        out = torch.empty(3 if entropy else 1, batch.num_tokens)
-        index = torch.arange(batch.num_tokens)
-        numbered = batch.with_fields(entry=index)
+        root = self._reference if reference and self._reference is not None else self._root
+        off = reference and root is self._root and self.adapter is not None
+        compute = partial(self._logprobs, root, entropy=entropy)
         with self.adapter.disabled() if off and self.adapter else nullcontext():
-            for part in cut(numbered, self._max_token_len, share_prefix=self._share_prefix):
-                with self._precision():
-                    got = token_logprobs(
-                        model, part, entropy=entropy, share_prefix=self._share_prefix
-                    )
-                rows = torch.vstack([values for values in got if values is not None])
-                out[:, part.fields["entry"]] = rows.cpu()
-        return out
+            return self._team.scores(batch, compute, num=3 if entropy else 1)
 
-    def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """See TrainerBackend."""
-        batch = of_tokens(ids, temperature=temperature)
-        rows = self.logprobs(batch).split(batch.counts.tolist())
-        return [[0.0, *row.tolist()] for row in rows]
+    def _logprobs(
+        self, root: Root, part: Batch, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `token_logprobs`. Alike on ranks that share a sequence."""
+        options = {"entropy": entropy, "share_prefix": self._settings.share_prefix}
+        if self.ranks and self.ranks.sequence:
+            return root(ulysses.sliced_logprobs, part, self.ranks.sequence, **options)
+        with self._settings.precision(self.ranks):
+            return root(token_logprobs, part, **options)
 
-    def weights(self) -> dict[str, Tensor]:
-        """See TrainerBackend. With LoRA: merged, in new tensors for the layers concerned."""
-        return once(self.adapter.merged() if self.adapter else self.module.state_dict())
+    def _gradient(self, part: Batch | None, loss: LossFunction, entropy: bool) -> Exception | None:
+        """Add the gradient of one micro-batch, or 0. What the loss raises comes back: others are
+        in the backward pass, which needs this rank too.
+        """
+        logprobs, entropies = self._logprobs(self._root, part or dummy(), entropy=entropy)
+        total, error = logprobs.sum() * 0, None
+        if part is not None:
+            try:
+                own = loss(part, logprobs, entropies)
+                if not own.requires_grad:
+                    raise ValueError("the loss does not depend on the log-probabilities")
+                total = own
+            except Exception as raised:
+                error = raised
+        total.backward()
+        return error
 
-    def each_weight(self) -> Generator[tuple[str, Tensor]]:
-        """See TrainerBackend."""
-        yield from self.weights().items()
-
-    def together(self, order: Order, work: Callable[[], T]) -> T:
-        """See TrainerBackend: there are no others."""
-        return work()
-
-    def gather(self, value: Any) -> list[Any]:
-        """See TrainerBackend."""
-        return [value]
-
-    def save(self, actor: Path, *, hf: bool) -> None:
-        """See TrainerBackend."""
-        extra = self.state()
-        save_whole(
-            actor, weights=self.weights(), optimizer=extra.pop("optimizer"), extra=extra, hf=hf
-        )
-        if self.adapter:
-            self.adapter.save(actor / LORA_ADAPTER, extra["adapter"])
-
-    def load(self, actor: Path) -> None:
-        """See TrainerBackend. Raises ValueError for the files of another model."""
-        saved = read(actor)
-        saved.refuse_other(lora=self.adapter is not None)
-        if self.adapter is None:
-            saved.fill(self.weights())
-        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})
-
-    def state(self) -> dict[str, Any]:
-        """Optimizer, schedule and random state; with LoRA the adapter too."""
-        state = self.descent.state() | {"rng": random_state(self.device)}
-        if self.adapter:
-            state["adapter"] = self.adapter.weights()
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """See TrainerBackend. The weights are those that the backend was made from."""
-        self.descent.load_state(state)
-        set_random_state(state["rng"], self.device)
-        if self.adapter:
-            self.adapter.load(state["adapter"])
-
-    def _gradient(self, part: Batch, loss: LossFunction, entropy: bool) -> None:
-        """Add the gradient of one micro-batch."""
-        with self._precision():
-            logprobs, entropies = token_logprobs(
-                self.module, part, entropy=entropy, share_prefix=self._share_prefix
-            )
-        loss(part, logprobs, entropies).backward()
-
-    def _precision(self) -> AbstractContextManager:
-        """bfloat16 autocast on a GPU that was asked for it."""
-        return torch.autocast("cuda", torch.bfloat16) if self._half else nullcontext()
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """`work()`, which the other ranks are at already; see `together`."""
+        return self._orders.guarded(work) if self._orders else work()
 
     def _blame(self) -> str:
         """Which sample's own gradient is not finite. Slow: one sample after the other."""
+        first = self.ranks is None or self.ranks.data_rank == 0
         for batch, loss, entropy in self._since_step:
             for sample in range(batch.num_samples):
                 if not batch.counts[sample]:
                     continue
                 self.descent.optimizer.zero_grad()
-                self._gradient(batch.select([sample]), loss, entropy)
+                self._gradient(batch.select([sample]) if first else None, loss, entropy)
                 grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-                if not all(bool(torch.isfinite(g).all()) for g in grads):
+                norm = float(whole(torch.nn.utils.get_total_norm(grads)))
+                if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of the generators that training draws from, dropout's for one: the CPU's, and the device's
+    own where it has one.
+    """
+    state = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Back to where `state` was taken; on another kind of device, what it knows of it."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,4 +1,4 @@
-"""Critic: a model of its own that says what a state is worth, V [M], and learns it from returns.
+"""Critic: a value model, V [M], that learns from returns.
 
 A value head on a language model's hidden states: the value of entry m is read at the token before
 it, where the policy stands when it samples. The head begins at 0. Saved as `critic/` beside
@@ -8,7 +8,6 @@ it, where the policy stands when it samples. The head begins at 0. Saved as `cri
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +20,10 @@ from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.saved import read
 from trireme.trainer import ulysses
 from trireme.trainer.attention import select
-from trireme.trainer.model import checkpoint_activations, hidden_states, load_model
-from trireme.trainer.optim import Descent, OptimizerSettings
+from trireme.trainer.backend import TrainSettings
+from trireme.trainer.model import checkpoint_activations, hidden_states
 from trireme.trainer.pack import Layout, pack
-from trireme.trainer.ranks import Ranks
-from trireme.trainer.shard import Root, shard
-from trireme.trainer.team import Team, dummy
+from trireme.trainer.ranks import Ranks, dummy
 
 HEAD = "value_head"
 
@@ -49,49 +46,30 @@ class Critic:
     def __init__(
         self,
         model_path: str | Path,
-        *,
-        optimizer: OptimizerSettings,
-        max_token_len: int,
-        total_steps: int | None = None,
-        device: str = "cpu",
+        settings: TrainSettings,
         ranks: Ranks | None = None,
-        dtype: str = "float32",
-        grad_clip: float = 1.0,
-        clip_range: float = 0.5,
-        gradient_checkpointing: bool = False,
-        share_prefix: bool = True,
-        offload: bool = False,
-        trust_remote_code: bool = False,
+        *,
+        clip_range: float,
     ) -> None:
-        """`clip_range` is how far a value may move in one update before it stops gaining.
-
-        With `ranks` the device is theirs; `offload` as for the policy's shards.
-        """
-        self.device = ranks.device if ranks else torch.device(device)
-        place = "cpu" if ranks else device
-        self.model = load_model(model_path, device=place, trust_remote_code=trust_remote_code)
+        """`clip_range` is how far a value may move in one update before it stops gaining."""
+        self.device = ranks.device if ranks else torch.device(settings.device)
+        self.model = settings.load(model_path, ranks)
         # What turns hidden states into words has no part in a value.
         self.model.set_output_embeddings(None)
         width = self.model.config.get_text_config().hidden_size
         # By way of meta, which draws no random numbers: they are the policy's.
-        self.head = nn.Linear(width, 1, bias=False, device="meta").to_empty(device=place)
+        self.head = nn.Linear(width, 1, bias=False, device="meta")
+        self.head.to_empty(device="cpu" if ranks else settings.device)
         nn.init.zeros_(self.head.weight)
         self.model.add_module(HEAD, self.head)
-        half = dtype == "bfloat16" and self.device.type == "cuda"
-        self._sequence = ranks.sequence if ranks else None
-        if self._sequence is not None:
-            ulysses.switch(self.model, self._sequence)
-        self._checkpoints = gradient_checkpointing
-        if gradient_checkpointing:
+        if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
-        self._root = (
-            shard(self.model, ranks.mesh, half=half, offload=offload) if ranks else Root(self.model)
-        )
-        self.descent = Descent(self.model.parameters(), optimizer, total_steps, grad_clip=grad_clip)
-        self._team = Team(ranks, max_token_len=max_token_len, share_prefix=share_prefix)
+        self._root = settings.spread(self.model, ranks)
+        self.descent = settings.descent(self.model.parameters())
+        self._team = settings.team(ranks)
+        self._ranks = ranks
+        self._settings = settings
         self._clip_range = clip_range
-        self._share_prefix = share_prefix
-        self._autocast = half and ranks is None
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
@@ -104,7 +82,7 @@ class Critic:
         Raises FloatingPointError where the gradient is not finite; nothing has moved then.
         """
         total = clipped = 0.0
-        self.model.train(self._checkpoints)
+        self.model.train(self._settings.gradient_checkpointing)
         for part in self._team.parts(batch):
             values = self._values(part or dummy())
             if part is None:
@@ -160,8 +138,8 @@ class Critic:
         self.descent.load_state(saved.extra | {"optimizer": optimizer})
 
     def _values(self, part: Batch) -> Tensor:
-        layout = pack(part, share_prefix=self._share_prefix)
-        with self._precision():
+        layout = pack(part, share_prefix=self._settings.share_prefix)
+        with self._settings.precision(self._ranks):
             return self._root(self._worth, layout).float()
 
     def _worth(self, model: PreTrainedModel, layout: Layout) -> Tensor:
@@ -170,10 +148,7 @@ class Critic:
         def read_off(hidden: Tensor, at: Tensor, *_: Tensor) -> list[Tensor]:
             return [self.head(select(hidden, at)).squeeze(-1)]
 
-        if self._sequence is not None:
-            return ulysses.sliced(model, layout, self._sequence, read_off)[0]
+        if self._ranks and self._ranks.sequence:
+            return ulysses.sliced(model, layout, self._ranks.sequence, read_off)[0]
         layout = layout.to(next(model.parameters()).device)
         return read_off(hidden_states(model, layout), layout.predecessors)[0]
-
-    def _precision(self) -> AbstractContextManager:
-        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()

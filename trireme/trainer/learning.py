@@ -1,12 +1,16 @@
-"""Learning: what the train steps of a run share beside the policy itself.
+"""Learning: prepares each batch before its loss, and holds what a run's train steps share.
 
-The critic, coefficients that adapt, how many steps there were, and, where data comes again epoch
-after epoch, the reference model's scores of it. A resume needs `state`.
+Shared are the critic, coefficients that adapt, how many steps there were, and, where data comes
+again epoch after epoch, the reference model's scores of it. A resume needs `state`.
+
+A batch gets, in this order: experts and pairs, weights, the reference's scores, the trainer's old
+log-probabilities, values, token rewards less the KL penalty, advantages; then the critic learns.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,13 @@ import torch
 from torch import Tensor
 
 from trireme.algorithms.kl import adapted
+from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch
-from trireme.trainer.backend import Order, TrainerBackend
+from trireme.experience import EID, Experience
+from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
+from trireme.trainer.orders import Order
 
 
 class Learning:
@@ -52,7 +59,7 @@ class Learning:
                 horizon=float(settings["horizon"]),
             )
 
-    def reference(self, backend: TrainerBackend, batch: Batch) -> Tensor:
+    def reference(self, backend: Backend, batch: Batch) -> Tensor:
         """The reference's log-probabilities [M]; of a data set's row they are computed once."""
         if self._scores is None:
             return backend.logprobs(batch, reference=True)
@@ -65,13 +72,13 @@ class Learning:
             self._scores |= {names[n]: row.clone() for n, row in zip(new, found, strict=True)}
         return torch.cat([self._scores[name] for name in names])
 
-    def save_critic(self, backend: TrainerBackend, folder: Path) -> None:
+    def save_critic(self, backend: Backend, folder: Path) -> None:
         """Write the value model's files into a folder that all ranks see."""
         assert self.critic is not None, "there is none to save"
         order = Order("save_critic", {"folder": str(folder)})
         backend.together(order, partial(self.critic.save, folder))
 
-    def load_critic(self, backend: TrainerBackend, folder: Path) -> None:
+    def load_critic(self, backend: Backend, folder: Path) -> None:
         """Back to where `save_critic` was called. ValueError where that was for another model."""
         assert self.critic is not None, "there is none to load"
         order = Order("load_critic", {"folder": str(folder.absolute())})
@@ -87,6 +94,138 @@ class Learning:
         for kind, coefficient in state["coefficients"].items():
             if self._settings.get(kind, {}).get("adaptive"):  # others are as they are set now
                 self.coefficients[kind] = coefficient
+
+
+def prepare(
+    backend: Backend,
+    recipe: Recipe,
+    experiences: Sequence[Experience],
+    batch: Batch,
+    learning: Learning,
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with all that its loss asks for, and metrics of what was done for it."""
+    if recipe.schema == "dpo":
+        batch = with_pairs(batch)
+    if recipe.asks("expert"):
+        batch = with_experts(batch, experiences)
+    batch = batch.with_fields(weights=recipe.weights(batch))
+    if recipe.needs_reference:
+        batch = batch.with_fields(ref_logprobs=learning.reference(backend, batch))
+    advantage = recipe.token_advantage
+    if advantage is None:
+        return batch, {}
+    return _with_advantages(backend, recipe, advantage, experiences, batch, learning)
+
+
+def _with_advantages(
+    backend: Backend,
+    recipe: Recipe,
+    advantage: Part,
+    experiences: Sequence[Experience],
+    batch: Batch,
+    learning: Learning,
+) -> tuple[Batch, dict[str, float]]:
+    """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
+    own: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
+    wanted = advantage.data()
+    if not recipe.bypass_old_logprobs and ("old_logprobs" in wanted or recipe.penalty):
+        own["old_logprobs"] = backend.logprobs(batch)
+    metrics: dict[str, float] = {}
+    if recipe.needs_critic:
+        assert learning.critic is not None, "a recipe that asks for values gets a critic"
+        own["values"] = learning.critic.values(batch)
+
+    def lookup(name: str, asked_by: str) -> Tensor:
+        return own[name] if name in own else batch.get(name, asked_by=asked_by)
+
+    def has(name: str) -> bool:
+        return name in own or name in batch.fields
+
+    if "token_rewards" in wanted:
+        own["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
+        if recipe.penalty:
+            own["logprobs"] = lookup("old_logprobs", recipe.penalty.label)
+            distance = recipe.penalty(lookup, has)
+            coefficient = learning.coefficients["kl_penalty_fn"]
+            own["token_rewards"] = own["token_rewards"] - coefficient * distance
+            mean = float(distance.mean())
+            metrics |= {"critic/kl_penalty": mean, "critic/kl_coef": coefficient}
+            learning.adapt("kl_penalty_fn", mean, batch.num_samples)
+    if "entropies" in wanted:
+        names = ("logprobs", "entropies", "mean_discriminators")
+        own |= dict(zip(names, backend.scores(batch), strict=True))
+    found = advantage(lookup, has)
+    advantages, returns = found if isinstance(found, tuple) else (found, found)
+    if advantages.shape != batch.targets.shape:
+        raise ValueError(
+            f"algorithm.{advantage.label} gave {list(advantages.shape)}: expected one number per "
+            f"token, [{batch.num_tokens}]"
+        )
+    batch = batch.with_fields(advantages=advantages, returns=returns)
+    metrics["critic/advantage_abs_mean"] = float(advantages.abs().mean())
+    if learning.critic is not None:
+        metrics |= learning.critic.update(batch.with_fields(values=own["values"]))
+    return batch, metrics
+
+
+def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: str) -> Tensor:
+    """The reward of each entry [M]: the workflow's own, else the scalar one on the last entry.
+
+    A reward on a token that is not trained goes to the last trained one before it.
+    """
+    rows: list[Tensor] = []
+    for e, count in zip(experiences, batch.counts.tolist(), strict=True):
+        own = torch.zeros(count)
+        if not count:
+            continue
+        if e.token_rewards is not None:
+            mask = e.mask.clone()
+            mask[0] = False
+            place = mask.long().cumsum(0) - 1
+            own.index_add_(0, place[place >= 0], e.token_rewards[place >= 0])
+        elif e.reward is None:
+            raise ValueError(
+                f"{asked_by} asks for rewards, and experience {e.eid.uid} has none: its workflow "
+                "must set one"
+            )
+        else:
+            own[-1] = e.reward
+        rows.append(own)
+    return torch.cat(rows)
+
+
+def split_pairs(experiences: Sequence[Experience]) -> list[Experience]:
+    """Of each pair the chosen reply and behind it the rejected one, both after the prompt.
+
+    A pair's `tokens` are the prompt. Raises ValueError for an experience that is none.
+    """
+    out: list[Experience] = []
+    for e in experiences:
+        if e.chosen is None or e.rejected is None:
+            raise ValueError(
+                f"experience {e.eid.uid} is no pair: it needs `chosen` and `rejected` replies"
+            )
+        for run, reply in enumerate((e.chosen, e.rejected)):
+            out.append(
+                Experience(
+                    torch.cat([e.tokens, reply]),
+                    prompt_length=len(e.tokens),
+                    temperature=e.temperature,
+                    eid=EID(e.eid.batch, e.eid.task, run, e.eid.step, e.eid.suffix),
+                )
+            )
+    return out
+
+
+def with_pairs(batch: Batch) -> Batch:
+    """`pair_ids` and `chosen` [M] of a batch whose samples are `split_pairs`."""
+    return batch.with_fields(pair_ids=batch.sample_ids // 2, chosen=batch.sample_ids % 2 == 0)
+
+
+def with_experts(batch: Batch, experiences: Sequence[Experience]) -> Batch:
+    """`expert` [M]: which entries are an expert's (`info["is_expert"]`)."""
+    flags = torch.tensor([bool(e.info.get("is_expert")) for e in experiences])
+    return batch.with_fields(expert=flags[batch.sample_ids])
 
 
 def _digest(tokens: Any, positions: Tensor) -> bytes:

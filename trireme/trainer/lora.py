@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.checkpoint.save import write_weights
-from trireme.checkpoint.shards import assign
+from trireme.checkpoint.saved import assign
 
 _ADAPTER = "default"
 _BASE_LAYER = ".base_layer."

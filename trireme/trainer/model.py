@@ -13,17 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
+from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
 from trireme.trainer.pack import Layout, pack
 
 logger = logging.getLogger(__name__)
 
-# Layers that attend to tokens by position and to nothing else.
-_PLAIN_LAYERS = ("full_attention", "sliding_attention", "attention")
-_RECURRENT_KEYS = ("state_size", "mamba_d_state", "linear_num_key_heads", "lru_width")
 # How much float32 logits may take at once, in numbers: 64 MiB.
 _LOGIT_NUMBERS = 2**24
 _AGREEMENT = 1e-3  # largest difference to the model's own forward pass, nats, float32
@@ -35,7 +33,7 @@ def load_model(
     """The model of a folder in float32 with packed attention; ValueError if it cannot have it."""
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    refuse_recurrent(config)
+    refuse_recurrent(config, "the torch trainer cannot train it")
     model = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
     )
@@ -58,18 +56,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     older = model.gradient_checkpointing_enable
     enable = getattr(model, "activation_checkpointing_enable", older)
     enable({"use_reentrant": False})
-
-
-def refuse_recurrent(config: PreTrainedConfig) -> None:
-    """Raise ValueError where layers carry a state that packed attention does not."""
-    text = config.get_text_config()
-    others = sorted({*(getattr(text, "layer_types", None) or ())} - {*_PLAIN_LAYERS})
-    others += [key for key in _RECURRENT_KEYS if not others and getattr(text, key, None)]
-    if others:
-        raise ValueError(
-            f"model_type '{config.model_type}' has layers that are not plain attention "
-            f"({', '.join(others)}): the torch trainer cannot train it"
-        )
 
 
 def prove_packed(model: PreTrainedModel) -> None:

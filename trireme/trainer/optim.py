@@ -1,4 +1,4 @@
-"""Optim: which optimizer moves the weights, and how fast at each train step.
+"""Optim: builds the optimizer and its learning-rate schedule, clips the gradient, takes the step.
 
 The weights may be whole or sharded over ranks; a step whose gradient is not finite moves nothing.
 """
@@ -6,92 +6,38 @@ The weights may be whole or sharded over ranks; a step whose gradient is not fin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from trireme.trainer.shard import whole
-
-
-class OptimizerSettings(Protocol):
-    """The `algorithm.optimizer` section of the YAML."""
-
-    @property
-    def lr(self) -> float:
-        """Peak learning rate."""
-        ...
-
-    @property
-    def lr_warmup_steps(self) -> int:
-        """-1: `lr_warmup_steps_ratio` of the total."""
-        ...
-
-    @property
-    def lr_warmup_steps_ratio(self) -> float:
-        """Share of all steps."""
-        ...
-
-    @property
-    def min_lr_ratio(self) -> float | None:
-        """End of a cosine schedule as a share of `lr`."""
-        ...
-
-    @property
-    def lr_scheduler_type(self) -> str:
-        """constant or cosine."""
-        ...
-
-    @property
-    def optimizer_type(self) -> str:
-        """adam, adamw (both AdamW) or sgd."""
-        ...
-
-    @property
-    def betas(self) -> Sequence[float]:
-        """Adam's two."""
-        ...
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled from the gradient."""
-        ...
+from trireme.config.schema import OptimizerConfig
+from trireme.trainer.ranks import whole
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings
+    parameters: Iterable[nn.Parameter], settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """AdamW (fused, which is fastest on a CPU too) or SGD over the trainable parameters."""
     trainable = [p for p in parameters if p.requires_grad]
-    if settings.optimizer_type in ("adam", "adamw"):
-        return torch.optim.AdamW(
-            trainable,
-            lr=settings.lr,
-            betas=(float(settings.betas[0]), float(settings.betas[1])),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
     if settings.optimizer_type == "sgd":
         return torch.optim.SGD(trainable, lr=settings.lr, weight_decay=settings.weight_decay)
-    raise ValueError(
-        f"algorithm.optimizer.optimizer_type is '{settings.optimizer_type}': expected adam, "
-        "adamw or sgd"
+    return torch.optim.AdamW(
+        trainable,
+        lr=settings.lr,
+        betas=(float(settings.betas[0]), float(settings.betas[1])),
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
 
 
 class Schedule:
     """Learning rate by train step: linear warm-up, then constant, or half a cosine down."""
 
-    def __init__(self, settings: OptimizerSettings, total_steps: int | None) -> None:
+    def __init__(self, settings: OptimizerConfig, total_steps: int | None) -> None:
         """`total_steps` is needed for a warm-up that is a share of it, and for a cosine."""
-        older = getattr(settings, "warmup_style", None)
-        self.kind = older or settings.lr_scheduler_type
-        if self.kind not in ("constant", "cosine"):
-            raise ValueError(
-                f"algorithm.optimizer.lr_scheduler_type is '{self.kind}': expected constant "
-                "or cosine"
-            )
+        self.kind = settings.warmup_style or settings.lr_scheduler_type
         by_share = settings.lr_warmup_steps < 0 and settings.lr_warmup_steps_ratio > 0
         if total_steps is None and (by_share or self.kind == "cosine"):
             key = "lr_warmup_steps_ratio" if by_share else "lr_scheduler_type: cosine"
@@ -122,7 +68,7 @@ class Descent:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        settings: OptimizerSettings,
+        settings: OptimizerConfig,
         total_steps: int | None,
         *,
         grad_clip: float,

@@ -1,34 +1,53 @@
-"""Orders: rank 0 says what all ranks do next, and finds out where one of them does not.
+"""Orders: rank 0 tells all ranks what to do next, and finds out when one of them does not.
 
 An order is announced in the store, where the others look for it however long rank 0 is idle; the
-experiences that belong to it go through the group. Rank 0 does its own part in a thread, so that a
-rank which dies or freezes amid a collective is seen by its heartbeat, not by a time-out.
+experiences that belong to it go through the group. Each rank keeps a counter moving in the store,
+its heartbeat; rank 0 does its own part of an order in a thread, so that a rank which dies or
+freezes amid a collective is seen by its heartbeat, not by a time-out.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from trireme.serialize import encode
-from trireme.trainer.backend import Order
-from trireme.trainer.heartbeat import GRACE, Heartbeat
-from trireme.trainer.ranks import Ranks
+from trireme.experience import Experience
+from trireme.serialize import decode, encode
+from trireme.trainer.ranks import Place, Ranks, connect
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Commands = Mapping[str, Callable[..., Any]]
+"""What a rank can be told to do, by name."""
 
 STOP = "stop"
+EVERY = 0.5  # seconds between beats
+GRACE = 5.0  # seconds that a rank without a leader gets to end by itself
 _LOOK = 0.2  # seconds between looks at the others while a collective runs
 _WAIT = timedelta(seconds=2)  # of a follower, before it looks whether rank 0 is alive
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks are to do now."""
+
+    what: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    experiences: Sequence[Experience] = ()
 
 
 class RankLost(RuntimeError):
@@ -90,7 +109,7 @@ class Orders:
         self._busy = False
         if error is None:
             return result  # pyright: ignore[reportReturnType]
-        if is_communication(error):
+        if _is_communication(error):
             self._lost = True
             raise RankLost(f"{self._who()} during {doing}") from error
         raise error
@@ -144,15 +163,93 @@ class Orders:
             self._work.get()()
 
 
-def report_failure(ranks: Ranks, error: BaseException) -> None:
+def follow(place: Place, make: Callable[[Ranks], Commands]) -> None:
+    """Be one of the other ranks: do what rank 0 orders until it says stop.
+
+    Raises what went wrong here, having told rank 0. The process ends where rank 0 is gone.
+    """
+    ranks = Ranks(place)
+    heartbeat = Heartbeat(place)
+    try:
+        commands = make(ranks)
+        number = 1
+        while (order := _await_order(ranks, number))["what"] != STOP:
+            size, command = order["size"], commands[order["what"]]
+            given = [decode(ranks.broadcast(None, size))] if size else []
+            command(*given, **order["options"])
+            number += 1
+        ranks.store.set(f"bye/{ranks.rank}", "")
+    except BaseException as error:
+        _report_failure(ranks, error)
+        raise
+    finally:
+        heartbeat.close()
+        ranks.close()
+
+
+class Heartbeat:
+    """Beats in a thread and listens: rank 0 to all others, the others to rank 0.
+
+    A rank whose leader is gone ends: its process exits where it has not done so by itself.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._store = connect(place)
+        self._others = range(1, place.world) if place.rank == 0 else range(1)
+        now = time.monotonic()
+        self._seen: dict[int, tuple[str, float]] = {rank: ("", now) for rank in self._others}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> list[int]:
+        """Ranks that have not beaten for `lost_after` seconds."""
+        now = time.monotonic()
+        return [r for r, (_, at) in self._seen.items() if now - at > self._place.lost_after]
+
+    def close(self) -> None:
+        """Stop beating."""
+        self._closed.set()
+        self._thread.join(timeout=GRACE)
+
+    def _run(self) -> None:
+        count = 0
+        while not self._closed.wait(EVERY):
+            count += 1
+            try:
+                self._store.set(f"beat/{self._place.rank}", str(count))
+                for rank in self._others:
+                    self._listen(rank)
+            except dist.DistError:
+                self._seen = dict.fromkeys(self._others, ("", float("-inf")))
+            if self._place.rank and self.lost():
+                self._end()
+
+    def _listen(self, rank: int) -> None:
+        key = f"beat/{rank}"
+        if not self._store.check([key]):
+            return
+        beat = self._store.get(key).decode()
+        if beat != self._seen[rank][0]:
+            self._seen[rank] = (beat, time.monotonic())
+
+    def _end(self) -> None:
+        """Rank 0 is gone. A thread inside a collective cannot be woken: the process ends."""
+        if not self._closed.wait(GRACE):
+            logger.error("trainer rank %d ends: rank 0 is gone", self._place.rank)
+            os._exit(1)
+
+
+def _report_failure(ranks: Ranks, error: BaseException) -> None:
     """Tell rank 0 why this rank ends."""
     text = f"{type(error).__name__}: {error}"
-    report = {"communication": is_communication(error), "text": text}
+    report = {"communication": _is_communication(error), "text": text}
     with suppress(dist.DistError):  # rank 0 may be gone itself
         ranks.store.set(f"failed/{ranks.rank}", json.dumps(report))
 
 
-def await_order(ranks: Ranks, number: int) -> dict[str, Any]:
+def _await_order(ranks: Ranks, number: int) -> dict[str, Any]:
     """The next order, however long that takes. Raises RankLost where rank 0 is gone."""
     while True:
         try:
@@ -164,7 +261,7 @@ def await_order(ranks: Ranks, number: int) -> dict[str, Any]:
             continue  # nothing to do yet; the heartbeat ends this process with rank 0
 
 
-def is_communication(error: BaseException) -> bool:
+def _is_communication(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text

@@ -1,23 +1,56 @@
-"""Ranks: the processes that train one model together, how they meet and what they tell each other.
+"""Ranks: the processes that train one model together, and the one that does so alone.
 
-Rank 0 keeps a small store (TCP) through which the others find it, take its orders and beat; tensors
-travel through a torch.distributed group. What is told is JSON and plain bytes, never pickle.
+They meet at a small store (TCP) that rank 0 keeps; tensors travel through a torch.distributed
+group, and what they tell each other is JSON and plain bytes, never pickle. FSDP2 spreads models
+over them block by block: a transformer block's weights are whole only while it computes; what lies
+outside the blocks (embedding, head, last norm; one tensor where they are tied) is the root group.
+
+Invariants:
+- all ranks run equally many micro-batches: one without its own computes a dummy that weighs 0;
+- every sample with an entry goes to exactly one rank, a group to one where it fits into a share;
+- what ranks found is that of one process: added up over them, never averaged;
+- what one rank finds wrong is raised on all of them, between collectives.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from trireme.engines.store import open_store
+from trireme.batch import Batch, of_tokens
+from trireme.checkpoint.export import Spec, write_tensors
+from trireme.checkpoint.layout import rank_file
+from trireme.checkpoint.save import write_pt
+from trireme.engines.weight_group import open_store
+from trireme.files import CannotWrite
+from trireme.trainer.pack import cut, packed_tokens
+
+
+class NotFinite(RuntimeError):
+    """A loss or gradient is NaN or infinite."""
+
+
+_RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
 
 @dataclass(frozen=True)
@@ -32,7 +65,7 @@ class Place:
     """Ranks that share a sequence: `trainer.ulysses_sequence_parallel_size`."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
-    timeout: float = 1800.0
+    timeout: float = field(kw_only=True)
     """Seconds that a collective, or the meeting, may take: `trainer.collective_timeout`."""
     lost_after: float = 20.0
     """Seconds without a sign of life after which a rank counts as dead."""
@@ -46,7 +79,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceGroup:
     """The ranks that share a sequence, seen from one of them."""
 
     group: dist.ProcessGroup
@@ -76,11 +109,11 @@ class Ranks:
         )
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.world,))
         # Neighbours share a sequence: their traffic is the heaviest.
-        self.sequence: Sequence | None = None
+        self.sequence: SequenceGroup | None = None
         if place.sequence > 1:
             group, _ = dist.new_subgroups(place.sequence)
             assert isinstance(group, dist.ProcessGroup)
-            self.sequence = Sequence(group, self.sequence_rank, place.sequence)
+            self.sequence = SequenceGroup(group, self.sequence_rank, place.sequence)
 
     @property
     def data_rank(self) -> int:
@@ -145,3 +178,194 @@ def free_address(host: str = "127.0.0.1") -> str:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"
+
+
+class Root(nn.Module):
+    """`root(function, ...)` is `function(model, ...)` with the root group's weights whole."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """See the class."""
+        return function(self.model, *args, **options)
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool) -> Root:
+    """The model in shards, which replace its tensors in place.
+
+    `half`: blocks compute in bfloat16; shards, gradients and their sums stay float32. `offload`:
+    shards and optimizer lie in the memory of the CPU, which then makes the optimizer's step.
+    """
+    root = Root(model)
+    policy: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
+    if half:
+        policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for block in blocks(model):
+        fully_shard(block, **policy)
+    fully_shard(root, **policy)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the whole batch already: gradients add up over ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks, as transformers names them; else the longest list of modules."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    named = [module for module in model.modules() if type(module).__name__ in names]
+    if named:
+        return named
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, a collective; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Team:
+    """One member of it."""
+
+    def __init__(self, ranks: Ranks | None, *, max_token_len: int, share_prefix: bool) -> None:
+        """`ranks` None: one process. `max_token_len` is what a rank computes at a time."""
+        self.rank, self.size = (ranks.rank, ranks.world) if ranks else (0, 1)
+        self._ranks = ranks
+        self._max_token_len = max_token_len
+        self._share_prefix = share_prefix
+
+    def parts(self, batch: Batch) -> list[Batch | None]:
+        """This rank's micro-batches, the largest first; None fills up to the most that any has."""
+        if self._ranks is None:
+            return list(cut(batch, self._max_token_len, share_prefix=self._share_prefix))
+        shares = deal(batch, self._ranks.data_world, share_prefix=self._share_prefix)
+        own = batch.select(shares[self._ranks.data_rank])
+        limit = self._max_token_len * self._ranks.place.sequence
+        parts = list(cut(own, limit, share_prefix=self._share_prefix))
+        parts.sort(key=lambda part: -packed_tokens(part, share_prefix=self._share_prefix))
+        rounds = max(self.gather(len(parts)))
+        return [*parts, *[None] * (rounds - len(parts))]
+
+    def scores(
+        self, batch: Batch, compute: Callable[[Batch], Sequence[Tensor | None]], *, num: int = 1
+    ) -> Tensor:
+        """The `num` numbers of each entry, [num, M], on every rank's CPU.
+
+        `compute(part)` gives them of a micro-batch, in rows and blocks of rows [M of the part].
+        """
+        out = torch.zeros(num, batch.num_tokens)
+        numbered = batch.with_fields(entry=torch.arange(batch.num_tokens))
+        for part in self.parts(numbered):
+            got = compute(part or dummy())
+            if part is not None and (self._ranks is None or self._ranks.sequence_rank == 0):
+                rows = torch.vstack([values for values in got if values is not None])
+                out[:, part.fields["entry"]] = rows.cpu()
+        if self._ranks is not None:
+            dist.all_reduce(out)  # each entry is 0 on all ranks but one
+        return out
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON value of each rank that has a share of the batch to itself."""
+        if self._ranks is None:
+            return [value]
+        return self._ranks.gather(value)[:: self._ranks.place.sequence]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise what any rank found: its own there, on the others what they were told of it."""
+        ranks = self._ranks
+        told = ranks.gather(error and [type(error).__name__, str(error)]) if ranks else []
+        if error is not None:
+            raise error
+        for rank, found in enumerate(told):
+            if found is not None:
+                kind, text = found
+                if kind in _RAISED:
+                    raise _RAISED[kind](text)
+                raise RuntimeError(f"trainer rank {rank}: {kind}: {text}")
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """`work()`; a disk or a file that it finds wrong on one rank is raised on all."""
+        error: Exception | None = None
+        try:
+            work()
+        except (OSError, ValueError) as raised:
+            error = raised
+        self.agree(error)
+
+    def write_own(self, folder: Path, state: dict[str, Any]) -> None:
+        """This rank's files of a checkpoint; `state` as a backend or a critic gives it."""
+        extra = dict(state)
+        write_pt(folder / rank_file("optim", self.size, self.rank), extra.pop("optimizer"))
+        write_pt(folder / rank_file("extra_state", self.size, self.rank), extra)
+
+    def write_whole(self, path: Path, shards: Mapping[str, Tensor]) -> None:
+        """Weights in one file, gathered one after the other; rank 0 writes. Collective."""
+        specs = {name: Spec(tuple(shards[name].shape), torch.float32) for name in sorted(shards)}
+        each = (whole(shards[name]) for name in specs)
+
+        def write() -> None:
+            try:
+                if self.rank == 0:
+                    write_tensors(path, specs, each)
+            finally:
+                for _ in each:  # the other ranks, or a full disk
+                    pass
+
+        self.attempt(write)
+
+
+def dummy() -> Batch:
+    """What a rank computes while others have a micro-batch more."""
+    # Not token 0: where that is padding, tests would not see it weigh more than 0.
+    return of_tokens([[1, 1]])
+
+
+def deal(batch: Batch, ranks: int, *, share_prefix: bool = True) -> list[list[int]]:
+    """Sample numbers of each rank's share, each in order."""
+    groups: dict[str, list[int]] = {}
+    for n, (group, count) in enumerate(zip(batch.groups, batch.counts, strict=True)):
+        if count:
+            groups.setdefault(group, []).append(n)
+    if ranks == 1:
+        return [sorted(n for members in groups.values() for n in members)]
+    pieces = [(_tokens(batch, members, share_prefix), members) for members in groups.values()]
+    fair = -(-sum(size for size, _ in pieces) // ranks)
+    pieces = [
+        part
+        for size, members in pieces
+        for part in (
+            [(size, members)]
+            if size <= fair or len(members) == 1
+            else _split(batch, members, fair, share_prefix)
+        )
+    ]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    # The largest first, each to who has least; ties by order, alike everywhere.
+    for size, members in sorted(pieces, key=lambda piece: -piece[0]):
+        least = loads.index(min(loads))
+        shares[least] += members
+        loads[least] += size
+    return [sorted(share) for share in shares]
+
+
+def _split(
+    batch: Batch, members: list[int], limit: int, share_prefix: bool
+) -> list[tuple[int, list[int]]]:
+    """A group in parts of at most `limit` computed tokens."""
+    numbered = batch.with_fields(sample=batch.sample_ids).select(members)
+    parts = [
+        part.fields["sample"].unique().tolist()
+        for part in cut(numbered, limit, share_prefix=share_prefix)
+    ]
+    return [(_tokens(batch, part, share_prefix), part) for part in parts]
+
+
+def _tokens(batch: Batch, members: list[int], share_prefix: bool) -> int:
+    return packed_tokens(batch.select(members), share_prefix=share_prefix)

@@ -1,4 +1,4 @@
-"""Step: from a batch of experiences to one move of the weights.
+"""Step: turns a batch of experiences into one optimizer step.
 
 The loss is policy loss - entropy_coef * entropy + kl_coef * KL, each weighted per token over the
 whole batch. There is one optimizer step a batch, so that the log-probabilities that the sampler
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +19,14 @@ from torch import Tensor
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
-from trireme.trainer.backend import NotFinite, Order, TrainerBackend
-from trireme.trainer.learning import Learning
-from trireme.trainer.prepare import prepare
-from trireme.trainer.tally import Tally, metrics_of
-from trireme.trainer.tokens import split_pairs
+from trireme.trainer.backend import Backend
+from trireme.trainer.learning import Learning, prepare, split_pairs
+from trireme.trainer.orders import Commands, Order
+from trireme.trainer.ranks import NotFinite
 
 
 def train_step(
-    backend: TrainerBackend,
+    backend: Backend,
     recipe: Recipe,
     experiences: Sequence[Experience],
     *,
@@ -47,14 +48,34 @@ def train_step(
     """
     learning = learning or Learning(recipe)
     options = {"version": version, "moved": moved, "skip_idle": skip_idle}
-    order = Order("train_step", options | {"learning": learning.state()}, experiences)
+    order = Order("train_step", options | {"learning_state": learning.state()}, experiences)
     return backend.together(
         order, partial(_train_step, backend, recipe, experiences, learning, **options)
     )
 
 
+def commands(backend: Backend, recipe: Recipe, learning: Learning) -> Commands:
+    """What rank 0 orders of the others, by name; each keeps a `learning` of its own."""
+
+    def step(
+        experiences: Sequence[Experience] = (), *, learning_state: dict[str, Any], **options: Any
+    ) -> None:
+        learning.load_state(learning_state)
+        train_step(backend, recipe, experiences, learning=learning, **options)
+
+    return {
+        "train_step": step,
+        "score": backend.score,
+        "save": lambda actor, hf: backend.save(Path(actor), hf=hf),
+        "load": lambda actor: backend.load(Path(actor)),
+        "save_critic": lambda folder: learning.save_critic(backend, Path(folder)),
+        "load_critic": lambda folder: learning.load_critic(backend, Path(folder)),
+        "each_weight": lambda: all(True for _ in backend.each_weight()),
+    }
+
+
 def _train_step(
-    backend: TrainerBackend,
+    backend: Backend,
     recipe: Recipe,
     experiences: Sequence[Experience],
     learning: Learning,
@@ -204,3 +225,57 @@ def _sizes(batch: Batch, version: int) -> dict[str, float]:
         metrics["rollout/staleness_mean"] = float(ages.mean())
         metrics["rollout/staleness_max"] = float(ages.max())
     return metrics
+
+
+Reading = dict[str, dict[str, Any]]
+"""Sums, counts and maxima by name, as JSON."""
+
+
+class Tally:
+    """Sums, means over tokens and maxima by name. Values are read once, at the end."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def sum(self, name: str, values: Tensor) -> None:
+        """Add all of `values`: of quantities that are weighted already."""
+        total = values.detach().sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def mean(self, name: str, values: Tensor) -> None:
+        """Report the mean over all values given under this name, if there are any."""
+        if not values.numel():
+            return
+        self.sum(name, values)
+        self._counts[name] = self._counts.get(name, 0) + values.numel()
+
+    def max(self, name: str, values: Tensor) -> None:
+        """Report the largest value given under this name."""
+        largest = values.detach().max()
+        known = self._maxima.get(name)
+        self._maxima[name] = largest if known is None else largest.maximum(known)
+
+    def read(self) -> Reading:
+        """Everything gathered, as numbers."""
+        return {
+            "sums": {name: float(total) for name, total in self._sums.items()},
+            "counts": dict(self._counts),
+            "maxima": {name: float(value) for name, value in self._maxima.items()},
+        }
+
+
+def metrics_of(readings: Sequence[Reading]) -> dict[str, float]:
+    """What the readings of all ranks say together, by name."""
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for reading in readings:
+        for name, total in reading["sums"].items():
+            sums[name] = sums.get(name, 0.0) + total
+        for name, count in reading["counts"].items():
+            counts[name] = counts.get(name, 0) + count
+        for name, value in reading["maxima"].items():
+            maxima[name] = max(maxima.get(name, value), value)
+    return {name: total / counts.get(name, 1) for name, total in sums.items()} | maxima

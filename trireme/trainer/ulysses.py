@@ -25,12 +25,12 @@ from trireme.batch import Batch
 from trireme.trainer.attention import packed_attention
 from trireme.trainer.model import score_entries
 from trireme.trainer.pack import Layout, pack
-from trireme.trainer.ranks import Sequence
+from trireme.trainer.ranks import SequenceGroup
 
 NAME = "trireme_ulysses"
 
 
-def switch(model: PreTrainedModel, sequence: Sequence) -> None:
+def switch(model: PreTrainedModel, sequence: SequenceGroup) -> None:
     """Have a model attend over several ranks. Raises ValueError where its heads forbid it."""
     heads = model.config.get_text_config().num_attention_heads
     if heads % sequence.size:
@@ -45,7 +45,7 @@ def switch(model: PreTrainedModel, sequence: Sequence) -> None:
 def sliced_logprobs(
     model: PreTrainedModel,
     batch: Batch,
-    sequence: Sequence,
+    sequence: SequenceGroup,
     *,
     entropy: bool = False,
     share_prefix: bool = True,
@@ -66,7 +66,7 @@ def sliced_logprobs(
 def sliced(
     model: PreTrainedModel,
     layout: Layout,
-    sequence: Sequence,
+    sequence: SequenceGroup,
     compute: Callable[[Tensor, Tensor, Tensor], list[Tensor]],
 ) -> list[Tensor]:
     """`compute`'s numbers of all entries [M], on every rank of the group.
@@ -108,7 +108,7 @@ def ulysses_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequence: Sequence,
+    sequence: SequenceGroup,
     packed: Layout,
     **extras: Any,
 ) -> tuple[Tensor, None]:
@@ -139,7 +139,7 @@ def _repeat(x: Tensor, times: int) -> Tensor:
     return x.repeat_interleave(times, dim=1) if times > 1 else x
 
 
-def _exchange(x: Tensor, sequence: Sequence) -> Tensor:
+def _exchange(x: Tensor, sequence: SequenceGroup) -> Tensor:
     """[1, A, B/s, D] -> [1, A/s, B, D]: all of the second, of one part of the first."""
     return _Exchange.apply(x, sequence)
 
@@ -148,7 +148,7 @@ class _Exchange(torch.autograd.Function):
     """The all-to-all, and in the backward pass its reverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sequence: Sequence) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sequence: SequenceGroup) -> Tensor:
         """See `_exchange`."""
         ctx.sequence = sequence
         return _swap(x, sequence)
@@ -160,7 +160,7 @@ class _Exchange(torch.autograd.Function):
         return back.transpose(1, 2), None
 
 
-def _swap(x: Tensor, sequence: Sequence) -> Tensor:
+def _swap(x: Tensor, sequence: SequenceGroup) -> Tensor:
     _, first, second, depth = x.shape
     sent = x[0].reshape(sequence.size, first // sequence.size, second, depth).contiguous()
     received = torch.empty_like(sent)
@@ -172,7 +172,7 @@ class _Gather(torch.autograd.Function):
     """Every rank's values end to end; their gradient is the same on all, and each takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: list[int], sequence: Sequence) -> Tensor:
+    def forward(ctx: Any, own: Tensor, counts: list[int], sequence: SequenceGroup) -> Tensor:
         """own [counts[rank]] -> [sum of counts]."""
         ctx.counts, ctx.rank = counts, sequence.rank
         longest = max(counts)

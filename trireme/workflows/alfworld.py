@@ -12,6 +12,7 @@ from typing import Any
 from trireme.envs.env import Seen, after_step
 from trireme.envs.pool import BlockingEnv, EnvPool, shared_pool
 from trireme.experience import Experience
+from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 from trireme.workflows.step_wise import RewardPropagationWorkflow
@@ -56,6 +57,7 @@ def create_environment(game_file: str, workers: int = 2, timeout_s: float = 120)
     return _pool(workers, timeout_s).lend_blocking(key=game_file, game_file=game_file)
 
 
+@workflow("alfworld_workflow")
 class AlfworldWorkflow(EpisodeWorkflow):
     """One conversation, one experience. A task that is not done in time has reward -0.1."""
 
@@ -88,6 +90,7 @@ class AlfworldWorkflow(EpisodeWorkflow):
         return parse_action(reply)
 
 
+@workflow("step_wise_alfworld_workflow")
 class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
     """Every step an experience; all of an episode have the reward of its end."""
 
@@ -129,7 +132,7 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
         """The last step's, or -0.1 where the task was not done in time."""
         return self.final_reward
 
-    def _judge_end(self, episode: list[Experience]) -> Any:
+    async def _judge_end(self, episode: list[Experience]) -> None:
         for experience, reward in zip(episode, self._rewards, strict=False):
             experience.info["step_reward"] = reward
         rounds = len({experience.info["env_step"] for experience in episode}) - 1
@@ -139,7 +142,7 @@ class StepWiseAlfworldWorkflow(RewardPropagationWorkflow):
                 "env_done": float(self.done),
                 "env_no_room": float(self.no_room),
             }
-        return super()._judge_end(episode)
+        await super()._judge_end(episode)
 
     def close(self) -> None:
         """Give the game back."""

@@ -6,11 +6,11 @@ name). Its `model` is a BlockingModel: `chat` in a plain method, `await chat_asy
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trireme.aio import is_async
 from trireme.model.blocking import BlockingModel
 from trireme.task import Task
 
@@ -85,10 +85,5 @@ def run_method(cls: type) -> tuple[str | None, bool]:
     for owner in cls.__mro__:
         for name in names:
             if name in vars(owner):
-                return name, inspect.iscoroutinefunction(getattr(cls, name))
+                return name, is_async(getattr(cls, name))
     return None, False
-
-
-async def settled(given: Any) -> Any:
-    """The value of what a user's method returned, which may be plain or a coroutine."""
-    return await given if inspect.isawaitable(given) else given

@@ -1,27 +1,97 @@
-"""Episode: an agent in an environment, turn by turn: observe, reply, act, until the end.
+"""Episode: a conversation with an environment or a user, turn by turn, and what is trained of it.
 
-A subclass names its environment and how observations become messages and replies become actions.
-An episode is one experience (the whole conversation), or with `per_step` one for every turn. What
-does not fit into the model any more ends the episode, and is counted (`env_no_room`).
+A `MultiTurnWorkflow` holds the conversation as messages, in a `run` of its own; it is trained as
+one experience. What the model said in it keeps the ids and log-probabilities that were sampled;
+everything else is encoded and not trained.
+
+An `EpisodeWorkflow` observes, replies and acts until the end: a subclass names its environment and
+how observations become messages and replies become actions. An episode is one experience (the whole
+conversation), or with `per_step` one for every turn. What does not fit into the model any more ends
+the episode, and is counted (`env_no_room`).
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+from trireme.aio import OwnThread, call_user, is_async
 from trireme.envs.env import Seen, after_reset, after_step
 from trireme.envs.pool import LentEnv
 from trireme.experience import Experience
+from trireme.model.chat_tokens import Message
 from trireme.task import Task
-from trireme.threads import OwnThread
 from trireme.usercode import UserCode
-from trireme.workflows.classes import settled
-from trireme.workflows.multi_turn import MultiTurnWorkflow
+from trireme.workflows.classes import Workflow
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+
+class MultiTurnWorkflow(Workflow):
+    """Base of workflows with one experience a conversation. Give `run`, plain or `async def`."""
+
+    max_env_steps: int = 30
+    """Most turns of an episode; `workflow_args.max_env_steps` goes over it."""
+
+    def bind(self, task: Task) -> None:
+        """Take the names that users' methods read from the task."""
+        super().bind(task)
+        self.max_env_steps = int(task.workflow_args.get("max_env_steps", type(self).max_env_steps))
+
+    def get_model_response(self, messages: Sequence[Message]) -> list[Experience]:
+        """The model's reply to a conversation, as a list of one experience."""
+        return self.model.chat(messages, n=1)
+
+    def get_model_response_text(self, messages: Sequence[Message]) -> str:
+        """The text of the model's reply to a conversation."""
+        return self.get_model_response(messages)[0].response_text or ""
+
+    async def get_model_response_async(self, messages: Sequence[Message]) -> list[Experience]:
+        """`get_model_response`, to be awaited."""
+        return await self.model.chat_async(messages, n=1)
+
+    async def get_model_response_text_async(self, messages: Sequence[Message]) -> str:
+        """`get_model_response_text`, to be awaited."""
+        return (await self.get_model_response_async(messages))[0].response_text or ""
+
+    def process_messages_to_experience(
+        self,
+        messages: Sequence[Message],
+        reward: float,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """The experience of a whole conversation, all of its sampled replies trained.
+
+        Numbers of `info` become metrics, the rest stays in the experience's `info`. A conversation
+        that did not fit into the model has reward 0.
+        """
+        experience = self.model.convert_messages_to_experience(messages)
+        if truncate_status is not None:
+            experience.truncate_status = truncate_status
+        no_room = experience.truncate_status == "prompt_truncated" or (
+            len(experience.tokens) >= self.model.max_model_len - 1
+        )
+        experience.reward = 0.0 if no_room else float(reward)
+        experience.metrics["conversation/no_room"] = float(no_room)
+        for name, value in (info or {}).items():
+            if isinstance(value, Real):
+                experience.metrics[name] = float(value)
+            else:
+                experience.info[name] = value
+        return experience
+
+    async def process_messages_to_experience_async(
+        self,
+        messages: Sequence[Message],
+        reward: float,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """`process_messages_to_experience`; it waits for nothing."""
+        return self.process_messages_to_experience(messages, reward, info, truncate_status)
 
 
 class EpisodeWorkflow(MultiTurnWorkflow):
@@ -89,9 +159,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
             with UserCode(f"the environment of {type(self).__name__}", function) as _:
-                if thread is not None and not inspect.iscoroutinefunction(function):
-                    return await thread.run(lambda: function(*args))
-                return await settled(function(*args))
+                return await call_user(function, *args, away=thread and thread.run)
 
         try:
             env = await call(self.make_env)
@@ -100,9 +168,9 @@ class EpisodeWorkflow(MultiTurnWorkflow):
             close = getattr(env, "close", None)
             if thread is not None:
                 # not waited for: what hangs in the thread is left there
-                thread.close(None if inspect.iscoroutinefunction(close) else close)
-            if close is not None and (thread is None or inspect.iscoroutinefunction(close)):
-                await settled(close())
+                thread.close(None if is_async(close) else close)
+            if close is not None and (thread is None or is_async(close)):
+                await call_user(close)
 
     async def _play(self, env: Any, call: Callable[..., Any]) -> list[Experience]:
         seen = after_reset(await call(env.reset))

@@ -1,22 +1,37 @@
-"""Gym workflow: episodes in any gymnasium environment with discrete or text actions.
+"""Gym: workflows over environments that say by themselves what an answer is worth.
 
-`workflow_args`: env_id, env_args, actions (names), per_step. The prompt column is the episode's
-seed. The reward is the sum of the environment's.
+The prompt column is the episode's seed (gym, textarena), the number of the layout (household) or of
+the puzzle (sudoku); the reward is the sum of the environment's. A reasoning gym asks one question.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from trireme.envs.env import Seen
-from trireme.envs.gym import TextGym
+from trireme.envs.gyms import ArenaGame, TextGym, problems
+from trireme.envs.household import Household, Layout
+from trireme.envs.sudoku import Sudoku, make_puzzle
+from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.single_turn import THINK_ANSWER, SimpleWorkflow
+
+_log = logging.getLogger(__name__)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+@workflow("gym_workflow")
 class GymWorkflow(EpisodeWorkflow):
-    """The action is what stands in <action>, or else the whole reply."""
+    """The action is what stands in <action>, or else the whole reply.
+
+    Any gymnasium environment with discrete or text actions. `workflow_args`: env_id, env_args,
+    actions (names), per_step.
+    """
 
     unfinished_reward = 0.0
 
@@ -49,3 +64,97 @@ class GymWorkflow(EpisodeWorkflow):
     def final_reward(self, seen: Seen, total: float) -> float:
         """The sum of all steps."""
         return total
+
+
+@workflow("household_workflow")
+class HouseholdWorkflow(EpisodeWorkflow):
+    """`format.prompt_key` names the column with the layout's number.
+
+    Episodes in the small text household, one experience a step.
+    """
+
+    per_step = True
+    blocking_env = False
+    max_env_steps = 10
+    unfinished_reward = 0.0
+
+    def make_env(self) -> Household:
+        """The household of the task's layout."""
+        return Household(Layout.numbered(int(self.task_desc)))
+
+
+@workflow("sudoku_workflow")
+class SudokuWorkflow(GymWorkflow):
+    """The action is what stands in <action>, or else the whole reply.
+
+    A puzzle is filled in, one move a turn. `workflow_args`: size (4 or 9), empty (cells), per_step.
+    """
+
+    def make_env(self) -> Sudoku:
+        """The puzzle of the task's number."""
+        options = {k: int(v) for k, v in self.workflow_args.items() if k in ("size", "empty")}
+        return Sudoku(make_puzzle(int(self.task_desc), **options))
+
+
+@workflow("textarena_workflow")
+class TextArenaWorkflow(GymWorkflow):
+    """The action is what stands in <action>, or else the whole reply.
+
+    A textarena game for one player. `workflow_args`: env_id, env_args, per_step.
+    """
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return {"textarena": "textarena"}
+
+    def make_env(self) -> ArenaGame:
+        """The game that the YAML names, at the task's seed."""
+        args = self.workflow_args
+        if "env_id" not in args:
+            raise ValueError(
+                "textarena_workflow needs workflow_args.env_id, GuessTheNumber-v0 for example"
+            )
+        return ArenaGame(args["env_id"], seed=int(self.task_desc), env_args=args.get("env_args"))
+
+
+@workflow("reasoning_gym_workflow")
+class ReasoningGymWorkflow(SimpleWorkflow):
+    """The answer is what stands in the last <answer>; without one there is none.
+
+    Many data sets give a part for a text that holds the answer somewhere, and a whole reply does.
+    `workflow_args.run_answers` lets a data set run the model's answers as Python code.
+    """
+
+    default_system_prompt = THINK_ANSWER
+
+    @classmethod
+    def needs(cls, task: Task) -> Mapping[str, str]:
+        """See Workflow."""
+        return {"reasoning_gym": "reasoning-gym"}
+
+    def reset(self, task: Task) -> None:
+        """Take a task. Raises ValueError where its data set would run answers and may not."""
+        super().reset(task)
+        path = task.raw_task.get("generated_by")
+        if path is None:
+            raise ValueError(
+                "reasoning_gym_workflow needs a taskset of reasoning-gym: set its path to "
+                "reasoning_gym:leg_counting?size=500&seed=1, for example"
+            )
+        self._problems = problems(path)
+        if self._problems.runs_answers and not task.workflow_args.get("run_answers"):
+            raise ValueError(
+                f"{path} scores an answer by running it as Python code: choose another data set, "
+                "or set workflow_args.run_answers: true where what a model writes may be run"
+            )
+
+    async def reward_fn(self, task: Task, answer: str) -> dict[str, float]:
+        """What the data set gives the answer; 0 where it cannot read it."""
+        found = _ANSWER.findall(answer)
+        said = found[-1].strip() if found else ""
+        try:
+            return {"score": await asyncio.to_thread(self._problems.score, said, task.raw_task)}
+        except Exception:  # foreign code: some raise for an answer that is out of shape
+            _log.debug("no score for %r", said, exc_info=True)
+            return {"score": 0.0}

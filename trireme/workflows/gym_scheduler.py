@@ -8,15 +8,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from trireme.threads import OwnThread
-from trireme.workflows.classes import settled
-from trireme.workflows.names import CONTEXT_MANAGERS, ENVS
+from trireme.aio import OwnThread, call_user, is_async
+from trireme.registry import CONTEXT_MANAGERS, ENVS, MULTI_TURNS
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -62,6 +60,7 @@ class ContextManager:
         )
 
 
+@MULTI_TURNS.register("gym_scheduler")
 class GymScheduler(MultiTurnScheduler):
     """Plays an environment until it is done.
 
@@ -87,7 +86,7 @@ class GymScheduler(MultiTurnScheduler):
         if _named(env):
             ENVS.get(env)  # an unknown one is an error before the run
         self._env: Any = None
-        self._thread: OwnThread | None = None
+        self._thread = OwnThread(f"gym-{id(self)}")
         self._observation = ""
         self._rewards: list[float] = []
 
@@ -152,10 +151,9 @@ class GymScheduler(MultiTurnScheduler):
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
         """Close the environment. What fails in that is logged: the trajectory was lived through."""
         close = getattr(self._env, "close", None)
-        waits = inspect.iscoroutinefunction(close)
-        if self._thread is not None:
-            # not waited for, as it may hang; there may be an environment only when it gets to it
-            self._thread.close(None if waits else self._close)
+        waits = is_async(close)
+        # not waited for, as it may hang; there may be an environment only when it gets to it
+        self._thread.close(None if waits else self._close)
         if waits and close is not None:
             with _logged(self._env):
                 await close()
@@ -173,10 +171,7 @@ class GymScheduler(MultiTurnScheduler):
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """A method of the user's; a plain one in the thread."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        self._thread = self._thread or OwnThread(f"gym-{id(self)}")
-        return await settled(await self._thread.run(lambda: function(*args)))
+        return await call_user(function, *args, away=self._thread.run)
 
 
 @contextmanager

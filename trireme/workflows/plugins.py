@@ -1,4 +1,4 @@
-"""Plug-ins: users' files, loaded before a run so that the YAML can name what they register.
+"""Plug-ins: loads users' files before a run, so that the YAML can name what they register.
 
 A file is loaded once, as the module of its own name: `my_file:name` finds `my_file.py` too.
 """
@@ -17,7 +17,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from trireme.config.problem import ConfigError, Problem
+from trireme.config import ConfigError, Problem
 from trireme.registry import Registry
 from trireme.usercode import UserCode, fault_of, with_place
 from trireme.workflows.swift import no_counterpart, stand_in
@@ -42,9 +42,9 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
 
 
 _EDITED = {
-    "trinity.common.workflows": ("WORKFLOWS", "trireme.workflows.names:WORKFLOWS"),
-    "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.rewards.names:REWARDS"),
-    "trinity.buffer.operators": ("EXPERIENCE_OPERATORS", "trireme.pipeline.names:OPERATORS"),
+    "trinity.common.workflows": ("WORKFLOWS", "trireme.registry:WORKFLOWS"),
+    "trinity.common.rewards": ("REWARD_FUNCTIONS", "trireme.registry:REWARDS"),
+    "trinity.buffer.operators": ("EXPERIENCE_OPERATORS", "trireme.registry:OPERATORS"),
 }
 """Files in which Trinity's users register: their registry, and ours."""
 

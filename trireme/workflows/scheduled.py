@@ -14,17 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 
 from trireme.engines.engine import Sampling
 from trireme.experience import Experience
+from trireme.model.chat_tokens import conversation_of
 from trireme.model.conversation import experience_of, untrained
-from trireme.model.message import conversation_of
 from trireme.model.model import Model
 from trireme.model.recorder import Call
+from trireme.registry import MULTI_TURNS, workflow
 from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.task import Task
 from trireme.workflows import loss_scale
-from trireme.workflows.names import MULTI_TURNS
-from trireme.workflows.outputs import Ended
 from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
-from trireme.workflows.turns import play
+from trireme.workflows.turns import Ended, play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
 
@@ -68,7 +67,7 @@ class ScheduledWorkflow:
         await reward_group(self._judges.of(task), task, experiences, models)
 
 
-multi_turn_scheduler = ScheduledWorkflow()
+multi_turn_scheduler = workflow("multi_turn_scheduler")(ScheduledWorkflow())
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trireme.model.message import NOT_TEXT, Message
+from trireme.model.chat_tokens import NOT_TEXT, Message
 
 
 @dataclass

@@ -5,14 +5,17 @@ Subclasses change `format_messages`, `default_reward`, `default_system_prompt` o
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
-from trireme.model.message import conversation_of
+from trireme.model.chat_tokens import conversation_of
+from trireme.registry import REWARDS, workflow
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
-from trireme.rewards.names import REWARDS
+from trireme.rewards.judge import comparison, read_scores
 from trireme.rewards.reward import option_names, resolve, score
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
@@ -29,6 +32,8 @@ THINK_BOXED = (
 )
 
 
+@workflow("simple_workflow")
+@workflow("async_simple_workflow")
 class SimpleWorkflow(Workflow):
     """One prompt, one reply, judged by the task's reward."""
 
@@ -120,6 +125,8 @@ class SimpleWorkflow(Workflow):
             await reward_group(found, task, experiences, models)
 
 
+@workflow("math_workflow")
+@workflow("async_math_workflow")
 class MathWorkflow(SimpleWorkflow):
     """A mathematical question, reasoned in <think> and answered in <answer>."""
 
@@ -132,6 +139,8 @@ class MathWorkflow(SimpleWorkflow):
         super().reset(task)
 
 
+@workflow("math_boxed_workflow")
+@workflow("async_math_boxed_workflow")
 class MathBoxedWorkflow(SimpleWorkflow):
     """A mathematical question, answered in \\boxed{}.
 
@@ -168,6 +177,8 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return await self.model.generate_async(prompt)
 
 
+@workflow("math_eval_workflow")
+@workflow("async_math_eval_workflow")
 class MathEvalWorkflow(MathBoxedWorkflow):
     """A mathematical question for evaluation alone: sampled at temperature 0.6 and top_p 0.8, it
     gives the metric `accuracy` and no reward.
@@ -186,12 +197,16 @@ class MathEvalWorkflow(MathBoxedWorkflow):
         return experiences
 
 
+@workflow("math_rm_workflow")
+@workflow("async_math_rm_workflow")
 class MathRmWorkflow(MathWorkflow):
     """A mathematical question whose replies a model judges, one by one."""
 
     default_reward = "judge"
 
 
+@workflow("math_ruler_workflow")
+@workflow("async_math_ruler_workflow")
 class MathRulerWorkflow(MathWorkflow):
     """A mathematical question whose replies a model compares; the metric `gold_reward` is what
     `math_reward` would have given.
@@ -211,7 +226,116 @@ class MathRulerWorkflow(MathWorkflow):
         return experiences
 
 
+@workflow("rubric_judge_workflow")
 class RubricJudgeWorkflow(SimpleWorkflow):
     """One prompt, one reply, rated by a model that is given the row's criteria."""
 
     default_reward = "rubric"
+
+
+@workflow("math_trainable_ruler_workflow")
+class MathTrainableRulerWorkflow(MathWorkflow):
+    """A mathematical question whose right answer is known now and then (`workflow_args`:
+    `truth_share`, 0.2 of the tasks of an explore step).
+
+    Where it is known, the task's reward is the replies' (else the metric `gold_reward`), and the
+    model compares them n times: a group of its own, whose reward is 1 - mean |score - reward|, the
+    replies' rewards cut to 0 to 1, and 0 where no scores can be read. Where it is not, the scores
+    of one comparison, which is not trained, are the replies' rewards.
+    """
+
+    can_repeat = True
+
+    async def ask(self) -> list[Experience]:
+        """n replies, one a run."""
+        return await self.model.chat_async(self.format_messages(), n=self.repeat_times)
+
+    async def run(self) -> list[Experience]:
+        """Ask, judge, and judge the judgements."""
+        replies = await super().run()
+        if self.is_eval or any(e.truncate_status == "prompt_truncated" for e in replies):
+            return replies
+        gold = [e.reward or 0.0 for e in replies]
+        known = self.truth_is_known()
+        asked = conversation_of(self.task, self.task_desc, None)
+        question = comparison(asked, [e.response_text or "" for e in replies])
+        judgements = await self.model.chat_async(
+            [{"role": "user", "content": question}], n=self.repeat_times if known else 1
+        )
+        found = [read_scores(e.response_text or "", len(replies)) for e in judgements]
+        success = statistics.fmean(scores is not None for scores in found)
+        for place, (reply, reward) in enumerate(zip(replies, gold, strict=True)):
+            reply.metrics |= {"gold_reward": reward, "judge_success": success}
+            if not known:
+                reply.reward = found[0][place] if found[0] else 0.0
+        if not known:
+            return replies
+        for judgement, scores in zip(judgements, found, strict=True):
+            judgement.eid.task = f"{self.task.task_id}-ruler"
+            judgement.reward = agreement(scores, gold)
+        return [*replies, *judgements]
+
+    def truth_is_known(self) -> bool:
+        """Drawn for each task of an explore step; a step that is done again draws the same."""
+        share = float(self.workflow_args.get("truth_share", 0.2))
+        return random.Random(f"{self.task.batch_id}/{self.task.task_id}").random() < share
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for options that cannot be."""
+        share = task.workflow_args.get("truth_share", 0.2)
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"workflow_args.truth_share is {share!r}: expected 0 to 1")
+        if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
+            raise ValueError(
+                f"{cls.__name__} compares with the reward of one reply, and default_reward_fn_type "
+                f"is {task.reward_fn!r}: expected one as math_reward"
+            )
+        super().examine(task)
+
+
+def agreement(scores: Sequence[float] | None, rewards: Sequence[float]) -> float:
+    """1 - mean |score - reward|, rewards cut to 0 to 1; 0 without scores."""
+    if scores is None:
+        return 0.0
+    pairs = zip(scores, rewards, strict=True)
+    return 1 - statistics.fmean(abs(score - min(max(reward, 0.0), 1.0)) for score, reward in pairs)
+
+
+@workflow("on_policy_distill_workflow")
+class OnPolicyDistillWorkflow(SimpleWorkflow):
+    """One prompt, one reply, judged token by token.
+
+    A teacher, the first of `explorer.auxiliary_models`, says how likely it finds each token of the
+    reply. Its log-probabilities are the experience's `teacher_logprobs`, which on_policy_distill
+    and jsd learn from. A reward, where there is one, only measures.
+    """
+
+    def reset(self, task: Task) -> None:
+        """Take a task."""
+        self.measures = bool(task.reward_fn or self.default_reward)
+        if self.measures:
+            super().reset(task)
+        else:
+            self.bind(task)
+
+    async def run(self) -> list[Experience]:
+        """Ask, measure, and have the teacher score what was said."""
+        if not self.auxiliary_model_wrappers:
+            raise ValueError(
+                "explorer.auxiliary_models is empty: this workflow needs a teacher, the first of "
+                "them"
+            )
+        teacher = self.auxiliary_model_wrappers[0]
+        experiences = await (super().run() if self.measures else self.ask())
+        for experience in experiences:
+            experience.reward = experience.reward or 0.0
+            experience.teacher_logprobs = await teacher.logprobs_async(
+                experience.tokens.tolist(), experience.temperature or 1.0
+            )
+        return experiences
+
+
+@workflow("on_policy_distill_math_workflow")
+class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow, MathWorkflow):
+    """The same for mathematical questions, whose accuracy is measured."""

@@ -6,15 +6,15 @@ A step that extends the one before shares its prefix in training, so that nothin
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from trireme.aio import at_once, call_user, is_async
 from trireme.experience import EID, Experience
 from trireme.model.blocking import BlockingModel
 from trireme.task import Task
-from trireme.workflows.classes import Workflow, settled
+from trireme.workflows.classes import Workflow
 
 
 class _Episode(Workflow):
@@ -36,8 +36,8 @@ class _Episode(Workflow):
     def __init_subclass__(cls, **options: Any) -> None:
         """A class with any coroutine among its methods runs on the event loop."""
         super().__init_subclass__(**options)
-        methods = [cls.method(name) for name in ("step", "reward")]
-        if any(inspect.iscoroutinefunction(method) for method in methods):
+        methods = [cls.method("step"), cls.method("reward"), cls.open, cls.close]
+        if any(map(is_async, methods)):
             cls.is_async = True
 
     @classmethod
@@ -71,38 +71,24 @@ class _Episode(Workflow):
 
     def run(self) -> list[Experience]:
         """All steps, one after the other; each experience has its step's number."""
-        step = self.method("step")
-        episode: list[Experience] = []
-        try:
-            self.open()
-            for number in range(self.max_step_num):
-                goes_on = step(self, step_num=number)
-                mine = self._recorded(number)
-                self._judge_step(mine, number)
-                episode += mine
-                if not goes_on:
-                    break
-            self._judge_end(episode)
-        finally:
-            self.close()
-        return episode
+        return at_once(self.run_async())  # plain methods wait for nothing
 
     async def run_async(self) -> list[Experience]:
         """`run`, where a method is a coroutine."""
         step = self.method("step")
         episode: list[Experience] = []
         try:
-            await settled(self.open())
+            await call_user(self.open)
             for number in range(self.max_step_num):
-                goes_on = await settled(step(self, step_num=number))
+                goes_on = await call_user(partial(step, self, step_num=number))
                 mine = self._recorded(number)
-                await settled(self._judge_step(mine, number))
+                await self._judge_step(mine, number)
                 episode += mine
                 if not goes_on:
                     break
-            await settled(self._judge_end(episode))
+            await self._judge_end(episode)
         finally:
-            await settled(self.close())
+            await call_user(self.close)
         return episode
 
     def _recorded(self, number: int) -> list[Experience]:
@@ -113,11 +99,11 @@ class _Episode(Workflow):
             experience.info["env_step"] = number
         return found
 
-    def _judge_step(self, mine: list[Experience], number: int) -> Any:
-        """Rewards of the step that has just ended; awaitable where `reward` is."""
+    async def _judge_step(self, mine: list[Experience], number: int) -> None:
+        """Rewards of the step that has just ended."""
 
-    def _judge_end(self, episode: list[Experience]) -> Any:
-        """Rewards after the last step; awaitable where `reward` is."""
+    async def _judge_end(self, episode: list[Experience]) -> None:
+        """Rewards after the last step."""
 
 
 class StepWiseRewardWorkflow(_Episode):
@@ -129,9 +115,9 @@ class StepWiseRewardWorkflow(_Episode):
             f"{type(self).__name__} must define `reward(self, exps, step_num)`"
         )
 
-    def _judge_step(self, mine: list[Experience], number: int) -> Any:
-        given = self.method("reward")(self, mine, step_num=number)
-        return _with_value(given, lambda value: _give(mine, value, step_reward=value))
+    async def _judge_step(self, mine: list[Experience], number: int) -> None:
+        reward = await call_user(partial(self.method("reward"), self, mine, step_num=number))
+        _give(mine, reward, step_reward=reward)
 
 
 class RewardPropagationWorkflow(_Episode):
@@ -141,15 +127,11 @@ class RewardPropagationWorkflow(_Episode):
         """The reward of the episode, from the experiences of all its steps."""
         raise NotImplementedError(f"{type(self).__name__} must define `reward(self, exps)`")
 
-    def _judge_end(self, episode: list[Experience]) -> Any:
+    async def _judge_end(self, episode: list[Experience]) -> None:
         steps = len({e.info["env_step"] for e in episode})
-
-        def give(value: float) -> None:
-            _give(episode, value)
-            for experience in episode:
-                experience.metrics["actual_env_steps"] = float(steps)
-
-        return _with_value(self.method("reward")(self, episode), give)
+        _give(episode, await call_user(self.method("reward"), self, episode))
+        for experience in episode:
+            experience.metrics["actual_env_steps"] = float(steps)
 
 
 def _give(experiences: Sequence[Experience], reward: float, **info: float) -> None:
@@ -158,14 +140,3 @@ def _give(experiences: Sequence[Experience], reward: float, **info: float) -> No
         if experience.truncate_status != "prompt_truncated" or experience.reward is None:
             experience.reward = float(reward)
         experience.info.update(info)
-
-
-def _with_value(given: Any, use: Callable[[float], None]) -> Any:
-    """`use(given)`, now or when it has been awaited."""
-    if not inspect.isawaitable(given):
-        return use(given)
-
-    async def later() -> None:
-        use(await given)
-
-    return later()

@@ -16,15 +16,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from trireme import log
-from trireme.lazy import lazy_names
-from trireme.registry import Registry
+from trireme.registry import Registry, lazy_names
 from trireme.rewards.orm import ORM as _ORM
 
 _SCHEDULER = "trireme.workflows.scheduler"
 _GYM = "trireme.workflows.gym_scheduler"
 _TIPS = "trireme.workflows.math_tips"
 _SCALE = "trireme.workflows.loss_scale"
-_GROUP = "trireme.rewards.group"
+_GROUP = "trireme.rewards.orm"
 _HERE = "trireme.workflows.swift"
 _ABSENT = (
     *("DefaultRMPlugin", "GenRMPlugin", "PRM", "InferEngine", "PtEngine", "VllmEngine"),
@@ -38,7 +37,7 @@ NAMES = {
     "MathTipsScheduler": f"{_TIPS}:MathTips",
     "MathTipsMultiTurnScheduler": f"{_TIPS}:MathTipsMultiTurn",
     "GYMScheduler": f"{_GYM}:GymScheduler",
-    "multi_turns": "trireme.workflows.names:MULTI_TURNS",
+    "multi_turns": "trireme.registry:MULTI_TURNS",
     "RolloutInferRequest": _SCHEDULER,
     "InferRequest": f"{_SCHEDULER}:RolloutInferRequest",
     "RolloutOutput": _SCHEDULER,
@@ -49,12 +48,12 @@ NAMES = {
     "RequestConfig": _HERE,
     "Messages": _GYM,
     "Env": _GYM,
-    "envs": "trireme.workflows.names:ENVS",
+    "envs": "trireme.registry:ENVS",
     "ContextManager": _GYM,
-    "context_managers": "trireme.workflows.names:CONTEXT_MANAGERS",
+    "context_managers": "trireme.registry:CONTEXT_MANAGERS",
     "ORM": f"{_HERE}:SwiftORM",
     "AsyncORM": f"{_HERE}:SwiftORM",
-    "orms": "trireme.rewards.names:ORMS",
+    "orms": "trireme.registry:ORMS",
     "MathAccuracy": _GROUP,
     "Format": _GROUP,
     "ReActFormat": f"{_GROUP}:ReactFormat",

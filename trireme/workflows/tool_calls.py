@@ -17,33 +17,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trireme.workflows.mcp_tools import McpServer
+from trireme.model.tool_calls import (
+    CLOSING,
+    ToolCall,
+    call_of_json,
+    object_or_text,
+    read_tool_calls,
+)
+from trireme.registry import MULTI_TURNS
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
     RolloutResponseChoice,
 )
-from trireme.workflows.tools import Tool, as_text, python_tool
+from trireme.workflows.tools import McpServer, Tool, as_text, python_tool
 
 _REACT = re.compile(
     r"Action:[ \t]*(?P<name>[^\n]*?)\s*\nAction Input:[ \t]*(?P<input>.*?)\s*"
     r"(?=\n(?:Observation|Thought|Action|Final Answer):|Observation:|\Z)",
     re.DOTALL,
 )
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _STYLES = ("new_turn", "same_turn")
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call that a reply asks for."""
-
-    name: str
-    arguments: Any
-    """By name; text is for the first argument."""
-    id: str | None = None
-    error: str | None = None
-    """Why it cannot be read."""
 
 
 @dataclass
@@ -61,15 +55,16 @@ def read_calls(choice: RolloutResponseChoice) -> Asked:
     text = str(choice.message.content or "")
     if choice.message.tool_calls:
         return Asked([_of_message(call) for call in choice.message.tool_calls], upto=len(text))
-    before_result = text.partition("<tool_response>")[0]
-    if found := list(_HERMES.finditer(before_result)):
-        return Asked([_of_json(match[1]) for match in found], upto=found[-1].end())
+    calls, end = read_tool_calls(text)
+    if calls:
+        return Asked(calls, upto=end)
     if match := _REACT.search(text):
-        call = ToolCall(match["name"], _parsed(match["input"]))
+        call = ToolCall(match["name"], object_or_text(match["input"]))
         return Asked([call], react=True, upto=match.end())
     return Asked()
 
 
+@MULTI_TURNS.register("tool_call_scheduler")
 class ToolCallScheduler(MultiTurnScheduler):
     """Runs tools until a reply asks for none.
 
@@ -134,7 +129,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         if asked.react:
             kept, shown = kept.rstrip(), f"\nObservation: {answers[0]}\n"
         else:
-            close = "" if kept.endswith("</tool_call>") else "</tool_call>"
+            close = "" if kept.endswith(CLOSING) else CLOSING
             parts = (f"\n<tool_response>\n{answer}\n</tool_response>" for answer in answers)
             shown = close + "".join(parts) + "\n"
         messages[-1] = {**messages[-1], "content": kept + shown}
@@ -163,31 +158,10 @@ class ToolCallScheduler(MultiTurnScheduler):
         return await asyncio.wait_for(tool.call(arguments), self.timeout)
 
 
-def _parsed(text: str) -> Any:
-    """A JSON object, else the text as it is."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, dict) else text
-
-
-def _of_json(text: str) -> ToolCall:
-    """A call of Hermes' form."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        return ToolCall("", {}, error=f"the call is no JSON: {error}")
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return ToolCall("", {}, error="the call must be a JSON object with `name` and `arguments`")
-    arguments = found.get("arguments") or {}
-    return ToolCall(found["name"], _parsed(arguments) if isinstance(arguments, str) else arguments)
-
-
 def _of_message(given: Mapping[str, Any]) -> ToolCall:
     """A call of OpenAI's form."""
     function = given.get("function") or given
-    call = _of_json(json.dumps(dict(function), default=str))
+    call = call_of_json(json.dumps(dict(function), default=str))
     if isinstance(call.arguments, str):
         return ToolCall(call.name, {}, given.get("id"), f"no JSON object: {call.arguments!r:.80}")
     return ToolCall(call.name, call.arguments, given.get("id"), call.error)

@@ -11,29 +11,97 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trireme.aio import OwnThread, call_user
+from trireme.model.chat_tokens import plain_message
 from trireme.model.model import Model, Reply
 from trireme.model.openai_wire import token_logprobs
-from trireme.model.recorder import Call
-from trireme.threads import OwnThread
-from trireme.workflows.classes import settled
-from trireme.workflows.outputs import Ended, dialogues
+from trireme.model.recorder import Call, Recorder
 from trireme.workflows.scheduler import (
     ChatMessage,
     InferEngine,
     MultiTurnScheduler,
     RolloutInferRequest,
+    RolloutOutput,
     RolloutResponseChoice,
 )
 
+Given = Sequence[tuple[RolloutResponseChoice, Call]]
+"""The model's replies, as the scheduler saw them and as they were recorded."""
 _STEP_KEYS = (
     *("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs"),
     "rollout_infos",
 )
+
+
+@dataclass
+class Ended:
+    """One dialogue that is a sample of its own."""
+
+    messages: list[dict[str, Any]]
+    choice: RolloutResponseChoice
+    call: Call
+    """The one that gave its last reply."""
+    earlier: list[Call] = field(default_factory=list)
+    """Calls that belong to it, and that the last one does not continue token for token."""
+    infos: dict[str, Any] = field(default_factory=dict)
+
+
+def dialogues(name: str, found: Any, given: Given, recorder: Recorder) -> list[Ended]:
+    """What an overridden `run` of the scheduler `name` returned.
+
+    Raises TypeError for anything but RolloutOutputs with messages and a choice.
+    """
+    outputs = list(found) if isinstance(found, list | tuple) else [found]
+    if not outputs:
+        raise TypeError(f"{name}.run returned an empty list: expected RolloutOutputs")
+    ended = []
+    for output in outputs:
+        if not isinstance(output, RolloutOutput):
+            raise TypeError(
+                f"{name}.run returned {type(output).__name__}: expected a RolloutOutput, or a list "
+                "of them"
+            )
+        if not output.messages or not output.response.choices:
+            raise TypeError(
+                f"{name}.run returned a RolloutOutput without messages, or without a choice in its "
+                "response"
+            )
+        choice = output.response.choices[0]
+        call = _call_of(name, choice, given)
+        infos = {"num_turns": len(outputs), **output.rollout_infos}
+        earlier = _earlier(output.messages, call, recorder)
+        ended.append(Ended(output.messages, choice, call, earlier, infos))
+    return ended
+
+
+def _call_of(name: str, choice: RolloutResponseChoice, given: Given) -> Call:
+    """The recorded call of a choice. Raises ValueError where the model did not give it."""
+    for known, call in given:
+        if known is choice:
+            return call
+    for known, call in reversed(given):  # a copy of it
+        if choice.token_ids and known.token_ids == choice.token_ids:
+            return call
+    raise ValueError(
+        f"{name}.run returned a reply that the model did not give: {choice.message.content!r:.80}"
+    )
+
+
+def _earlier(messages: Sequence[Mapping[str, Any]], last: Call, recorder: Recorder) -> list[Call]:
+    """Calls whose replies a dialogue holds, where the template rewrote what came before."""
+    plain = [plain_message(message) for message in messages]
+    known = {len(call.messages or ()) for call in last.path}
+    found = []
+    for place, message in enumerate(plain[:-1]):
+        if message["role"] == "assistant" and place not in known:
+            call = recorder.by_messages(plain[: place + 1], last.tools)
+            if call is not None and len(call.messages or ()) == place:
+                found.append(call)
+    return found
 
 
 async def play(
@@ -99,7 +167,7 @@ class _Trajectory:
         self._infos: dict[str, Any] = {}
         self._given: list[tuple[RolloutResponseChoice, Call]] = []
         self._request: RolloutInferRequest | None = None
-        self._thread: OwnThread | None = None
+        self._thread = OwnThread(f"scheduler-{model.key}")
         scheduler.infer_engine = InferEngine(self._ask_beside)
         scheduler.tokenizer = model.chat_tokens.tokenizer
 
@@ -141,8 +209,7 @@ class _Trajectory:
             if self._request is not None:
                 await self._call(self._scheduler.on_trajectory_end, self._request)
         finally:
-            if self._thread is not None:
-                self._thread.close()
+            self._thread.close()
 
     async def _ask(self, request: RolloutInferRequest, **options: Any) -> RolloutResponseChoice:
         """The model's reply, put into the request's messages."""
@@ -260,11 +327,8 @@ class _Trajectory:
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """A method of the scheduler's; where it is plain and the user's, in a thread."""
-        plain = not inspect.iscoroutinefunction(method)
-        if plain and not method.__module__.startswith("trireme."):
-            self._thread = self._thread or OwnThread(f"scheduler-{self._model.key}")
-            return await settled(await self._thread.run(lambda: method(*args)))
-        return await settled(method(*args))
+        ours = method.__module__.startswith("trireme.")
+        return await call_user(method, *args, away=None if ours else self._thread.run)
 
 
 def _choice(reply: Reply, model: Model) -> RolloutResponseChoice:

@@ -16,6 +16,7 @@ from typing import Any
 from trireme.envs.env import Seen
 from trireme.envs.webshop.env import WebShopEnv, open_shop
 from trireme.envs.webshop.original import OriginalEnv
+from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 
@@ -72,6 +73,7 @@ class _Checked:
         )
 
 
+@workflow("webshop_workflow")
 class WebShopWorkflow(EpisodeWorkflow):
     """The reward is the shop's, 0 to 1, at the purchase; -0.1 where nothing was bought."""
 

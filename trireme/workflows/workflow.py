@@ -17,26 +17,17 @@ from typing import Any
 
 from torch import Tensor
 
+from trireme.aio import is_async
 from trireme.experience import TOKEN_FIELDS, Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.model import Model
+from trireme.registry import WORKFLOWS
 from trireme.rewards.reward import number
 from trireme.task import Task
 from trireme.usercode import Refused, refuse_signature
-from trireme.workflows.classes import Workflow, run_method
-from trireme.workflows.names import WORKFLOWS, workflow
+from trireme.workflows.classes import run_method
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "WORKFLOWS",
-    "NoExperience",
-    "Workflow",
-    "WorkflowSpec",
-    "WrongExperience",
-    "resolve",
-    "workflow",
-]
 
 
 class WrongExperience(Refused):
@@ -186,9 +177,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
     def blocking(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
         return check_experiences(function(task, model), name)
 
-    waits = not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
-        type(function).__call__
-    )
+    waits = not is_async(function)
     return WorkflowSpec(
         name,
         waits,

@@ -22,7 +22,7 @@ from trireme.launch.engine_host import EngineHost, start_all, stop_all
 from trireme.sync.memory import MemorySync
 from trireme.sync.probe import WrongWeights, compare, probe_ids
 from trireme.sync.process_group import GroupSync
-from trireme.trainer.backend import TorchBackend
+from trireme.trainer.backend import Backend, TrainSettings
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]
@@ -54,9 +54,9 @@ def run(host: EngineHost, main: Callable[[RemoteEngine], Awaitable[Any]]) -> Non
     asyncio.run(go())
 
 
-def trained(folder: Path, learning_rate: float) -> TorchBackend:
+def trained(folder: Path, learning_rate: float) -> Backend:
     """A trainer whose weights differ from the folder's by a step of that size in every number."""
-    backend = TorchBackend(folder, optimizer=OptimizerConfig(), max_token_len=512)
+    backend = Backend(folder, TrainSettings(OptimizerConfig(), 512, grad_clip=1.0))
     with torch.no_grad():
         for parameter in backend.module.parameters():
             parameter.add_(learning_rate * torch.randn_like(parameter))

@@ -18,14 +18,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trireme.engines.device import Device
-from trireme.engines.ends import end_tokens
+from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
-from trireme.engines.fingerprint import fingerprint
-from trireme.engines.gate import Gate
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
-from trireme.engines.torch.shell import load_shell, load_weights, share_shell
+from trireme.engines.torch.shell import end_tokens, load_shell, load_weights, share_shell
+from trireme.engines.weight_group import fingerprint
 from trireme.log import get_logger
 
 logger = get_logger("engine")

@@ -1,6 +1,7 @@
 """Shell: the engine's own module over weights: loaded from a folder, or the trainer's very tensors.
 
-Configuration, attention and train/eval flags are the shell's; the parameters may be shared.
+Configuration, attention and train/eval flags are the shell's; the parameters may be shared. Which
+token ids end a reply of a model is read here too.
 """
 
 from __future__ import annotations
@@ -8,17 +9,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from trireme.engines.fingerprint import refuse_unusable
 from trireme.engines.torch import rows
+from trireme.engines.weight_group import refuse_unusable
 
+# Layers that attend to tokens by position and to nothing else.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+# What configurations without a list of layers say of a state that is no keys and values.
+_RECURRENT_KEYS = (
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "linear_num_key_heads",
+    "lru_width",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,7 +48,7 @@ def load_shell(
     """
     rows.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    refuse_recurrent(config)
+    refuse_recurrent(config, "the embedded engine cannot run it")
     model = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
@@ -45,7 +63,7 @@ def load_shell(
 def share_shell(module: PreTrainedModel) -> PreTrainedModel:
     """A second module over the parameters and buffers of `module`; nothing is copied."""
     rows.register()
-    refuse_recurrent(module.config)
+    refuse_recurrent(module.config, "the embedded engine cannot run it")
     config = copy.deepcopy(module.config)
     config._attn_implementation = rows.NAME
     with torch.device("meta"):
@@ -57,14 +75,18 @@ def share_shell(module: PreTrainedModel) -> PreTrainedModel:
     return shell.eval()
 
 
-def refuse_recurrent(config: Any) -> None:
-    """Raise ValueError, naming them, for layers that are not plain attention."""
-    others = sorted({*(getattr(config, "layer_types", None) or ())} - _PLAIN_LAYERS)
-    others += [k for k in ("ssm_state_size", "mamba_d_state", "lru_width") if hasattr(config, k)]
+def refuse_recurrent(config: PreTrainedConfig, consequence: str) -> None:
+    """Raise ValueError where layers of the language model carry a state other than keys and values.
+
+    `consequence` ends the sentence: what cannot be done with such a model.
+    """
+    text = config.get_text_config()
+    others = sorted({*(getattr(text, "layer_types", None) or ())} - _PLAIN_LAYERS)
+    others += [key for key in _RECURRENT_KEYS if not others and getattr(text, key, None)]
     if others:
         raise ValueError(
             f"model_type '{config.model_type}' has layers that are not plain attention "
-            f"({', '.join(others)}): the embedded engine cannot run it"
+            f"({', '.join(others)}): {consequence}"
         )
 
 
@@ -107,3 +129,23 @@ def _assign(root: nn.Module, name: str, tensor: Tensor) -> None:
     module = root.get_submodule(owner)
     table = module._parameters if leaf in module._parameters else module._buffers
     table[leaf] = tensor  # pyright: ignore[reportArgumentType]
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """End-of-sequence ids of the generation configuration, the model's and the tokenizer's."""
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for owner in (generation, model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            found.update(ids if isinstance(ids, list | tuple) else [ids])
+    return found
+
+
+def end_tokens_of(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The same of a model's folder, without loading its weights."""
+    generation = None
+    if (Path(path) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path)
+    return end_tokens(SimpleNamespace(generation_config=generation, config=config), tokenizer)

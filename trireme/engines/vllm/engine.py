@@ -24,9 +24,9 @@ from typing import Any
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from trireme.engines.ends import end_tokens_of
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
+from trireme.engines.torch.shell import end_tokens_of
 from trireme.engines.vllm.options import arguments
 from trireme.engines.weight_group import Meeting
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.envs.dataset import write_splits
+from trireme.envs.env import write_splits
 
 HOW = (
     "set it to the folder that holds json_2.1.1 (alfworld-download makes one, and so does "

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trireme.envs.extras import extra
+from trireme.envs.env import extra
 
 KEYS = ("pddl_domain", "grammar", "pddl_problem")
 

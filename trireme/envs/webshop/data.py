@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trireme.envs.dataset import write_splits
+from trireme.envs.env import write_splits
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from trireme.envs.extras import extra
+from trireme.envs.env import extra
 from trireme.envs.webshop.catalogue import Goal, Product
 from trireme.envs.webshop.search import STOP_WORDS
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trireme.envs.extras import extra
+from trireme.envs.env import extra
 from trireme.envs.webshop.catalogue import Product
 
 K1, B = 0.9, 0.4

@@ -1,26 +1,55 @@
 """Coordinator: the part between explorer and trainer: the buffer and the synchronizer.
 
-Invariants:
 - What a put carries and where the explorer goes on after it become known in one go: a snapshot
   holds a step's experiences or says that the step is to be done again, never both.
-- Who waits here wakes up when a side fails or ends.
+- Calls that wait here end when a side fails or ends.
+- What the parts of a run report is kept in order until the command asks for it; by a part of its
+  own (`Events`) where explorer and trainer are not of one command.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.launch.elsewhere import Elsewhere
-from trireme.launch.ray.events import Events
-from trireme.launch.ray.host import Peer
 from trireme.launch.ray.made import Made
-from trireme.launch.ray.proxies import State
+from trireme.launch.ray.proxies import Peer, State
 from trireme.launch.session import Session
 from trireme.serialize import decode, encode
 from trireme.workflows.plugins import load_plugins
+
+
+class Events:
+    """The other end of Relay."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[Any, ...]] = []
+        self._event = asyncio.Event()
+
+    async def open(self, made: Made) -> None:
+        """Nothing is needed of the run."""
+
+    async def report(self, event: tuple[Any, ...]) -> None:
+        """Something for the console and the monitors."""
+        self._events.append(event)
+        self._event.set()
+
+    async def events(self, wait: float) -> list[tuple[Any, ...]]:
+        """What was reported since the last call; waits for something, `wait` seconds at most."""
+        self._event.clear()
+        if not self._events:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._event.wait(), wait)
+        found, self._events = self._events, []
+        return found
+
+    async def stop(self) -> None:
+        """Nothing is held."""
 
 
 class Coordinator(Events):
@@ -45,7 +74,7 @@ class Coordinator(Events):
             made.plan, made.model_path, Silent(), self._device, True, elsewhere=elsewhere
         )
         self._opened = session.__enter__()
-        assert session.supply
+        self._supply = session.supply  # made now: what it cannot be is told before any step
         if session.resumed is not None:
             self._explorer_state = session.resumed.run_state["explorer"]
 
@@ -61,12 +90,12 @@ class Coordinator(Events):
 
     async def take(self, version: int) -> tuple[bytes, dict[str, float]]:
         """The trainer's next batch."""
-        experiences, metrics = await self._session.supply.take(version)
+        experiences, metrics = await self._supply.take(version)
         return encode(experiences), metrics
 
     async def commit(self) -> None:
         """See Supply."""
-        await self._session.supply.commit()
+        await self._supply.commit()
 
     async def close(self) -> None:
         """See Buffer."""

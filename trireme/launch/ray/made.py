@@ -1,4 +1,4 @@
-"""Made: what every part of a run is opened with. Plain values and handles: it is sent around."""
+"""Made: what each Ray actor receives at its start: plan, model path, plug-ins, actor handles."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ray.exceptions import RayTaskError
+
 from trireme.algorithms.sample import Sample
-from trireme.buffer.waiting import Demand
+from trireme.buffer.buffer import Demand
 from trireme.config import Plan
 from trireme.experience import Experience
-from trireme.launch.ray.host import Peer, answer
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due
 
@@ -171,3 +172,33 @@ class Relay:
 
     def _send(self, *event: Any) -> None:
         self._sent.append(self._coordinator.handle.control.remote("report", event))
+
+
+class Peer:
+    """A part in another process: its calls raise what they raised there."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def control(self, name: str, *args: Any) -> Any:
+        """See Host."""
+        return await answer(self.handle.control.remote(name, *args))
+
+    async def data(self, name: str, *args: Any) -> Any:
+        """See Host."""
+        return await answer(self.handle.data.remote(name, *args))
+
+    async def ping(self) -> dict[str, Any]:
+        """See Host."""
+        return await answer(self.handle.ping.remote())
+
+
+async def answer(reference: Any) -> Any:
+    """What a call came to."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
+            raise cause from error
+        raise

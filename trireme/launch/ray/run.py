@@ -20,17 +20,13 @@ from ray.exceptions import RayError
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config import Plan
-from trireme.config.names import plugin_files
+from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
+from trireme.launch.ray.actors import EnginePart, ExplorerPart, FollowerPart, HostActor, TrainerPart
 from trireme.launch.ray.cluster import Places, cluster
-from trireme.launch.ray.coordinator import Coordinator
-from trireme.launch.ray.engine import EnginePart
-from trireme.launch.ray.events import Events
-from trireme.launch.ray.explorer import ExplorerPart
-from trireme.launch.ray.follower import FollowerPart
-from trireme.launch.ray.host import HostActor, Peer
+from trireme.launch.ray.coordinator import Coordinator, Events
 from trireme.launch.ray.made import Made
-from trireme.launch.ray.trainer import TrainerPart
+from trireme.launch.ray.proxies import Peer
 from trireme.launch.ray.watch import Watched, meet_all, watch, who_died
 from trireme.launch.session import Session
 from trireme.launch.stage_result import StageResult

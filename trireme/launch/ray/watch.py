@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from trireme.launch.ray.host import Peer
+from trireme.launch.ray.proxies import Peer
 from trireme.log import get_logger
 
 logger = get_logger("launcher")

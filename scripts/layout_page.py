@@ -1,0 +1,51 @@
+"""Layout page: the table of files in docs/code_layout.md, written from the files' first sentences.
+
+`python scripts/layout_page.py` writes it between the page's two marks; a test holds that it was
+done.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "code_layout.md"
+BEGIN, END = "<!-- tables: scripts/layout_page.py -->", "<!-- end of tables -->"
+
+
+def tables() -> str:
+    """A table for each folder of the package, itself first."""
+    files = sorted((ROOT / "trireme").rglob("*.py"), key=lambda path: (path.parent, path.name))
+    folders = groupby(files, key=lambda path: path.parent)
+    return "\n".join(line for row in folders for line in _folder(*row)).lstrip()
+
+
+def document() -> str:
+    """The page with its tables written anew."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{tables()}\n\n{END}{tail}"
+
+
+def _folder(folder: Path, members: Iterator[Path]) -> Iterator[str]:
+    yield f"\n### `{folder.relative_to(ROOT)}/`\n\n{first_sentence(folder / '__init__.py')}\n"
+    yield "| file | what it is for |\n|-|-|"
+    for path in members:
+        if path.name != "__init__.py":
+            yield f"| `{path.name}` | {first_sentence(path)} |"
+
+
+def first_sentence(path: Path) -> str:
+    """The first paragraph of a module's docstring, without the name that it begins with."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    line = text.partition("\n\n")[0].replace("\n", " ").replace("|", r"\|")
+    name, colon, rest = line.partition(": ")
+    is_name = colon and len(name.split()) <= 3 and "`" not in name
+    return f"{rest[0].upper()}{rest[1:]}" if is_name else line
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")

@@ -1,0 +1,241 @@
+"""Placement: who gets how many places, and which engine a stage gets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.made import SEEDS, config_of, values
+from trireme.config import ConfigError, Plan, draft_plans, load_config, make_plans, placement
+from trireme.launch.engine_host import engine_spec
+
+ENGINES = "explorer.rollout_model.engine_num"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    def has(gpus):
+        monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: gpus)
+
+    has(0)
+    return has
+
+
+def plan_of(tmp_path, *overrides):
+    return make_plans(config_of(tmp_path, values(tmp_path), *overrides))[0]
+
+
+def test_the_alfworld_seed_splits_eight_gpus_into_halves(machine):
+    machine(8)
+    (plan,), problems = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    assert not [p for p in problems if p.key.startswith("cluster")]
+    assert (plan.launcher, plan.num_engines, plan.engine_size, plan.trainer_ranks) == (
+        "ray", 2, 2, 4,
+    )  # fmt: skip
+    assert plan.gpus == {"explorer": 4, "trainer": 4}
+
+
+def test_without_gpus_the_seed_is_local_and_its_split_is_told():
+    (plan,), _ = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    assert (plan.launcher, plan.trainer_ranks) == ("local", 1)
+    assert any("4 for engines (2 x 2), 4 for the trainer" in note for note in plan.notes)
+
+
+def test_ray_without_gpus_takes_cpu_processes(tmp_path):
+    asked = ("cluster.launcher=ray", "cluster.node_num=2", "cluster.gpu_per_node=2")
+    plan = plan_of(tmp_path, *asked, f"{ENGINES}=2")
+    assert (plan.launcher, plan.num_engines, plan.trainer_ranks) == ("ray", 2, 2)
+    assert plan.gpus == {"explorer": 0, "trainer": 0}
+    assert not plan.share_tensors and not plan.deterministic
+
+
+def test_an_algorithm_with_a_critic_takes_several_ranks_too(tmp_path):
+    asked = ("cluster.launcher=ray", "cluster.gpu_per_node=3", "algorithm.algorithm_type=ppo")
+    assert plan_of(tmp_path, *asked).trainer_ranks == 2
+
+
+def test_ray_without_numbers_takes_what_engines_and_one_rank_need(tmp_path):
+    plan = plan_of(tmp_path, "cluster.launcher=ray", f"{ENGINES}=2")
+    assert (plan.places_per_node, plan.trainer_ranks) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["cluster.gpu_per_node=2", f"{ENGINES}=2"], "takes 2 of the cluster's 2 places"),
+        (["cluster.gpu_per_node=8", f"{ENGINES}=9"], "takes 9 of the cluster's 8 places"),
+        (
+            ["cluster.node_num=2", "cluster.gpu_per_node=8", f"{ENGINES}=3"],
+            "leaves 13 of the cluster's 16 places \\(2 x 8\\) for the trainer",
+        ),
+        (
+            ["cluster.gpu_per_node=2", "explorer.rollout_model.tensor_parallel_size=4"],
+            "has to fit on one machine, which has 2 places",
+        ),
+        (
+            ["cluster.gpu_per_node=4", "trainer.ulysses_sequence_parallel_size=2"],
+            "expected a divisor of the trainer's 3 places",
+        ),
+        (["cluster.ray_address=ray://head:10001"], "expected auto, or HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_split_is_said_with_its_numbers(tmp_path, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        plan_of(tmp_path, *overrides)
+
+
+def test_more_gpus_than_the_machine_has_are_refused(tmp_path, machine):
+    machine(2)
+    with pytest.raises(ConfigError, match="is 4 and this machine has 2"):
+        plan_of(tmp_path, "cluster.gpu_per_node=4")
+    plan = plan_of(tmp_path, "cluster.gpu_per_node=4", "cluster.launcher=local")
+    assert plan.launcher == "local"
+
+
+def test_a_named_cluster_means_ray(tmp_path):
+    assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").launcher == "ray"
+
+
+def test_modes_that_ray_does_not_know_stay_here(tmp_path):
+    config = config_of(tmp_path, values(tmp_path), "cluster.launcher=ray", "mode=bench")
+    (plan,), _ = draft_plans(config)
+    assert plan.launcher == "local"
+    assert any("mode bench runs in this process" in note for note in plan.notes)
+
+
+def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.placement.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the package ray is not installed"):
+        plan_of(tmp_path, "cluster.launcher=ray")
+    machine(4)
+    assert plan_of(tmp_path, "cluster.gpu_per_node=4").launcher == "local"
+
+
+def test_megatron_is_said_to_be_fsdp2(tmp_path):
+    overrides = ("cluster.launcher=ray", "cluster.gpu_per_node=3")
+    plan = plan_of(tmp_path, *overrides, "trainer.trainer_strategy=megatron")
+    assert any(note.endswith("FSDP2 shards the model in its place") for note in plan.notes)
+
+
+FOUND = placement.Vllm("/envs/vllm/bin/python", "0.32.0", ("max_num_seqs", "block_size", "seed"))
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "find_vllm", lambda asked: FOUND)
+
+
+def plan(tmp_path: Path, *overrides: str, **facts: Any) -> Plan:
+    return make_plans(config_of(tmp_path, tree(tmp_path, facts), *overrides))[0]
+
+
+def problems(tmp_path: Path, *overrides: str, **facts: Any) -> list[str]:
+    _, found = draft_plans(config_of(tmp_path, tree(tmp_path, facts), *overrides))
+    return [str(problem) for problem in found]
+
+
+def tree(tmp_path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose model's config.json has these facts."""
+    out = values(tmp_path)
+    file = Path(out["model"]["model_path"]) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+    return out
+
+
+def key(name: str) -> str:
+    return f"explorer.rollout_model.{name}"
+
+
+VLLM = f"{key('engine_type')}=vllm"
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_generates_where_it_is_found_and_check_says_which(tmp_path: Path) -> None:
+    found = plan(tmp_path, VLLM, f"{key('engine_num')}=2", head_dim=64)
+    assert (found.engine_kind, found.engine_python, found.engine_hosts) == ("vllm", FOUND.python, 2)
+    assert (found.sync_method, found.share_tensors, found.deterministic) == ("nccl", False, False)
+    assert f"{VLLM.replace('=', ' (')}): vLLM 0.32.0 of {FOUND.python}" in found.notes
+    method = "synchronizer.sync_method=memory"
+    assert plan(tmp_path, VLLM, method, head_dim=64).sync_method == "memory"
+
+
+def test_without_vllm_the_embedded_engine_generates_and_a_note_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(placement.VARIABLE, raising=False)
+    found = plan(tmp_path, VLLM)
+    assert (found.engine_kind, found.engine_hosts) == ("torch", 0)
+    assert any("generates in its place, since no Python with vLLM was" in n for n in found.notes)
+
+
+def test_without_vllm_a_gpu_is_not_left_to_the_embedded_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(placement.VARIABLE, raising=False)
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 2)
+    (said,) = problems(tmp_path, VLLM)
+    assert said.startswith(f"{key('engine_type')} is vllm, and no Python with vLLM was found")
+    assert "pip install vllm" in said and placement.VARIABLE in said
+
+
+def test_a_python_without_vllm_is_a_problem_where_it_is_named(tmp_path: Path) -> None:
+    (said,) = problems(tmp_path, VLLM, f"{key('engine_python')}={sys.executable}")
+    assert said.startswith(f"{key('engine_python')} is '{sys.executable}': expected a Python that")
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("override", "facts", "said"),
+    [
+        ("tensor_parallel_size=3", {"num_attention_heads": 4}, "is 3: expected a divisor of the m"),
+        ("extra_engine_args.max_num_seq=4", {}, "engine: did you mean max_num_seqs?"),
+        ("extra_engine_args.seed=4", {}, f"what sets it is {key('seed')}"),
+        ("tool_call_parser=mistral", {}, "expected hermes"),
+    ],
+)
+def test_what_vllm_cannot_do_is_found_before_it_starts(
+    tmp_path: Path, override: str, facts: dict[str, Any], said: str
+) -> None:
+    found = problems(tmp_path, VLLM, key(override), **{"head_dim": 64, **facts})
+    assert len(found) == 1 and said in found[0]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_heads_that_its_cpu_kernels_lack_are_named(tmp_path: Path) -> None:
+    (said,) = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=8)
+    assert "no attention on a CPU for heads of 8: expected 32, 64" in said
+
+
+def test_several_torch_engines_are_processes(tmp_path: Path) -> None:
+    found = plan(tmp_path, f"{key('engine_type')}=torch", f"{key('engine_num')}=2")
+    assert (found.engine_kind, found.engine_hosts, found.sync_method) == ("torch", 2, "nccl")
+    assert plan(tmp_path, f"{key('engine_num')}=2").engine_hosts == 0
+
+
+def test_colocate_is_one_device_whose_engine_reads_the_trainers_weights(tmp_path: Path) -> None:
+    found = plan(tmp_path, "mode=colocate", "synchronizer.sync_method=checkpoint")
+    assert (found.mode, found.engine_hosts, found.sync_method) == ("both", 0, "memory")
+    assert found.share_tensors and not found.takes_turns
+    said = problems(tmp_path, "mode=colocate", f"{key('engine_num')}=2")
+    assert said == [f"{key('engine_num')} is 2: expected 1 in mode colocate"]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
+    found = plan(tmp_path, "mode=colocate", VLLM, head_dim=64)
+    assert (found.engine_hosts, found.sync_method, found.takes_turns) == (1, "memory", True)
+    assert any("only pauses while the trainer works" in note for note in found.notes)
+    options = engine_spec(found, "model").options
+    assert (options["enable_sleep_mode"], options["gpu_memory_utilization"]) == (True, 0.25)
+    apart = plan(
+        tmp_path, "mode=colocate", VLLM, "synchronizer.sync_style=fully_async", head_dim=64
+    )
+    assert (apart.engine_hosts, apart.takes_turns) == (0, False)
+    assert any("which needs sync_style fixed, sync_interval 1" in note for note in apart.notes)
+    assert (
+        "enable_sleep_mode" not in engine_spec(plan(tmp_path, VLLM, head_dim=64), "model").options
+    )

@@ -1,0 +1,63 @@
+"""Session: what it holds while it is open, and lets go of where it cannot be opened."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.job import small_config
+from trireme.config import Plan, load_config
+from trireme.config.check import make_plans
+from trireme.engines.device import Device
+from trireme.launch.session import Session
+from trireme.monitor.console import Console
+
+
+def plan_of(folder: Path) -> Plan:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(small_config(folder)))
+    [plan] = make_plans(load_config(path))
+    return plan
+
+
+def session_of(plan: Plan, device: Device) -> Session:
+    return Session(plan, str(plan.model_path), Console(), device, True)
+
+
+def test_a_session_that_cannot_be_opened_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, device = plan_of(tmp_path), Device()
+    handlers = list(logging.getLogger("trireme").handlers)
+    threads = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr("trireme.launch.opening.add_start", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), session_of(plan, device):
+            pass
+    assert logging.getLogger("trireme").handlers == handlers
+    assert set(threading.enumerate()) == threads
+    with session_of(plan, device) as session:
+        assert session.resumed is None
+    device.close()
+
+
+def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> None:
+    plan, device = plan_of(tmp_path), Device()
+    handlers = list(logging.getLogger("trireme").handlers)
+
+    class Broken:
+        def close(self) -> None:
+            raise OSError("no space left on device")
+
+        def rewind(self, step: int) -> None: ...
+
+    with pytest.raises(OSError, match="no space left"), session_of(plan, device) as session:
+        session.keep(Broken())  # pyright: ignore[reportArgumentType]
+    assert logging.getLogger("trireme").handlers == handlers
+    with session_of(plan, device):
+        pass
+    device.close()

@@ -1,0 +1,72 @@
+"""Calling a user's code: plain, `async def`, a partial, an object, here or in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from trireme.aio import OwnThread, at_once, call_user, is_async
+
+
+async def waits(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+def plain(value: int) -> int:
+    return value
+
+
+class Waiting:
+    async def __call__(self, value: int) -> int:
+        return await waits(value)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(waits, True), (partial(waits, 1), True), (Waiting(), True), (partial(Waiting()), True),
+     (plain, False), (partial(plain, 1), False), (lambda value: waits(value), False),
+     (Waiting, False), (None, False)],
+)  # fmt: skip
+def test_what_gives_a_coroutine_is_known_before_it_is_called(function: Any, expected: bool) -> None:
+    assert is_async(function) == expected
+
+
+@pytest.mark.parametrize("function", [waits, plain, Waiting(), lambda value: waits(value)])
+def test_every_form_gives_its_value(function: Any) -> None:
+    async def both() -> tuple[int, int]:
+        thread = OwnThread("own")
+        here, away = await call_user(function, 3), await call_user(function, 3, away=thread.run)
+        thread.close()
+        return here, away
+
+    assert asyncio.run(both()) == (3, 3)
+
+
+def test_only_what_is_plain_leaves_the_event_loop() -> None:
+    async def where() -> int:
+        return threading.get_ident()
+
+    async def both() -> tuple[int, int]:
+        thread = OwnThread("own")
+        found = await asyncio.gather(
+            call_user(threading.get_ident, away=thread.run), call_user(where, away=thread.run)
+        )
+        thread.close()
+        return found[0], found[1]
+
+    away, here = asyncio.run(both())
+    assert here == threading.get_ident() != away
+
+
+def test_a_coroutine_that_waits_for_nothing_needs_no_event_loop() -> None:
+    async def steps(function: Any) -> int:
+        return await call_user(function, 1) + await call_user(function, 2)
+
+    assert at_once(steps(plain)) == 3
+    with pytest.raises(RuntimeError, match="make it `async def`"):
+        at_once(steps(waits))

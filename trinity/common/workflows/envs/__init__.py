@@ -1,1 +1,0 @@
-"""Import paths of environments' workflows."""

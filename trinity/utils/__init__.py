@@ -1,1 +1,0 @@
-"""Import paths of the registry and the log."""

@@ -1,0 +1,208 @@
+"""Aio: calls users' code, plain or async, and finds code that blocks the event loop.
+
+What blocks runs in a daemon thread of its own, not in a shared pool, which hung code would use up:
+what hangs here holds up nobody else, and does not keep the process alive. What hangs on the event
+loop holds up all: time-outs and Ctrl-C too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, TypeVar
+
+from trireme.log import get_logger
+from trireme.usercode import UserCode, innermost
+
+T = TypeVar("T")
+WARN_S, LOOK_S, INTERRUPT_S = 10.0, 0.5, 2.0
+
+
+Away = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""How a plain function leaves the event loop: `OwnThread(...).run`, `asyncio.to_thread`."""
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine: of an `async def`, or of an object whose `__call__` is one;
+    a partial is what it holds.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    called = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+async def call_user(function: Callable[..., Any], *args: Any, away: Away | None = None) -> Any:
+    """Call a user's function, plain or `async def`, and wait for what it gives.
+
+    A plain one runs where `away` takes it; without it, on the event loop.
+    """
+    if away is None or is_async(function):
+        given = function(*args)
+    else:
+        given = await away(partial(function, *args))
+    return await given if inspect.isawaitable(given) else given
+
+
+def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise RuntimeError("a plain method returned a coroutine that waits: make it `async def`")
+
+
+class OwnThread:
+    """One thread that runs what it is given, one call after the other, until `close`."""
+
+    def __init__(self, name: str) -> None:
+        """It starts with the first call."""
+        self._name, self._started = name, False
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """`function()` in the thread; cancelling the wait does not stop it."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return  # nobody waits any more: dropped
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def call() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except StopIteration as raised:  # no Future takes one
+                error = RuntimeError(f"raised {raised!r}").with_traceback(raised.__traceback__)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the run, and its loop, may have ended
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._put(call)
+        return await future
+
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """End the thread after what it was given, and after `last`, whose result nobody awaits."""
+        if last is not None:
+            self._put(lambda: _quiet(last))
+        self._calls.put(None)
+
+    def _put(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+async def in_thread(function: Callable[[], T], *, name: str) -> T:
+    """Run one blocking function in a thread of its own."""
+    thread = OwnThread(name)
+    try:
+        return await thread.run(function)
+    finally:
+        thread.close()
+
+
+class LoopWatch:
+    """Looks from a thread whether the event loop turns. A user's code that blocks it for `limit`
+    seconds, or for two after Ctrl-C, ends the process: nothing else can any more.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        """To be made on the loop; what blocks it for less is warned of once. None: a server's."""
+        self._loop = asyncio.get_running_loop()
+        self._limit = limit
+        self._ident = threading.get_ident()
+        self._stopped = threading.Event()
+        self._warned = self._interrupted = False
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.getsignal(signal.SIGINT)
+            if callable(self._handler):
+                signal.signal(signal.SIGINT, self._note)
+        threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+        # a bound method is a new object each time: equal, not identical
+        if callable(self._handler) and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, self._handler)
+        self._handler = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C, which asyncio hands to the loop, and a blocked loop to nobody."""
+        self._interrupted = True
+        if callable(self._handler):
+            self._handler(number, frame)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_S):
+            turned, blocked = threading.Event(), 0.0
+            try:
+                self._loop.call_soon_threadsafe(turned.set)
+            except RuntimeError:  # the loop has ended
+                return
+            while not turned.wait(LOOK_S) and not self._stopped.is_set():
+                blocked += LOOK_S
+                self._look(blocked)
+
+    def _look(self, seconds: float) -> None:
+        """Warn, or end the process, where it is a user's code that blocks."""
+        frame = sys._current_frames().get(self._ident)
+        part, place = innermost(frame)
+        if part is None or not place:
+            return  # ours: an engine that begins, say
+        if self._interrupted and seconds >= INTERRUPT_S:
+            said = f"stopped while {part.what} blocked the event loop"
+            self._end(place, frame, said, 130)
+        elif self._limit is not None and seconds >= self._limit:
+            self._end(place, frame, self._blocking(part, self._limit), 1)
+        elif seconds >= WARN_S and not self._warned:
+            self._warned = True
+            get_logger("explorer").warning("%s (%s)", self._blocking(part, seconds), place)
+
+    def _end(self, place: str, frame: FrameType | None, said: str, code: int) -> None:
+        # a server has no log whose reader wants to see the way there
+        stack = "".join(traceback.format_stack(frame)) if self._limit is not None else f"  {place}"
+        get_logger("explorer").error("%s\n%s", said, stack, extra={"place": place})
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="")  # the cursor, which a live display hides
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _blocking(self, part: UserCode, seconds: float) -> str:
+        limit = "" if self._limit is None else " (explorer.max_timeout holds for what awaits)"
+        return (
+            f"{part.what} has blocked the event loop for {seconds:g} s{limit}, and every other "
+            "rollout waits for it: use `await asyncio.sleep(...)` or `await asyncio.to_thread(...)`"
+            " there, or make it a plain `def`"
+        )
+
+
+def _quiet(function: Callable[[], object]) -> None:
+    """Whatever the last call raises: nobody is there to hear it."""
+    with suppress(Exception):
+        function()

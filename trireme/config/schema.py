@@ -1,0 +1,417 @@
+"""Schema: declares the YAML's keys, each with type, default and range: model, algorithm, trainer.
+
+The sections of tasks, explorer and buffer are in `schema_rollout`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from trireme.config.options import Share
+from trireme.config.schema_rollout import BufferConfig, DataProcessorConfig, ExplorerConfig
+from trireme.config.section import Count, Mapped, NoEffect, Refused, Section
+
+Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
+
+
+class OptimizerConfig(Section):
+    """How weights move at a train step."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Learning rate at its peak."""
+    lr_warmup_steps: Annotated[int, Ge(-1)] = -1
+    """Train steps of linear warm-up; -1 takes `lr_warmup_steps_ratio` instead."""
+    lr_warmup_steps_ratio: Share = 0.0
+    """Warm-up as a share of all train steps."""
+    min_lr_ratio: Annotated[float | None, Ge(0), Le(1)] = 0.01
+    """Where a cosine schedule ends, as a share of `lr`."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """Schedule after the warm-up."""
+    warmup_style: Annotated[
+        Literal["constant", "cosine"] | None,
+        Refused("is the older name of lr_scheduler_type: set that one"),
+    ] = None
+    """Older name of `lr_scheduler_type`."""
+    optimizer_type: Literal["adam", "adamw", "sgd"] = "adam"
+    """adam and adamw are both AdamW."""
+    betas: list[float] = [0.9, 0.999]
+    """Decay rates of Adam's two moments."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    clip_grad: Annotated[
+        PositiveFloat, Refused("is the older place of trainer.grad_clip: set that one")
+    ] = 1.0
+    """Older place of `trainer.grad_clip`."""
+
+
+class CriticConfig(Section):
+    """The value model of algorithms that have one; it starts from `model.critic_model_path`."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Its own learning rate (1e-5 where not given), schedule, optimizer."""
+    cliprange_value: PositiveFloat = 0.5
+    """How far a value may move in one update before it stops gaining."""
+    warmup_steps: NonNegativeInt = 0
+    """Train steps at the start in which it learns alone and the policy stays."""
+
+
+class AlgorithmConfig(Section):
+    """The algorithm, by name, and the parts of it that the user replaces."""
+
+    algorithm_type: str = "ppo"
+    """A name that `trireme algorithms` lists, or the path of a user's own, `file:name`."""
+    repeat_times: Count = 1
+    """Rollouts of each task: the group that group-relative advantages compare."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Learning rate, schedule, optimizer."""
+    critic: CriticConfig = CriticConfig()
+    """The value model of `ppo`."""
+    sample_strategy: str | None = None
+    """How a train batch is drawn from the buffer; not given: the algorithm's own."""
+    sample_strategy_args: dict[str, Any] | None = None
+    """Options of `sample_strategy`, laid over its defaults."""
+    advantage_fn: str | None = None
+    """Advantage function; not given: the algorithm's own."""
+    advantage_fn_args: dict[str, Any] | None = None
+    """Options of the advantage function."""
+    policy_loss_fn: str | None = None
+    """Policy loss; not given: the algorithm's own."""
+    policy_loss_fn_args: dict[str, Any] | None = None
+    """Options of the policy loss."""
+    kl_penalty_fn: str | None = None
+    """KL taken off the token rewards; algorithms that compute advantages in the trainer only."""
+    kl_penalty_fn_args: dict[str, Any] | None = None
+    """Options of the KL penalty."""
+    kl_loss_fn: str | None = None
+    """KL to the reference, added to the loss: none, k1, k2, k3, low_var_kl, abs, corrected_k3."""
+    kl_loss_fn_args: dict[str, Any] | None = None
+    """Its options; `kl_coef: 0` loads no reference model, `adaptive: true` follows target_kl."""
+    entropy_loss_fn: str | None = None
+    """Entropy bonus; not given: the algorithm's own."""
+    entropy_loss_fn_args: dict[str, Any] | None = None
+    """Options of the entropy bonus, `entropy_coef` among them."""
+    loss_agg_mode: (
+        Literal[
+            "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+        ]
+        | None
+    ) = None
+    """How token losses become one number; not given: the algorithm's own."""
+    bypass_old_logprobs: bool = True
+    """Take the sampler's log-probabilities as the old ones instead of computing them again."""
+    rollout_correction: dict[str, Any] = {}
+    """Correction between engine and trainer: rollout_is, rollout_rs, their thresholds."""
+    enable_router_replay: Annotated[bool, Refused()] = False
+    """Replay the engine's expert choices in mixture-of-experts models."""
+
+
+class LoraConfig(Section):
+    """One low-rank adapter: only it is trained, and the base weights stay."""
+
+    name: Annotated[str | None, NoEffect()] = None
+    """Name of the adapter."""
+    path: Annotated[str | None, Refused("is not supported yet: adapters start afresh")] = None
+    """An adapter to go on from; not given: a fresh one."""
+    base_model_name: Annotated[str | None, NoEffect()] = None
+    """Name of the model it belongs to, written into its configuration."""
+    lora_rank: Count = 32
+    """Rank of the update."""
+    lora_alpha: Count = 32
+    """The update is scaled by alpha / rank."""
+    lora_dtype: Annotated[str, NoEffect()] = "auto"
+    """Number format of the adapter; auto: the trainer's."""
+    target_modules: str | list[str] = "all-linear"
+    """Which linear layers get one: all-linear, or names."""
+    exclude_modules: str | list[str] | None = None
+    """Which of these get none: names, or a regular expression of whole names."""
+
+
+class ModelConfig(Section):
+    """What is trained and what it may read and write."""
+
+    model_path: str = ""
+    """A folder in the Hugging Face layout, or an id on the hub."""
+    critic_model_path: str | None = None
+    """Start of the value model; not given: `model_path`."""
+    trust_remote_code: Annotated[
+        bool, Refused("is refused: code that comes with a model runs unchecked")
+    ] = False
+    """Whether Python code that comes with the model may run."""
+    custom_chat_template: str | None = None
+    """A Jinja chat template to use in place of the model's."""
+    chat_template_path: str | None = None
+    """A file with such a template; `custom_chat_template` goes before it."""
+    temperature: Annotated[float, Ge(0), Le(100)] = 1.0
+    """Default of every taskset's `rollout_args.temperature`; 0 is greedy."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Default of every taskset's `rollout_args.top_p`."""
+    top_k: Annotated[int, Ge(-1)] = -1
+    """Default of every taskset's `rollout_args.top_k`; -1 is off."""
+    logprobs: Annotated[int, Ge(0), Le(64)] = 0
+    """How many likeliest alternatives are reported beside each sampled token."""
+    max_model_len: Annotated[int | None, Ge(2)] = None
+    """Longest sequence, prompt and response together."""
+    max_prompt_tokens: Annotated[int | None, Ge(1)] = None
+    """Longest prompt; not given: what the response leaves of `max_model_len`."""
+    max_response_tokens: Annotated[int | None, Ge(1)] = None
+    """Longest response; not given: what the prompt leaves of `max_model_len`."""
+    min_response_tokens: NonNegativeInt = 0
+    """No reply ends before this many tokens."""
+    enable_prompt_truncation: bool = True
+    """Cut prompts that are too long (they are not trained) instead of failing their rollouts."""
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
+    """Divides the logits of tokens that were seen before."""
+    enable_thinking: bool | None = None
+    """Passed to chat templates that know it."""
+    lora_configs: list[LoraConfig] | None = None
+    """At most one adapter."""
+    rope_scaling: Annotated[
+        dict[str, Any] | None, Refused("is not supported yet: set it in the model's config.json")
+    ] = None
+    """Replaces the model's own rotary scaling."""
+    rope_theta: Annotated[
+        float | None, Gt(0), Refused("is not supported yet: set it in the model's config.json")
+    ] = None
+    """Replaces the model's own rotary base."""
+    tinker: Annotated[dict[str, Any], Refused()] = {}
+    """Options of the Tinker service."""
+    external_model: Annotated[dict[str, Any], Refused()] = {}
+    """A model behind someone else's API, for `bench`."""
+
+
+class ClusterConfig(Section):
+    """Placement: engines take `engine_num * tensor_parallel_size` places, the trainer the rest."""
+
+    launcher: Literal["auto", "local", "ray"] = "auto"
+    """One process, or Ray's actors; auto: Ray where several GPUs are here and asked for, or
+    `ray_address` names a cluster."""
+    ray_address: Annotated[str, Mapped("this run is one process and uses no Ray", on="ray")] = (
+        "auto"
+    )
+    """HOST:PORT of a Ray cluster; auto: the one that runs here, or one started for the run; local:
+    always one of its own."""
+    node_num: NonNegativeInt = 0
+    """Number of machines; 0 is 1."""
+    gpu_per_node: NonNegativeInt = 0
+    """GPUs of each machine, or CPU processes where it has none; 0: what is there or needed."""
+    heartbeat_timeout: PositiveFloat = 30.0
+    """Seconds without an answer after which a part of a Ray run counts as dead."""
+    engine_restarts: NonNegativeInt = 3
+    """How often each engine process that dies is started again (not on Ray); then the run ends."""
+    stop_timeout: PositiveFloat = 25.0
+    """Seconds that a run told to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
+    Slurm and Kubernetes kill after 30 s."""
+    start_timeout: PositiveFloat = 600.0
+    """Seconds that places, actors and engines of a Ray run get to be there."""
+
+
+class SynchronizerConfig(Section):
+    """How explorer and trainer keep one beat."""
+
+    sync_method: Literal["nccl", "online", "checkpoint", "offline", "memory"] = "nccl"
+    """How weights travel: over the GPUs' network (nccl), by files, or inside a process."""
+    sync_style: Literal[
+        "fixed",
+        "explorer_driven",
+        "dynamic_by_explorer",
+        "trainer_driven",
+        "dynamic_by_trainer",
+        "fully_async",
+    ] = "fixed"
+    """Who decides when: both by counting steps, the explorer, or the trainer."""
+    sync_interval: Count = 1
+    """Steps between synchronisations."""
+    sync_offset: NonNegativeInt = 0
+    """Steps that the explorer runs ahead of the trainer."""
+    sync_timeout: PositiveFloat = 3600
+    """Seconds that one side waits for the other before the run fails, and says so."""
+    wait_for_checkpoint: Annotated[bool, NoEffect()] = False
+    """Wait for the first checkpoint."""
+    explorer_sync_interval: Annotated[
+        int | None, Ge(1), Refused("is not supported yet: set sync_interval")
+    ] = None
+    """The explorer's own interval; not given: `sync_interval`."""
+    trainer_sync_interval: Annotated[
+        int | None, Ge(1), Refused("is not supported yet: set sync_interval")
+    ] = None
+    """The trainer's own interval; not given: `sync_interval`."""
+
+
+class TrainerConfig(Section):
+    """The train loop and its backend."""
+
+    name: str = "trainer"
+    """Name of the part, its log and its state file."""
+    trainer_type: Annotated[
+        Literal["torch", "verl", "verl_legacy", "tinker"],
+        Refused(values={"tinker": "is not supported yet: expected torch or verl"}),
+    ] = "verl"
+    """Whose backend; torch and verl both name this program's own."""
+    trainer_strategy: Annotated[
+        Literal["fsdp", "fsdp2", "megatron"],
+        Mapped("one process trains, so nothing is sharded", on="ray"),
+    ] = "fsdp"
+    """How weights are spread over ranks: always by FSDP2; one process spreads nothing."""
+    save_interval: NonNegativeInt = 0
+    """Train steps between checkpoints; 0 saves at the end only."""
+    save_hf_checkpoint: Literal["always", "never", "last"] = "last"
+    """Which checkpoints also hold the model in the Hugging Face layout."""
+    max_checkpoints_to_keep: Annotated[int | None, Ge(0)] = None
+    """Older checkpoints than this many lose their weights; not given, or 0: all stay."""
+    save_strategy: Annotated[
+        Literal["single_thread", "single_process", "single_node", "unrestricted"],
+        Mapped("one process writes, one checkpoint at a time"),
+    ] = "unrestricted"
+    """Who may write at once."""
+    total_steps: Annotated[int | None, Ge(1)] = None
+    """Train steps after which the run ends; not given: when the data ends."""
+    enable_preview: Annotated[bool, NoEffect()] = True
+    """Show sample replies in the monitor."""
+    grad_clip: PositiveFloat = 1.0
+    """Gradients longer than this are scaled down to it."""
+    use_dynamic_bsz: Annotated[
+        bool, Mapped("batches are always cut by tokens, with the same result")
+    ] = True
+    """Cut batches into micro-batches by tokens instead of rows."""
+    max_token_len_per_gpu: Annotated[int | None, Ge(1)] = None
+    """Tokens of a micro-batch; not given: twice `max_model_len`."""
+    ulysses_sequence_parallel_size: Annotated[
+        Count, Mapped("one process trains, on whole sequences", on="ray")
+    ] = 1
+    """Ranks that share one sequence; a divisor of the attention heads and of the ranks."""
+    fix_actor_microbatch_loss_scale: Annotated[bool, NoEffect()] = False
+    """Normalise losses over the whole batch; always so here."""
+    enable_gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
+    offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
+    """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
+    collective_timeout: Annotated[
+        PositiveFloat, Mapped("one process trains, and waits for no other", on="ray")
+    ] = 1800
+    """Seconds that trainer ranks may wait for one another; dead ones are seen sooner."""
+    trainer_config: Annotated[
+        dict[str, Any], Refused("is not supported yet: use the keys of the trainer section")
+    ] = {}
+    """Options of verl, as it spells them."""
+
+
+class MonitorConfig(Section):
+    """Where metrics go."""
+
+    monitor_type: Annotated[
+        Literal["tensorboard", "wandb", "mlflow", "swanlab"],
+        Refused(
+            values=dict.fromkeys(
+                ("wandb", "mlflow", "swanlab"), "is not supported yet: expected tensorboard"
+            )
+        ),
+    ] = "tensorboard"
+    """Which tracker."""
+    monitor_args: Annotated[dict[str, Any] | None, NoEffect()] = None
+    """Options of the tracker."""
+    detailed_stats: Annotated[bool, NoEffect()] = False
+    """Log maximum, minimum and spread of evaluation metrics beside their mean."""
+    enable_ray_timeline: Annotated[bool, NoEffect()] = False
+    """Write Ray's timeline."""
+
+
+class LogConfig(Section):
+    """What the log files hold."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    """Least level that is written."""
+    group_by_node: Annotated[bool, NoEffect()] = False
+    """One folder a machine."""
+
+
+class DataJuicerConfig(Section):
+    """The Data-Juicer service."""
+
+    server_url: str | None = None
+    """Address of a running one."""
+    auto_start: bool = False
+    """Start one."""
+    port: Annotated[int | None, Ge(1), Le(65535)] = None
+    """Port of the one to start."""
+
+
+class ServiceConfig(Section):
+    """Services beside the run."""
+
+    data_juicer: Annotated[DataJuicerConfig, Refused()] = DataJuicerConfig()
+    """Data-Juicer."""
+
+
+class StageConfig(Section):
+    """One stage: what it names is laid over the global sections, key by key."""
+
+    stage_name: str = ""
+    """Name of the stage; its files lie in a folder of that name in the job's."""
+    mode: Mode | None = None
+    """Not given: the global one."""
+    algorithm: AlgorithmConfig | None = None
+    """A new `algorithm_type` inherits no `*_fn` and no `*_args`."""
+    model: ModelConfig | None = None
+    """A `model_path` here replaces the model of the stage before."""
+    buffer: BufferConfig | None = None
+    """Data with a new `path` inherits neither storage type, format nor replay."""
+    data_processor: DataProcessorConfig | None = None
+    """Laid over the global section."""
+    explorer: ExplorerConfig | None = None
+    """Laid over the global section."""
+    synchronizer: SynchronizerConfig | None = None
+    """Laid over the global section."""
+    trainer: TrainerConfig | None = None
+    """Laid over the global section."""
+
+
+class Config(Section):
+    """The whole file. What is computed from it is in `Plan`; nothing changes it after loading."""
+
+    project: str = "Trinity-RFT"
+    """First folder below `checkpoint_root_dir`."""
+    group: str = ""
+    """Folder between project and name, if any."""
+    name: str = "rft"
+    """Last folder: together they are the job's."""
+    mode: Mode = "both"
+    """Explore and train together, or one of them; measure checkpoints; explore by an OpenAI API."""
+    seed: NonNegativeInt = 42
+    """All that is random derives from it."""
+    deterministic: bool | None = None
+    """Byte-equal runs for equal seeds; not given: where explorer and trainer run in lock-step."""
+    plugins: list[str] = []
+    """Python files or folders of them, loaded first, that register the user's own parts."""
+    checkpoint_root_dir: str = ""
+    """Root of all jobs' folders; relative to the working directory."""
+    continue_from_checkpoint: bool = True
+    """Go on where the job's folder ends; false begins anew in one with the time in its name."""
+    ray_namespace: Annotated[str, Mapped("this run is one process and uses no Ray", on="ray")] = ""
+    """Name of the job in a Ray cluster."""
+    ignore_validator_suggestions: Annotated[bool, NoEffect()] = False
+    """Skip estimates of GPU memory."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """How it learns."""
+    model: ModelConfig = ModelConfig()
+    """What learns."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where."""
+    buffer: BufferConfig = BufferConfig()
+    """From what, and how much."""
+    data_processor: DataProcessorConfig = DataProcessorConfig()
+    """What happens to data on the way."""
+    explorer: ExplorerConfig = ExplorerConfig()
+    """Who tries tasks."""
+    synchronizer: SynchronizerConfig = SynchronizerConfig()
+    """When weights travel."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Who learns."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Where numbers go."""
+    log: LogConfig = LogConfig()
+    """Where lines go."""
+    service: ServiceConfig = ServiceConfig()
+    """Services beside the run."""
+    stages: list[StageConfig] = []
+    """Stages, run one after the other; not given: the file itself is the only one."""

@@ -1,0 +1,456 @@
+"""Schema of rollouts: declares the YAML's keys of the explorer, its engines, data and buffers."""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from trireme.config.options import Share
+from trireme.config.section import Count, Mapped, NoEffect, Refused, Section
+
+
+class FormatConfig(Section):
+    """Which column holds what."""
+
+    prompt_type: Literal["messages", "plaintext"] = "messages"
+    """Whether an SFT or DPO row holds a list of messages or plain text."""
+    prompt_key: str = "prompt"
+    """Column of the question or task."""
+    response_key: str = "response"
+    """Column of the right answer (or, for SFT, of the reply)."""
+    system_prompt_key: str | None = None
+    """Column of a system prompt; goes before `system_prompt`."""
+    system_prompt: str | None = None
+    """One system prompt for all rows."""
+    messages_key: str = "message"
+    """Column of a whole conversation."""
+    tools_key: str = "tools"
+    """Column of the tools that the conversation may call."""
+    image_key: Annotated[str | None, Refused("is not supported yet: prompts are text only")] = None
+    """Column of images."""
+    video_key: Annotated[str | None, Refused("is not supported yet: prompts are text only")] = None
+    """Column of videos."""
+    reply_prefix: str | None = None
+    """Text that every reply begins with."""
+    workflow_key: str = ""
+    """Column that names a row's own workflow."""
+    reward_fn_key: str = ""
+    """Column that names a row's own reward."""
+    chosen_key: str = "chosen"
+    """Column of the preferred reply (DPO)."""
+    rejected_key: str = "rejected"
+    """Column of the other reply (DPO)."""
+    enable_concatenated_multi_turn: bool = False
+    """SFT trains every assistant turn instead of the last one."""
+    chat_template: str | None = None
+    """A chat template for this data set; not given: the model's."""
+    enable_thinking: bool | None = None
+    """Passed to chat templates that know it; not given: the model's."""
+
+
+class GenerationConfig(Section):
+    """How rollouts of a data set sample; what is not given comes from the model section."""
+
+    temperature: Annotated[float | None, Ge(0), Le(100)] = None
+    """Not given: `model.temperature`."""
+    top_p: Annotated[float | None, Gt(0), Le(1)] = None
+    """Not given: `model.top_p`."""
+    top_k: Annotated[int | None, Ge(-1)] = None
+    """Not given: `model.top_k`."""
+    min_p: Share = 0.0
+    """Drop tokens less likely than this share of the likeliest one."""
+    logprobs: Annotated[int | None, Ge(0), Le(64)] = None
+    """Not given: `model.logprobs`."""
+    max_tokens: Annotated[int | None, Ge(1)] = None
+    """Not given: `model.max_response_tokens`."""
+    min_tokens: Annotated[int | None, Ge(0)] = None
+    """Not given: `model.min_response_tokens`."""
+    repetition_penalty: Annotated[float | None, Ge(0.01), Le(100)] = None
+    """Not given: `model.repetition_penalty`."""
+    n: Annotated[
+        Count, Refused("has no meaning here: algorithm.repeat_times sets the number of rollouts")
+    ] = 1
+    """Replies per call; the number of rollouts is `algorithm.repeat_times`, not this."""
+    stop: list[str] = []
+    """Strings that end a reply."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a reply."""
+
+
+class DataSelectorConfig(Section):
+    """The order in which a taskset hands out its tasks."""
+
+    selector_type: str = "sequential"
+    """sequential, shuffle, random, offline_easy2hard, difficulty_based, or a path, `file:name`."""
+    seed: int = 42
+    """Seed of the order."""
+    feature_keys: list[str] = []
+    """Columns of numbers that a selector orders rows by."""
+    kwargs: dict[str, Any] = {}
+    """Options of the selector."""
+
+
+class TasksetConfig(Section):
+    """Tasks to explore or to evaluate on."""
+
+    name: str = ""
+    """Name in metrics and logs; not given: taskset_0, eval_taskset_0 and so on."""
+    storage_type: Annotated[
+        Literal["file", "sql"], Refused(values={"sql": "is not supported yet: expected file"})
+    ] = "file"
+    """Where the rows lie."""
+    path: str = ""
+    """A local file or folder, an id on the hub, or reasoning_gym:NAME?OPTIONS (environments.md)."""
+    split: str = "train"
+    """Split of the data set."""
+    subset_name: str | None = None
+    """Configuration of the data set."""
+    format: FormatConfig = FormatConfig()
+    """Columns."""
+    default_workflow_type: str | None = None
+    """Workflow of these tasks: a registered name or a path, `file:name`."""
+    default_reward_fn_type: str | list[Any] | None = None
+    """Reward of these tasks: a name or a path, `file:name`; or a list of them (docs/rewards.md)."""
+    rollout_args: GenerationConfig = GenerationConfig()
+    """How rollouts sample."""
+    workflow_args: dict[str, Any] = {}
+    """Given to the workflow as `task.workflow_args`."""
+    reward_fn_args: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+    data_selector: DataSelectorConfig = DataSelectorConfig()
+    """Order of the tasks."""
+    task_selector: DataSelectorConfig | None = None
+    """Older name of `data_selector`; used where it is given."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a malformed row does: end the run before it begins, or be left out and counted."""
+    enable_progress_bar: Annotated[bool, NoEffect()] = False
+    """Show a bar while rows load."""
+    repeat_times: Count = 1
+    """Rollouts of each evaluation task; for training `algorithm.repeat_times` holds."""
+    max_retry_times: Annotated[NonNegativeInt, NoEffect()] = 3
+    """Tries to reach an SQL store."""
+    max_retry_interval: Annotated[NonNegativeFloat, NoEffect()] = 1
+    """Seconds between them."""
+
+
+class RolloutModelConfig(Section):
+    """The engine that generates."""
+
+    model_path: Annotated[
+        str | None,
+        Refused("has no meaning here: the rollout model is model.model_path", on="auxiliary"),
+    ] = None
+    """Only auxiliary models name their own; the rollout model is `model.model_path`."""
+    engine_type: Annotated[
+        Literal["torch", "vllm", "sglang", "remote", "external", "tinker"] | None,
+        Refused(
+            values={
+                "external": "is for explorer.auxiliary_models alone, since an OpenAI API takes "
+                "no new weights: expected torch, vllm or remote (a server of trireme rollout)",
+                "tinker": "is not supported yet: expected torch, vllm or remote",
+            },
+            on="auxiliary",
+        ),
+    ] = None
+    """Not given: the best that is there; without vLLM or a GPU: torch, embedded."""
+    engine_python: str | None = None
+    """Python of an environment that has vLLM; not given: this one, or TRIREME_VLLM_PYTHON's."""
+    engine_num: Count = 1
+    """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
+    tensor_parallel_size: Annotated[
+        Count, Mapped("one engine generates, on one device", on="vllm")
+    ] = 1
+    """GPUs that share one engine."""
+    data_parallel_size: Annotated[Count, Mapped("one engine generates", on="vllm")] = 1
+    """Copies inside one engine."""
+    pipeline_parallel_size: Annotated[Count, Mapped("one engine generates", on="vllm")] = 1
+    """Pipeline stages of one engine."""
+    enable_expert_parallel: Annotated[bool, Mapped("one engine generates", on="vllm")] = False
+    """Spread experts over GPUs."""
+    enforce_eager: Annotated[bool, NoEffect(on="vllm")] = False
+    """No CUDA graphs."""
+    enable_prefix_caching: Annotated[bool, NoEffect(on="vllm")] = True
+    """Keep the keys and values of what prompts share."""
+    enable_chunked_prefill: Annotated[bool, NoEffect(on="vllm")] = True
+    """Cut long prefills."""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1), NoEffect(on="vllm")] = 0.9
+    """Share of a GPU's memory for the engine."""
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
+    """Number format on a GPU; a CPU computes in float32."""
+    seed: int | None = None
+    """Seed of sampling; not given: the top-level `seed`."""
+    enable_history: Annotated[bool, NoEffect()] = False
+    """Record every call; calls are always recorded here."""
+    enable_openai_api: Annotated[bool, NoEffect(on="auxiliary")] = False
+    """Serve the OpenAI API; workflows always have a client of it here."""
+    enable_auto_tool_choice: Annotated[
+        bool,
+        Mapped(
+            "a reply's tool calls are read wherever a request has tools, "
+            "unless its tool_choice is none"
+        ),
+    ] = False
+    """Let the model decide when it calls a tool."""
+    tool_call_parser: str | None = None
+    """How tool calls are read from a reply."""
+    reasoning_parser: Annotated[
+        str | None, Refused("is not supported: a reply keeps its thinking")
+    ] = None
+    """How thinking is split from a reply."""
+    chat_template: Annotated[
+        str | None, Refused("is not read here: set model.custom_chat_template", on="auxiliary")
+    ] = None
+    """A chat template for rollouts; not given: the model's."""
+    enable_thinking: Annotated[
+        bool | None, Refused("is not read here: set model.enable_thinking", on="auxiliary")
+    ] = None
+    """Passed to chat templates that know it; not given: the model's."""
+    max_model_len: Annotated[
+        int | None, Ge(2), Refused("is not read here: set model.max_model_len", on="auxiliary")
+    ] = None
+    """Not given: `model.max_model_len`."""
+    max_prompt_tokens: Annotated[
+        int | None, Ge(1), Refused("is not read here: set model.max_prompt_tokens", on="auxiliary")
+    ] = None
+    """Not given: `model.max_prompt_tokens`."""
+    max_response_tokens: Annotated[
+        int | None,
+        Ge(1),
+        Refused("is not read here: set model.max_response_tokens", on="auxiliary"),
+    ] = None
+    """Not given: `model.max_response_tokens`."""
+    min_response_tokens: Annotated[
+        int | None, Ge(0), Refused("is not read here: set model.min_response_tokens")
+    ] = None
+    """Not given: `model.min_response_tokens`."""
+    ignore_eos: bool = False
+    """Go on past the end-of-sequence token."""
+    use_v1: Annotated[bool, NoEffect()] = True
+    """Version of vLLM's core."""
+    extra_engine_args: Annotated[dict[str, Any], NoEffect(on="vllm")] = {}
+    """Further options of the engine."""
+    base_port: Annotated[int | None, Ge(1), Le(65535), NoEffect()] = None
+    """First port of engine servers."""
+    base_urls: list[str] = []
+    """Rollout servers of `engine_type: remote`, started with `trireme rollout`; an auxiliary model
+    of `engine_type: external`: the OpenAI API that has it."""
+    api_key: str | None = None
+    """Key of a remote engine, and of `mode: serve`."""
+
+
+class OverRolloutConfig(Section):
+    """Go on without the slowest tasks of a step."""
+
+    ratio: Share = 0.0
+    """Share of tasks that need not be waited for."""
+    wait_after_min: NonNegativeFloat = 30.0
+    """Seconds that the rest still gets."""
+    return_partial_tasks: bool = False
+    """Keep what unfinished tasks have."""
+
+
+class DynamicTimeoutConfig(Section):
+    """A time-out that follows how long tasks take."""
+
+    enable: bool = False
+    """Turns it on."""
+    ratio: PositiveFloat = 3.0
+    """Times the mean time of a task."""
+    warmup_min_steps: NonNegativeInt = 1
+    """Steps before it holds."""
+
+
+class ExplorerConfig(Section):
+    """Who tries tasks, how many at once, and how long."""
+
+    name: str = "explorer"
+    """Name of the part, its log and its state file."""
+    runner_per_model: Count = 8
+    """Runners of each engine; runners are engine_num times this."""
+    max_timeout: PositiveFloat = 1800
+    """Seconds of one attempt at a task; in `mode: serve` of a session that gets no reward."""
+    max_retry_times: NonNegativeInt = 2
+    """Further attempts after a failed one; an error of the code itself is not tried again."""
+    max_failures: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The run stops when this share of a step's tasks fails for good; 1: only when all do."""
+    env_vars: Annotated[
+        dict[str, str], Mapped("set for the whole process, which all runners share")
+    ] = {}
+    """Environment of the runners."""
+    concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "sequential"
+    """How a runner executes the repeats of a task."""
+    max_repeat_times_per_runner: Annotated[int | None, Ge(1)] = None
+    """Split a task's repeats into parts of at most this many; not given: one runner does all."""
+    eval_interval: Count = 100
+    """Explore steps between evaluations; moved down to a multiple of the sync interval."""
+    eval_on_startup: bool = True
+    """Evaluate before the first step."""
+    bench_on_latest_checkpoint: bool = False
+    """`bench` measures the newest checkpoint only, not the base model and all."""
+    runner_state_report_interval: NonNegativeFloat = 0
+    """Seconds between tables of runner states in the log; 0 is never."""
+    rollout_model: RolloutModelConfig = RolloutModelConfig()
+    """The engine."""
+    auxiliary_models: list[RolloutModelConfig] = []
+    """Further models that workflows and rewards may ask: judges, teachers (docs/rewards.md)."""
+    over_rollout: OverRolloutConfig = OverRolloutConfig()
+    """Go on without the slowest."""
+    dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
+    """Time-out that follows the tasks."""
+    proxy_port: Annotated[int, Ge(0), Le(65535)] = 8010
+    """Port of `mode: serve`; 0: any that is free."""
+    listen_address: str = "0.0.0.0"
+    """Address of `mode: serve`; loopback where there is no `rollout_model.api_key`."""
+    service_status_check_interval: PositiveFloat = 60
+    """Seconds between looks for new weights in `mode: serve`."""
+    min_running_model_num: Annotated[NonNegativeInt, NoEffect()] = 1
+    """Engines that stay up while others take new weights in `mode: serve`."""
+    db_url: Annotated[str | None, NoEffect()] = None
+    """Where `mode: serve` records."""
+
+
+class ExplorerInputConfig(Section):
+    """What the explorer tries."""
+
+    taskset: TasksetConfig | None = None
+    """The tasks of training; either this or `tasksets`."""
+    tasksets: list[TasksetConfig] = []
+    """Several sets of tasks, mixed."""
+    eval_tasksets: list[TasksetConfig] = []
+    """Held-out tasks that measure."""
+    default_workflow_type: str | None = None
+    """Workflow of tasksets that name none."""
+    default_eval_workflow_type: str | None = None
+    """Workflow of evaluation tasksets that name none."""
+    default_reward_fn_type: str | list[Any] | None = None
+    """Reward of tasksets that name none: one, or a list."""
+
+
+class ReplayBufferConfig(Section):
+    """Priority replay: newest experiences first, used again after a rest."""
+
+    enable: bool = False
+    """Turns it on."""
+    priority_fn: Literal["linear_decay", "decay_limit_randomization"] = "linear_decay"
+    """How version and use count become a priority."""
+    reuse_cooldown_time: Annotated[float | None, Gt(0)] = None
+    """Seconds after which a used experience may come back; not given: never."""
+    priority_fn_args: dict[str, Any] = {"decay": 2.0}
+    """Its options: decay; for decay_limit_randomization also use_count_limit and sigma."""
+
+
+class ExperienceBufferConfig(Section):
+    """Where the trainer's experiences come from."""
+
+    name: str = "experience_buffer"
+    """Name of the store, and of its file where `path` is not given."""
+    storage_type: Literal["queue", "sql", "file"] | None = None
+    """Not given: queue; for sft, dpo and cpt with a `path`: file."""
+    path: str | None = None
+    """Data set (file), store (sql), or where a copy of each experience goes (queue)."""
+    split: str = "train"
+    """Split of a data set (file)."""
+    subset_name: str | None = None
+    """Configuration of a data set (file)."""
+    format: FormatConfig = FormatConfig()
+    """Columns of a data set (file); left as they are, they are inferred."""
+    capacity: Count = 10000
+    """Explore steps a queue holds before the explorer waits."""
+    max_read_timeout: PositiveFloat = 1800
+    """Seconds without a new experience after which the trainer gives up, and says so."""
+    lease_time: PositiveFloat = 60
+    """Seconds without a word from a reader until what it took returns to the store (sql)."""
+    replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
+    """Priority replay (queue, sql)."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What a malformed row does: end the run before it begins, or be left out and counted."""
+    enable_progress_bar: bool = False
+    """Show a bar while rows load."""
+    max_retry_times: NonNegativeInt = 3
+    """Further tries to reach an SQL store when a run begins; later it is waited for, as long as
+    `max_read_timeout`."""
+    max_retry_interval: NonNegativeFloat = 1
+    """Seconds between two tries."""
+
+
+class TrainerInputConfig(Section):
+    """What the trainer learns from."""
+
+    experience_buffer: ExperienceBufferConfig = ExperienceBufferConfig()
+    """The main store."""
+    auxiliary_buffers: dict[str, ExperienceBufferConfig] = {}
+    """Further stores by name, for algorithms that mix data."""
+
+
+class BufferConfig(Section):
+    """Batch sizes, duration, and data."""
+
+    batch_size: Count = 1
+    """Tasks of an explore step."""
+    train_batch_size: NonNegativeInt = 0
+    """Experiences of a train step; 0: batch_size times `algorithm.repeat_times`."""
+    total_epochs: Count = 1
+    """Passes over the tasks."""
+    total_steps: Annotated[int | None, Ge(1)] = None
+    """Explore steps (train steps where a file is read) in place of `total_epochs`."""
+    explorer_input: ExplorerInputConfig = ExplorerInputConfig()
+    """Tasks."""
+    trainer_input: TrainerInputConfig = TrainerInputConfig()
+    """Experiences."""
+
+
+class OperatorConfig(Section):
+    """One step between explorer and buffer."""
+
+    name: str = ""
+    """Registered name."""
+    args: dict[str, Any] = {}
+    """Its options."""
+
+
+class ExperiencePipelineConfig(Section):
+    """What happens to experiences before the buffer."""
+
+    operators: list[OperatorConfig] = []
+    """Filters and reward shapers, in order; own ones by name or path, `file:name`."""
+    save_input: bool = True
+    """Keep a copy of all that the explorer made."""
+    input_save_path: str | None = None
+    """Where; not given: `sqlite:///explorer_output.db` in the job's buffer folder."""
+    copy_limit_mb: NonNegativeFloat = 1000
+    """How large each copy of experiences to look at may become (this one, and a queue's); what the
+    trainer has yet to learn from is never touched. 0: no limit."""
+    copy_policy: Literal["newest", "sampled"] = "newest"
+    """What stays of a copy at its limit: the newest, or an even sample of groups of all steps."""
+
+
+class TaskPipelineConfig(Section):
+    """What happens to the rows of the training tasksets before the run."""
+
+    operators: list[OperatorConfig] = []
+    """Functions of rows, in order: by name or path, `file:name`."""
+    inputs: Annotated[
+        list[str], Refused("is not read here: the operators get the rows of the tasksets")
+    ] = []
+    """Other data to read."""
+    output: Annotated[
+        dict[str, Any] | None, Refused("is not read here: what is left lies in the job folder")
+    ] = None
+    """Another place to write to."""
+    target_fields: Annotated[
+        list[str], Refused("is not supported yet: operators get whole rows")
+    ] = []
+    """Columns to look at."""
+    priority_weights: Annotated[
+        dict[str, float] | None, Refused("is not supported yet: scoring is an operator's work")
+    ] = None
+    """Weights of scores that sort the rows."""
+
+
+class DataProcessorConfig(Section):
+    """Processing of tasks before, and of experiences during the run."""
+
+    experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
+    """Of experiences."""
+    task_pipeline: TaskPipelineConfig | None = None
+    """Of the tasks' rows, once before the run."""

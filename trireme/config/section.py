@@ -1,0 +1,64 @@
+"""Section: the base class of the YAML's sections, with marks for keys refused or without effect.
+
+A key stands once: its type, its range (`Ge`, `Gt`, `Le`), what this version does with it where it
+does not simply work (`Refused`, `Mapped`, `NoEffect`), its default, and under it its sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+from trireme.config.options import without_none
+
+Count = Annotated[int, Ge(1)]
+
+
+class Section(BaseModel):
+    """Keys that belong together. Values have their types already: the loader converts text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Fate:
+    """What becomes of a key whose value is not its default."""
+
+    text: str = "is not supported yet"
+    """The sentence that says so, after the key."""
+    on: Literal["", "ray", "vllm", "auxiliary"] = ""
+    """Where the key works: in a run on Ray, for vLLM, for an auxiliary model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Refused(Fate):
+    """The run would not be what the user asked for, so it does not start."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Single values that are refused, each with its sentence; the others work."""
+
+
+class Mapped(Fate):
+    """The run is the same on what this machine has; one line says how."""
+
+
+class NoEffect(Fate):
+    """The key changes nothing; one line lists all such keys."""
+
+
+def fate_of(item: FieldInfo) -> Fate | None:
+    """What becomes of a key; None: it works."""
+    return next((mark for mark in item.metadata if isinstance(mark, Fate)), None)
+
+
+def section_in(kind: Any) -> type[Section] | None:
+    """The section that a type holds, itself or as list items or dictionary values."""
+    kind = without_none(kind)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind
+    return section_in(get_args(kind)[-1]) if get_origin(kind) in (list, dict) else None

@@ -1,0 +1,285 @@
+"""Data: makes a plan's tokenizer, tasksets and buffers.
+
+The tokenizer and how conversations become tokens; the tasksets, to learn from and to measure with;
+the buffers, and what is done to experiences on their way there. The Plan has decided; nothing is
+decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trireme.buffer.buffer import Buffer
+from trireme.buffer.claims import Reuse
+from trireme.buffer.file import FileBuffer
+from trireme.buffer.queue import QueueBuffer
+from trireme.buffer.record import Record, record_for
+from trireme.buffer.replay import PRIORITIES, ReplayBuffer
+from trireme.buffer.sql import SqlBuffer
+from trireme.buffer.table import resolve_url
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+from trireme.config.dataset import COLUMNS, generated
+from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
+from trireme.data.kinds import FORMATS
+from trireme.data.rows import Rows, load_rows
+from trireme.data.tasksets import Mixture, Taskset, check_task
+from trireme.envs.env import refuse_missing
+from trireme.model.chat_tokens import ChatTokens
+from trireme.pipeline.operators import Operator, make_operator
+from trireme.pipeline.pipeline import prepared
+from trireme.registry import OPERATORS
+from trireme.rewards.reward import resolve as resolve_reward
+from trireme.workflows.workflow import resolve
+
+
+@dataclass(frozen=True)
+class Text:
+    """The tokenizer, and how conversations become tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatTokens
+    template: str | None
+    """The chat template that the YAML gives; None: the model's own."""
+
+
+def make_text(plan: Plan, model_path: str) -> Text:
+    """Tokenizer and chat template of the model, or the template that the YAML gives."""
+    model = plan.config.model
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
+    template = model.custom_chat_template
+    if template is None and model.chat_template_path:
+        template = Path(model.chat_template_path).read_text()
+    chat = ChatTokens(tokenizer, chat_template=template, enable_thinking=model.enable_thinking)
+    return Text(tokenizer, chat, template)
+
+
+def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
+    """The tasks to explore; None in the modes that only measure or only train."""
+    inputs = plan.config.buffer.explorer_input
+    configs = [inputs.taskset] if inputs.taskset is not None else inputs.tasksets
+    if plan.mode not in ("both", "explore") or not configs:
+        return None
+    if len(configs) == 1:
+        return make_taskset(plan, configs[0], place=0, is_eval=False)
+    return Mixture(
+        [make_taskset(plan, c, place=i, is_eval=False, mixed=True) for i, c in enumerate(configs)],
+        batch_size=plan.batch_size,
+        total_epochs=plan.config.buffer.total_epochs,
+        total_steps=plan.explore_steps,
+    )
+
+
+def make_eval_tasksets(plan: Plan) -> list[Taskset]:
+    """All evaluation tasksets of the plan."""
+    configs = plan.config.buffer.explorer_input.eval_tasksets if plan.mode != "serve" else []
+    return [make_taskset(plan, c, place=i, is_eval=True) for i, c in enumerate(configs)]
+
+
+def make_taskset(
+    plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool, mixed: bool = False
+) -> Taskset:
+    """Rows and defaults of one taskset; of one that is `mixed`, batches are not its own matter."""
+    inputs = plan.config.buffer.explorer_input
+    workflow = config.default_workflow_type
+    if is_eval:
+        workflow = workflow or inputs.default_eval_workflow_type
+    selector = config.task_selector or config.data_selector
+    name = config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}")
+    rows = _rows(config)
+    return Taskset(
+        rows if is_eval else _prepared(plan, rows, name),
+        name=name,
+        batch_size=1 if mixed else plan.batch_size,
+        total_epochs=plan.config.buffer.total_epochs,
+        total_steps=None if is_eval else plan.explore_steps,
+        workflow=workflow or inputs.default_workflow_type,
+        workflow_args=config.workflow_args,
+        reward_fn=config.default_reward_fn_type or inputs.default_reward_fn_type,
+        reward_fn_args=config.reward_fn_args,
+        format_args=config.format.model_dump(),
+        rollout_args=config.rollout_args.model_dump(),
+        repeat_times=config.repeat_times if is_eval else plan.repeat_times,
+        # an evaluation tries every row, in the rows' own order
+        selector="sequential" if is_eval else selector.selector_type,
+        seed=selector.seed,
+        feature_keys=() if is_eval else selector.feature_keys,
+        selector_args={} if is_eval else selector.kwargs,
+        is_eval=is_eval,
+        taskset_id=place,
+    )
+
+
+def _rows(config: TasksetConfig) -> Rows:
+    """Rows of a data set that is read, or of one that is made."""
+    if generated(config.path) is not None:
+        from trireme.envs.gyms import problems
+
+        made: Any = problems(config.path)
+        return Rows(f"dataset '{config.path}'", made, COLUMNS)
+    rows = load_rows(config.path, config.subset_name, config.split, on_error=config.on_error)
+    if config.on_error == "fail":
+        return rows  # the taskset looks at a whole column at once
+    prompt = config.format.prompt_key
+    selector = config.task_selector or config.data_selector
+    return rows.checked(lambda row: check_task(row, prompt, selector.feature_keys), "skip")
+
+
+def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
+    """What the task pipeline leaves of the rows."""
+    tasks = plan.config.data_processor.task_pipeline
+    given = [(item.name, item.args) for item in tasks.operators] if tasks else []
+    return prepared(rows, given, JobFolder(plan.job_dir).buffer, name) if given else rows
+
+
+def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> None:
+    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options.
+
+    `greedy_run`: one of a task's rollouts samples otherwise than the rest.
+    """
+    seen = set()
+    for task in taskset.all():
+        if (kind := f"{task.workflow} {task.reward_fn}") not in seen:
+            seen.add(kind)
+            spec = resolve(task.workflow)
+            if greedy_run and spec.can_repeat and not task.is_eval:
+                raise ValueError(
+                    f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
+                    "algorithm needs a greedy one among them: take another algorithm than remax"
+                )
+            refuse_missing(spec.needs(task))
+            examine = spec.examine
+            if examine is not None:
+                examine(task)
+            else:
+                resolve_reward(task.reward_fn, task.reward_fn_args)
+
+
+def make_buffer(
+    plan: Plan,
+    folder: JobFolder,
+    text: Text,
+    *,
+    schema: str = "sft",
+    end_ids: Collection[int] = (),
+) -> tuple[Buffer, Record | None]:
+    """The store between explorer and trainer or the data set that is read, and a queue's copy.
+
+    `schema` is what a data set's rows are, and `end_ids` are where the model's generation stops:
+    what supervised replies have to end with.
+    """
+    config = plan.config.buffer.trainer_input.experience_buffer
+    if plan.buffer_type == "file":
+        return make_file_buffer(plan, config, text, end_ids, schema=schema), None
+    if plan.buffer_type == "sql":
+        roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
+        role = roles.get(plan.mode, "both")
+        names = {"explore": plan.config.explorer.name, "train": plan.config.trainer.name}
+        store = SqlBuffer(
+            config.name,
+            resolve_url(plan.buffer_path, folder.buffer),
+            role=role,
+            party=names.get(role),
+            capacity=config.capacity,
+            max_read_timeout=config.max_read_timeout,
+            lease_time=config.lease_time,
+            reuse=_reuse(config.replay_buffer),
+            retries=config.max_retry_times,
+            retry_seconds=config.max_retry_interval,
+        )
+        return store, None
+    record = record_for(config.path, folder.buffer, **_copy_limits(plan))
+    replay = config.replay_buffer
+    if replay.enable:
+        seed = {"seed": plan.seed} if replay.priority_fn == "decay_limit_randomization" else {}
+        priority = PRIORITIES[replay.priority_fn](**replay.priority_fn_args, **seed)
+        buffer = ReplayBuffer(
+            config.name,
+            priority=priority,
+            reuse_cooldown_time=replay.reuse_cooldown_time,
+            capacity=config.capacity,
+            max_read_timeout=config.max_read_timeout,
+            record=record,
+        )
+        return buffer, record
+    queue = QueueBuffer(
+        config.name,
+        capacity=config.capacity,
+        max_read_timeout=config.max_read_timeout,
+        record=record,
+    )
+    return queue, record
+
+
+def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
+    """Priority replay in a database."""
+    if not replay.enable:
+        return None
+    limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
+    args = {"use_count_limit": limit, **replay.priority_fn_args}
+    return Reuse(cooldown=replay.reuse_cooldown_time, **args)
+
+
+def make_file_buffer(
+    plan: Plan,
+    config: ExperienceBufferConfig,
+    text: Text,
+    end_ids: Collection[int],
+    *,
+    schema: str = "sft",
+    endless: bool = False,
+) -> FileBuffer:
+    """A data set as a store; `endless`: again and again, for who mixes it into something else."""
+    model = plan.config.model
+    rows = load_rows(
+        config.path or "",
+        config.subset_name,
+        config.split,
+        progress=config.enable_progress_bar,
+        on_error=config.on_error,
+    )
+    form = FORMATS[schema](
+        rows,
+        text.tokenizer,
+        max_model_len=plan.max_model_len,
+        format_args=config.format.model_dump(),
+        end_ids=end_ids,
+        chat_template=text.template,
+        enable_thinking=model.enable_thinking,
+        on_error=config.on_error,
+    )
+    epochs = None if plan.train_steps or endless else plan.config.buffer.total_epochs
+    return FileBuffer(config.name, form, total_epochs=epochs, seed=plan.seed)
+
+
+def make_operators(plan: Plan) -> list[Operator]:
+    """What is done to a step's experiences before they are trained."""
+    key = "data_processor.experience_pipeline.operators"
+    return [
+        make_operator(OPERATORS, item.name, item.args, f"{key}[{place}]")
+        for place, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
+    ]
+
+
+def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
+    """The copy of what workflows return, where the YAML wants one."""
+    pipeline = plan.config.data_processor.experience_pipeline
+    if not pipeline.save_input:
+        return None
+    path = pipeline.input_save_path or "sqlite:///explorer_output.db"
+    if path.endswith((".jsonl", ".json")):
+        return record_for(path, folder.buffer, **_copy_limits(plan))
+    return Record(database=resolve_url(path, folder.buffer), **_copy_limits(plan))
+
+
+def _copy_limits(plan: Plan) -> dict[str, Any]:
+    """How much of a copy stays."""
+    pipeline = plan.config.data_processor.experience_pipeline
+    limit = pipeline.copy_limit_mb * 1e6 or math.inf
+    return {"limit": limit, "sampled": pipeline.copy_policy == "sampled"}

@@ -1,0 +1,138 @@
+"""Rollout: makes a plan's engine and the runners whose workflows call it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trireme.config import Plan
+from trireme.engines.device import Device, Gate
+from trireme.engines.engine import Engine, Sampling, with_options
+from trireme.engines.remote import RemoteEngine
+from trireme.engines.torch.engine import TorchEngine
+from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
+from trireme.explorer.scheduler import OverRollout, Scheduler
+from trireme.launch.auxiliary import Auxiliary, Served
+from trireme.launch.data import Text
+from trireme.model.model import Model
+from trireme.server.process import MAX_ROWS
+from trireme.task import Task
+
+
+def make_engine(
+    plan: Plan, model_path: str, text: Text, device: Device, gate: Gate | None, share: Any = None
+) -> TorchEngine:
+    """The embedded engine; `share` is the trainer's module whose tensors it reads."""
+    own_seed = plan.config.explorer.rollout_model.seed
+    return TorchEngine(
+        model_path,
+        tokenizer=text.tokenizer,
+        device=device,
+        seed=plan.seed if own_seed is None else own_seed,
+        max_model_len=plan.max_model_len,
+        max_rows=MAX_ROWS,
+        gate=gate,
+        dtype=plan.dtype,
+        device_name=plan.device,
+        share_with=share,
+        trust_remote_code=plan.config.model.trust_remote_code,
+    )
+
+
+def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
+    """The rollout servers at these addresses."""
+    timeout = plan.config.explorer.max_timeout
+    return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
+
+
+def make_scheduler(
+    plan: Plan,
+    model_path: str,
+    engine: Engine,
+    text: Text,
+    gate: Gate | None,
+    *,
+    greedy_run: bool = False,
+    auxiliary: Sequence[Auxiliary | Served] = (),
+) -> Scheduler:
+    """As many runners as the plan says, each of which makes a Model for every attempt.
+
+    With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
+    may ask.
+    """
+
+    def make_further(task: Task) -> list[Any]:
+        key = (batch_order(task), task.task_id, -1)
+        return [other.model(key) for other in auxiliary]
+
+    def make_model(task: Task, key: Key) -> Model:
+        sampling = sampling_of(plan, task.rollout_args)
+        if greedy_run and key[2] == 0 and not task.is_eval:
+            sampling = dataclasses.replace(sampling, temperature=0.0)
+        return Model(
+            engine,
+            text.chat,
+            key=key,
+            sampling=sampling,
+            max_model_len=plan.max_model_len,
+            max_prompt_tokens=plan.max_prompt_tokens,
+            enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
+            model_path=model_path,
+            auxiliary=[other.model(key) for other in auxiliary],
+        )
+
+    explorer = plan.config.explorer
+    dynamic = explorer.dynamic_timeout
+    limit = TimeLimit(
+        explorer.max_timeout,
+        ratio=dynamic.ratio if dynamic.enable else None,
+        warmup=plan.batch_size * max(dynamic.warmup_min_steps, 1),
+    )
+    runners = [
+        Runner(
+            make_model,
+            engine,
+            limit=limit,
+            max_retries=explorer.max_retry_times,
+            concurrent_mode=explorer.concurrent_mode,
+            gate=gate,
+            index=index,
+            explorer=plan.explorer_name,
+        )
+        for index in range(plan.runners)
+    ]
+    over = explorer.over_rollout
+    return Scheduler(
+        runners,
+        max_repeats_per_runner=explorer.max_repeat_times_per_runner,
+        over_rollout=OverRollout(over.ratio, over.wait_after_min, over.return_partial_tasks)
+        if over.ratio
+        else None,
+        report_interval=explorer.runner_state_report_interval,
+        further=make_further if auxiliary else None,
+    )
+
+
+def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
+    """How a task samples: its `rollout_args`, else the model section's defaults."""
+    model = plan.config.model
+
+    def given(name: str, default: Any) -> Any:
+        value = args.get(name)
+        return default if value is None else value
+
+    options = {
+        "max_tokens": given("max_tokens", plan.max_response_tokens),
+        "min_tokens": given("min_tokens", plan.min_response_tokens),
+        "temperature": given("temperature", model.temperature),
+        "top_p": given("top_p", model.top_p),
+        "top_k": given("top_k", model.top_k),
+        "min_p": given("min_p", 0.0),
+        "repetition_penalty": given("repetition_penalty", model.repetition_penalty),
+        "stop": given("stop", ()),
+        "stop_token_ids": given("stop_token_ids", ()),
+        "ignore_eos": plan.config.explorer.rollout_model.ignore_eos,
+        "logprobs": given("logprobs", model.logprobs),
+    }
+    return with_options(Sampling(), options)

@@ -1,0 +1,174 @@
+"""Training: makes a plan's trained models and their optimizers, and the push of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trireme.algorithms.recipes import Recipe
+from trireme.buffer.buffer import Demand
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.engines.remote import RemoteEngine
+from trireme.sync.checkpoint import CheckpointPush, PolledSync
+from trireme.sync.memory import MemorySync
+from trireme.sync.process_group import GroupSync
+from trireme.sync.synchronizer import Push, Synchronizer
+from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.critic import Critic
+from trireme.trainer.learning import Learning
+from trireme.trainer.lora import Lora
+from trireme.trainer.orders import Orders
+from trireme.trainer.ranks import Ranks
+
+
+def make_backend(
+    plan: Plan,
+    model_path: str,
+    recipe: Recipe,
+    ranks: Ranks | None = None,
+    orders: Orders | None = None,
+) -> Backend:
+    """The trained model with its optimizer, and the reference where the recipe needs one.
+
+    `orders` on the first of several ranks.
+    """
+    settings = _settings(plan)
+    return Backend(model_path, settings, ranks, reference=recipe.needs_reference, orders=orders)
+
+
+def _settings(plan: Plan) -> TrainSettings:
+    """How the plan trains its policy."""
+    config = plan.config
+    lora = None
+    if loras := config.model.lora_configs or []:
+        targets, excluded = loras[0].target_modules, loras[0].exclude_modules
+        lora = Lora(
+            rank=loras[0].lora_rank,
+            alpha=loras[0].lora_alpha,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+            exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
+        )
+    return TrainSettings(
+        optimizer=config.algorithm.optimizer,
+        max_token_len=plan.max_token_len,
+        grad_clip=config.trainer.grad_clip,
+        total_steps=plan.schedule_steps,
+        device=plan.device,
+        dtype=plan.dtype,
+        lora=lora,
+        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
+        offload=config.trainer.offload,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=plan.seed,
+    )
+
+
+def make_learning(
+    plan: Plan, model_path: str, recipe: Recipe, ranks: Ranks | None = None
+) -> Learning:
+    """What train steps share; the value model, where the recipe has one, begins at its own path,
+    else at the policy's.
+    """
+    config = plan.config
+    if not recipe.needs_critic:
+        return Learning(recipe)
+    own = config.algorithm.critic
+    critic = Critic(
+        config.model.critic_model_path or model_path,
+        replace(_settings(plan), optimizer=own.optimizer),
+        ranks,
+        clip_range=own.cliprange_value,
+    )
+    return Learning(recipe, critic, critic_warmup=own.warmup_steps)
+
+
+def make_synchronizer(
+    plan: Plan,
+    push: Push,
+    *,
+    demand: Demand,
+    version: int,
+    step: int,
+    pushed_step: int | None,
+) -> Synchronizer:
+    """Both sides in this process, or the trainer's side for explorers elsewhere; begins at
+    `version`, `step` and `pushed_step`.
+    """
+    return Synchronizer(
+        push,
+        style="trainer_driven" if plan.mode == "train" else plan.sync_style,
+        interval=plan.sync_interval,
+        offset=plan.sync_offset,
+        timeout=plan.config.synchronizer.sync_timeout,
+        lock_step=plan.lock_step,
+        demand=demand,
+        version=version,
+        step=step,
+        pushed_step=pushed_step,
+    )
+
+
+def make_polled_sync(plan: Plan, engine: Engine, folder: JobFolder) -> PolledSync:
+    """The explorer's side, for a trainer of another process."""
+    return PolledSync(
+        engine,
+        folder,
+        style=plan.sync_style,
+        interval=plan.sync_interval,
+        offset=plan.sync_offset,
+        timeout=plan.config.synchronizer.sync_timeout,
+        dtype=plan.dtype,
+    )
+
+
+def make_checkpoint_push(
+    plan: Plan,
+    backend: Backend,
+    engine: Engine | None,
+    device: Device,
+    folder: JobFolder,
+    step: Callable[[], int],
+) -> CheckpointPush:
+    """Through files of the job folder; without an engine explorers elsewhere read them."""
+    return CheckpointPush(
+        backend,
+        device,
+        folder,
+        step=step,
+        vocabulary=backend.module.config.vocab_size,
+        dtype=plan.dtype,
+        engine=engine,
+    )
+
+
+def make_push(
+    plan: Plan,
+    backend: Backend,
+    engine: Engine,
+    device: Device,
+    host: str,
+) -> Push:
+    """From this process to its engine, through memory or a process group that meets at `host`."""
+    vocabulary = backend.module.config.vocab_size
+    if plan.sync_method == "nccl":
+        assert isinstance(engine, RemoteEngine)
+        return GroupSync(
+            backend,
+            engine,
+            device,
+            dtype=plan.dtype,
+            vocabulary=vocabulary,
+            transport="nccl" if plan.device == "cuda" else "gloo",
+            host=host,
+        ).push
+    return MemorySync(
+        backend,
+        engine,
+        device,
+        shared=plan.share_tensors,
+        dtype=plan.dtype,
+        vocabulary=vocabulary,
+    ).push
