@@ -1,6 +1,6 @@
 """ALFWorld learns: does a tiny model rise on the real engine, from games of our own, on a CPU?
 
-    python benchmarks/alfworld_learns.py [--seed 0] [--steps 50]      # needs trireme[envs]
+    python benchmarks/alfworld_learns.py [--seed 0] [--steps 50]      # needs trireme-rl[envs]
 
 Makes games (pick and place in rooms of three or four pieces of furniture), demonstrations of the
 handcoded expert, here clumsy and lazy, and a tiny model; runs a warm-up and then multi-step GRPO

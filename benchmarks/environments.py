@@ -1,6 +1,6 @@
 """Environments: how many steps a second do they make, with 1, 8 and 32 episodes at once?
 
-    OMP_NUM_THREADS=1 python benchmarks/environments.py        # needs trireme[envs]
+    OMP_NUM_THREADS=1 python benchmarks/environments.py        # needs trireme-rl[envs]
 
 WebShop (1,000 products of our own) and the household run in this process, ALFWorld (24 games of our
 own) on two worker processes. The floor for WebShop is the original's 68 steps a second, as measured

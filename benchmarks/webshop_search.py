@@ -1,6 +1,6 @@
 """WebShop search: what does an exact index of a million products cost?
 
-    OMP_NUM_THREADS=1 python benchmarks/webshop_search.py --products 1000000   # needs trireme[envs]
+    OMP_NUM_THREADS=1 python benchmarks/webshop_search.py --products 1000000  # trireme-rl[envs]
 
 The words of a product are drawn by Zipf's law, 70 each, as many as an average product page has in
 its title, description, first feature and options. Queries have six words: drawn alike, and all of

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from trireme.registry import lazy_names
 
+__version__ = "0.1.0"  # the one place: the build and `trireme --version` read it here
+
 _MODULES = {
     "trireme.algorithms.advantage": "by_group",
     "trireme.algorithms.recipes": "algorithm",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import trireme
 from trireme.cli.main import app
 
 COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
@@ -58,7 +58,7 @@ def test_the_version_is_told_also_by_the_module() -> None:
     words = [sys.executable, "-m", "trireme", "--version"]
     said = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
     assert (
-        said == CliRunner().invoke(app, ["--version"]).output == f"trireme {version('trireme')}\n"
+        said == CliRunner().invoke(app, ["--version"]).output == f"trireme {trireme.__version__}\n"
     )
 
 

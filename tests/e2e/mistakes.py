@@ -310,7 +310,8 @@ MISTAKES = [
     ),
     Mistake(
         "N40 an extra is not installed", (*_workflow("mistaken_needs"),),
-        "the game is not installed: pip install -e '.[envs]' [No module named 'no_such_game']",
+        "the game is not installed: pip install 'trireme-rl[envs]' "
+        "[No module named 'no_such_game']",
         code=2,
     ),
     Mistake(

@@ -24,11 +24,13 @@ def test_a_missing_package_is_named(
     module: str, make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=r"is not installed: pip install -e '\.\[envs\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"not installed: pip install 'trireme-rl\[envs\]'"
+    ):
         make()
 
 
 def test_a_missing_package_names_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[mcp\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'trireme-rl\[mcp\]'"):
         extra("mcp", "the MCP client", "mcp")

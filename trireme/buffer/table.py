@@ -137,7 +137,7 @@ def open_database(
     except ModuleNotFoundError as error:
         raise ValueError(
             f"database '{known_as}' needs the package '{error.name}': for PostgreSQL, "
-            f"pip install -e '.[postgres]'"
+            f"pip install 'trireme-rl[postgres]'"
         ) from error
     if sqlite and parsed.database:
         Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)

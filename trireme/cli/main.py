@@ -46,9 +46,9 @@ OptionalConfig = Annotated[
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        import trireme
 
-        typer.echo(f"trireme {version('trireme')}")
+        typer.echo(f"trireme {trireme.__version__}")
         raise typer.Exit
 
 

@@ -169,7 +169,7 @@ def _launcher(stage: Stage, present: int) -> Launcher:
         )
         return "local"
     if wanted and find_spec("ray") is None:
-        lacks = "the package ray is not installed: pip install -e '.[ray]'"
+        lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
         if cluster.launcher == "ray" or named:
             stage.problem("cluster.launcher", f"is {cluster.launcher}, and {lacks}")
         else:

@@ -79,7 +79,7 @@ def refuse_missing(needs: Mapping[str, str]) -> None:
 
 def _not_installed(environment: str, group: str, why: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
-        f"{environment} is not installed: pip install -e '.[{group}]' [{why}]"
+        f"{environment} is not installed: pip install 'trireme-rl[{group}]' [{why}]"
     )
 
 

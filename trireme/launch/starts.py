@@ -39,7 +39,7 @@ from trireme.log import hide_passwords
 FORMAT = "trireme-starts-1"
 HIDDEN = "***"
 PACKAGES = (
-    "trireme", "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy",
+    "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "numpy",
     "SQLAlchemy", "ray", "vllm",
 )  # fmt: skip
 WHOLE_BYTES = 64 * 2**20
@@ -168,7 +168,10 @@ def hidden_words(words: Iterable[str]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Of Python, the machine and the packages that numbers depend on."""
+    import trireme
+
     out = {"python": platform.python_version(), "platform": platform.platform()}
+    out["trireme"] = trireme.__version__
     for name in PACKAGES:
         try:
             out[name] = metadata.version(name)
