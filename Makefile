@@ -1,4 +1,4 @@
-# make setup | demo | demo-cluster | test | test-gpu | test-vllm | test-megatron | test-postgres |
+# make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
 # test-ray | test-fuzz | test-matrix | test-extras | faults | test-python | audit |
 # lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
@@ -14,7 +14,7 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
 
-.PHONY: setup demo demo-cluster test test-gpu test-extras test-fuzz test-matrix test-megatron \
+.PHONY: setup demo demo-cluster docs test test-gpu test-extras test-fuzz test-matrix test-megatron \
     test-vllm test-postgres test-ray test-python audit faults lint format clean
 
 setup: $(STAMP)
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    done; \
 	fi
 	@if [ ! -x $(BIN)/pip ]; then echo "make setup needs Python 3.11, 3.12 or 3.13"; exit 1; fi
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,docs]'
 	@touch $(STAMP)
 
 demo: setup
@@ -51,7 +51,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
+# the documentation as a site in site/: a broken link or a missing page fails; needs no network
+docs: setup
+	NO_COLOR=1 $(BIN)/python -m zensical build --strict --clean
+
+test: lint docs
 	scripts/postgres_setup.sh
 	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
 

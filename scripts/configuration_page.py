@@ -1,13 +1,14 @@
-"""Configuration page: docs/configuration.md, written from the schema.
+"""Configuration pages: every key, the ones to know first, and those for compatibility alone.
 
-`python scripts/configuration_page.py` writes it; a test holds that it was written.
+`python scripts/configuration_page.py` writes docs/configuration.md, docs/first_keys.md and
+docs/compatibility_keys.md from the schema; a test holds that they were written.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from trireme.config.options import kind_text, range_text, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Mapped, NoEffect, Refused, Section, fate_of, section_in
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[1] / "docs"
 _HEAD = """# Configuration
 
 A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
@@ -32,30 +33,115 @@ Stages (`stages`) run one after the other. Each is laid over the global file key
 new `path` inherits neither storage type, format, split nor replay, and a new `algorithm_type` no
 `*_fn` and no `*_args`. A stage starts from the model that the stage before it leaves.
 
-The last column says what this version does with a key: nothing there means that it works;
-*refused*: another value than the default stops the run with a sentence; *mapped*: it becomes what
-this machine has, and `check` says how; *no effect*: `check` lists it.
+The keys that most runs set are [a page of their own](first_keys.md). Keys that are read for other
+systems' files, and are refused, mapped or without effect here, are on
+[another](compatibility_keys.md). The last column names single values that are refused, and what a
+key needs (Ray, vLLM) to have an effect.
 
 This page is generated from the schema by `python scripts/configuration_page.py`.
 """
+_COMPATIBILITY = """# Compatibility keys
+
+Keys that configuration files for Trinity-RFT and verl have, and that do nothing of their own here:
+
+- *refused*: a value other than the default stops the run before it starts, with a sentence;
+- *mapped*: the run does the same with what this machine has, and `trireme check` says how;
+- *no effect*: `trireme check` lists the key.
+
+Every other key is in [configuration](configuration.md). This page is generated from the schema by
+`python scripts/configuration_page.py`.
+
+| key | value | default | meaning | here |
+|-|-|-|-|-|
+"""
+_FIRST = """# The keys to know first
+
+A run sets some of these; every other key has a default that fits most runs. All keys are in
+[configuration](configuration.md). This page is generated from the schema by
+`python scripts/configuration_page.py`.
+
+| key | value | default | meaning |
+|-|-|-|-|
+"""
+_FIRST_KEYS = {
+    "": "project name checkpoint_root_dir mode seed plugins continue_from_checkpoint",
+    "model": "model_path max_prompt_tokens max_response_tokens max_model_len lora_configs",
+    "algorithm": "algorithm_type repeat_times kl_loss_fn kl_loss_fn_args policy_loss_fn_args "
+    "sample_strategy",
+    "algorithm.optimizer": "lr lr_scheduler_type lr_warmup_steps",
+    "buffer": "batch_size train_batch_size total_steps total_epochs",
+    "buffer.explorer_input": "taskset eval_tasksets default_workflow_type default_reward_fn_type",
+    "buffer.explorer_input.taskset": "path format rollout_args workflow_args",
+    "explorer": "eval_interval max_timeout",
+    "explorer.rollout_model": "engine_type engine_num",
+    "synchronizer": "sync_style sync_interval",
+    "trainer": "save_interval",
+}
+FIRST_KEYS = [
+    f"{section}.{name}".lstrip(".")
+    for section, names in _FIRST_KEYS.items()
+    for name in names.split()
+]
+"""In the order of the page."""
 
 
-def document() -> str:
-    """The whole page."""
-    return "\n".join([_HEAD, *_section(Config, "", set())])
+def documents() -> dict[Path, str]:
+    """Each page's path and text."""
+    return {
+        DOCS / "configuration.md": "\n".join([_HEAD, *_section(Config, "", set())]),
+        DOCS / "first_keys.md": _FIRST + "".join(map(_first_row, FIRST_KEYS)),
+        DOCS / "compatibility_keys.md": _COMPATIBILITY + "".join(_foreign(Config, "", set())),
+    }
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _first_row(key: str) -> str:
+    """A row of the keys to know first, found by its dotted path."""
+    *path, last = key.split(".")
+    section: type[Section] = Config
+    for name in path:
+        inner = section_in(section.model_fields[name].annotation)
+        assert inner is not None, f"{key}: {name} is no section"
+        section = inner
+    _, *cells, _ = _cells(section, last, section.model_fields[last])
+    return _row([f"`{key}`", *cells]) + "\n"
+
+
+def _works(item: FieldInfo) -> bool:
+    """Whether a key does something of its own here, for some of its values at least."""
+    fate = fate_of(item)
+    return fate is None or bool(fate.on) or bool(isinstance(fate, Refused) and fate.values)
+
+
+def _foreign(section: type[Section], prefix: str, done: set[type]) -> Iterator[str]:
+    """The rows of keys for compatibility alone, by their dotted paths; each section once."""
+    done.add(section)
+    for name, item in section.model_fields.items():
+        path = f"{prefix}.{name}" if prefix else name
+        if not _works(item):
+            _, *cells = _cells(section, name, item)
+            yield _row([f"`{path}`", *cells]) + "\n"
+        inner = section_in(item.annotation)
+        if inner is not None and inner not in done:
+            yield from _foreign(inner, path, done)
 
 
 def _section(section: type[Section], prefix: str, done: set[type]) -> Iterator[str]:
     """One heading and table, then those of the sections inside; each section once."""
     done.add(section)
-    yield f"## {f'`{prefix}`' if prefix else 'Top level'}\n"
-    yield f"{inspect.getdoc(section)}\n"
-    yield "| key | value | default | meaning | here |"
-    yield "|-|-|-|-|-|"
-    for name, item in section.model_fields.items():
-        cells = _cells(section, name, item)
-        yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-    yield ""
+    working = {name: item for name, item in section.model_fields.items() if _works(item)}
+    if working:
+        yield f"## {f'`{prefix}`' if prefix else 'Top level'}\n"
+        yield f"{inspect.getdoc(section)}\n"
+        yield "| key | value | default | meaning | note |"
+        yield "|-|-|-|-|-|"
+        for name, item in working.items():
+            cells = _cells(section, name, item)
+            yield _row(cells)
+        yield ""
     for name, item in section.model_fields.items():
         inner = section_in(item.annotation)
         if inner is not None and inner not in done:
@@ -77,18 +163,23 @@ def _cells(section: type[Section], name: str, item: FieldInfo) -> tuple[str, ...
     )
 
 
+_WITHOUT = {
+    "": "",
+    "ray": "without Ray",
+    "vllm": "without vLLM",
+    "auxiliary": "but for auxiliary models",
+}
+
+
 def _here(item: FieldInfo) -> str:
     """What this version does with a key."""
-    match fate_of(item):
-        case Refused(values=values) if values:
-            return "refused: " + ", ".join(sorted(values))
-        case Refused():
-            return "refused"
-        case Mapped():
-            return "mapped"
-        case NoEffect():
-            return "no effect"
-    return ""
+    fate = fate_of(item)
+    if fate is None:
+        return ""
+    if isinstance(fate, Refused) and fate.values:
+        return "refused: " + ", ".join(sorted(fate.values))
+    word = {Refused: "refused", Mapped: "mapped", NoEffect: "no effect"}[type(fate)]
+    return f"{word} {_WITHOUT[fate.on]}".strip()
 
 
 def _yaml(value: Any) -> str:
@@ -109,4 +200,5 @@ def sentences(section: type[Section]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(document(), encoding="utf-8")
+    for page, text in documents().items():
+        page.write_text(text, encoding="utf-8")

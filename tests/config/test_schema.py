@@ -70,9 +70,23 @@ def test_every_key_is_read_or_said_to_have_no_effect():
     assert unread == set(NOT_BY_NAME)
 
 
-def test_the_documentation_page_is_up_to_date():
-    page = PAGE["PAGE"].read_text(encoding="utf-8")
-    assert page == PAGE["document"](), "run: python scripts/configuration_page.py"
+def test_the_documentation_pages_are_up_to_date():
+    written = {page: page.read_text(encoding="utf-8") for page in PAGE["documents"]()}
+    assert written == PAGE["documents"](), "run: python scripts/configuration_page.py"
+
+
+def test_each_key_stands_on_one_page_and_forty_come_first():
+    pages = {page.name: text for page, text in PAGE["documents"]().items()}
+    assert "`buffer.batch_size`" in pages["first_keys.md"]
+    assert len(PAGE["FIRST_KEYS"]) == len(set(PAGE["FIRST_KEYS"])) == 40
+    counted = sum(len(section.model_fields) for section in sections().values())
+    rows = [
+        line
+        for name in ("configuration.md", "compatibility_keys.md")
+        for line in pages[name].splitlines()
+        if line.startswith("| `")
+    ]
+    assert len(rows) == counted
 
 
 @pytest.mark.parametrize("name", ["gsm8k.yaml", "gsm8k_sft_warmup.yaml"])
