@@ -30,8 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,docs]'
 	@touch $(STAMP)
 
+# COMPARE=1: also what more supervised training reaches in the time of the reinforcement
 demo: setup
-	$(BIN)/trireme run
+	$(BIN)/trireme run $(if $(COMPARE),--compare)
 
 # the demo's YAML on Ray: two FSDP2 ranks and a vLLM engine on the CPU, weights through their group
 demo-cluster: setup $(VLLM)/.installed

@@ -47,7 +47,7 @@ class Result:
 def run_seed(seed: int, folder: Path, timeout: float) -> Result:
     """Run the demo with a seed in a folder; raises RuntimeError with its last lines if it fails."""
     program = "from trireme.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "run", f"seed={seed}"]
+    command = [sys.executable, "-c", program, "run", "--compare", f"seed={seed}"]
     environment = {**os.environ, "TRINITY_CHECKPOINT_ROOT_DIR": str(folder)}
     for name in ("TRINITY_MODEL_PATH", "TRINITY_TASKSET_PATH"):
         environment.pop(name, None)

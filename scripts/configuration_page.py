@@ -26,8 +26,12 @@ _HEAD = """# Configuration
 A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
 it, and starts nothing; `trireme run --config X.yaml trainer.grad_clip=0.5` changes a key on the
 command line (list items too: `buffer.explorer_input.eval_tasksets[0].split=test`).
-`${oc.env:NAME,default}` takes an environment variable. Plug-ins, data and models by a relative path
-are looked for in the working directory, then beside the YAML.
+`${oc.env:NAME,default}` takes an environment variable.
+
+**Paths.** Plug-ins, data and models that the YAML names by a relative path are looked for beside
+the YAML, then in the folder that you are in; those that you set on the command line the other way
+round. `my_file:name` is a function in `my_file.py`, in either folder. What a run writes goes into
+`checkpoint_root_dir`, relative to the folder that you are in.
 
 Stages (`stages`) run one after the other. Each is laid over the global file key by key; data with a
 new `path` inherits neither storage type, format, split nor replay, and a new `algorithm_type` no

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 236,
-    "trireme lines": 42_100,
+    "trireme lines": 42_300,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -25,7 +25,7 @@ SMALL = (
 
 
 def call(*words: str | Path, cwd: Path, **environment: str) -> str:
-    """What a program prints; it must end with 0."""
+    """What a program prints; it must end with 0, and show no progress bar of another's."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
@@ -35,6 +35,7 @@ def call(*words: str | Path, cwd: Path, **environment: str) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "%|" not in done.stderr, done.stderr
     return done.stdout
 
 
@@ -79,7 +80,10 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(built: Path, tmp_path: 
         said = call(*words, "--version", cwd=tmp_path, **offline)
         assert said == f"trireme {trireme.__version__}\n"
     (outside := tmp_path / "outside").mkdir()
-    call(program, "run", *SMALL, cwd=outside, **offline, OMP_NUM_THREADS="1")
+    told = call(program, "run", *SMALL, cwd=outside, **offline, OMP_NUM_THREADS="1")
+    assert told.startswith(f"trireme {trireme.__version__}: the demo")
+    assert told.splitlines()[-1].split()[:3] == ["next", "trireme", "view"]
+    call(*told.splitlines()[-1].replace("trireme", str(program), 1).split()[1:], cwd=outside)
     job = outside / "checkpoints" / "Trireme-demo" / "arithmetic"
     assert (job / "summary.json").is_file()
     assert (job / "grpo/global_step_1/actor/huggingface/model.safetensors").is_file()

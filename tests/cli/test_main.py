@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import trireme
 from trireme.cli.main import app
 
+PLAIN = {"compare": False}
 COMMANDS = ("run", "check", "convert", "algorithms", "workflows", "log", "view")
 
 
@@ -44,12 +45,12 @@ def test_run_takes_a_config_overrides_and_plugin_folders(called: dict[str, Any])
     code = invoke("run", "--config", "x.yaml", "a.b=1", "c=d", "--plugin-dir", "p",
                   "--plugin-dir", "q")  # fmt: skip
     assert code == 3
-    assert called["run"] == (Path("x.yaml"), ["a.b=1", "c=d"], [Path("p"), Path("q")])
+    assert called["run"] == (Path("x.yaml"), ["a.b=1", "c=d"], [Path("p"), Path("q")], PLAIN)
 
 
 def test_the_yaml_may_be_a_plain_word(called: dict[str, Any]) -> None:
     assert invoke("run", "x.yaml", "a.b=1") == 3
-    assert called["run"] == (Path("x.yaml"), ["a.b=1"], [])
+    assert called["run"] == (Path("x.yaml"), ["a.b=1"], [], PLAIN)
     assert invoke("check", "a.b=1", "x.yml") == 3
     assert called["check"] == (Path("x.yml"), ["a.b=1"])
 
@@ -64,7 +65,9 @@ def test_the_version_is_told_also_by_the_module() -> None:
 
 def test_run_alone_is_the_demo(called: dict[str, Any]) -> None:
     assert invoke("run") == 3
-    assert called["run"] == (None, [], [])
+    assert called["run"] == (None, [], [], PLAIN)
+    assert invoke("run", "--compare") == 3
+    assert called["run"] == (None, [], [], {"compare": True})
 
 
 def test_check_and_convert_take_their_short_options(called: dict[str, Any]) -> None:

@@ -8,7 +8,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.e2e.job import small_config
 from trireme.cli import run as command
 from trireme.config import ConfigError, Problem
 
@@ -98,3 +100,11 @@ def test_plugin_folders_come_before_those_of_the_environment(
     monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "/theirs")
     command.add_plugin_dirs([tmp_path])
     assert command.os.environ["TRINITY_PLUGIN_DIRS"] == f"{tmp_path}:/theirs"
+
+
+def test_a_comparison_needs_two_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "x.yaml"
+    config.write_text(yaml.safe_dump(small_config(tmp_path)))
+    assert command.run(config, [], [], compare=True) == 2
+    said = capsys.readouterr().err
+    assert "--compare needs two stages, first sft" in said and said.endswith("has grpo\n")

@@ -126,7 +126,9 @@ def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):
     beside = tuple(str(home / name) for name in ("mine.py", "model", "data/a.jsonl"))
     assert paths() == beside
     (here / "model").mkdir()
-    assert paths() == (beside[0], "model", beside[2])  # the working directory's goes before
+    assert paths() == beside  # what lies beside the YAML goes before
+    typed = load_config(home / "x.yaml", ["model.model_path=model"])
+    assert typed.model.model_path == "model"  # as a shell's user expects it
     assert load_config(home / "x.yaml").buffer.explorer_input.eval_tasksets[0].path == "b/c"
 
 

@@ -169,16 +169,19 @@ def test_an_unknown_workflow_reward_or_algorithm_lists_the_known(tmp_path):
 def test_a_users_own_workflow_is_found_by_name_or_path(tmp_path, monkeypatch):
     text = "@workflow('my_workflow')\nasync def f(task, model): ..."
     (tmp_path / "mine.py").write_text(f"from trireme import workflow\n{text}")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "mine", None)  # of this test alone
     del sys.modules["mine"]
     key = f"{TASKSET}.default_workflow_type"
     assert problems_of(tmp_path, f"{key}=my_workflow", "plugins=[mine.py]") == []
     assert problems_of(tmp_path, f"{key}='mine:f'", "plugins=[mine.py]") == []
     del sys.modules["mine"]
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(tmp_path)])
-    assert "there is no 'mine'" in only_problem(tmp_path, f"{key}='mine:f'")
-    monkeypatch.chdir(tmp_path)
-    assert problems_of(tmp_path, f"{key}='mine:f'") == []
+    assert problems_of(tmp_path, f"{key}='mine:f'") == []  # it lies beside the YAML
+    assert "there is no 'theirs'" in only_problem(tmp_path, f"{key}='theirs:f'")
+    (here := tmp_path / "here").mkdir()
+    (here / "theirs.py").write_text(f"from trireme import workflow\n{text}")
+    monkeypatch.chdir(here)
+    assert problems_of(tmp_path, f"{key}='theirs:f'") == []
     monkeypatch.setenv("TRINITY_PLUGIN_DIRS", str(tmp_path))
     assert problems_of(tmp_path, f"{key}=my_workflow") == []
 

@@ -1,36 +1,68 @@
-"""The README's three seams run as pasted: its Python blocks in one file, its YAML beside it."""
+"""README's three seams run as pasted: its Python blocks in one file, each YAML beside it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.e2e.job import ROOT, run, write_jsonl
 from tests.tiny import make_model
+from tests.workflows.test_workflow import call
+from trireme import Task
+from trireme.registry import ADVANTAGES, ALGORITHMS, REWARDS, WORKFLOWS
 
-SMALL = ("buffer.total_steps=2", "buffer.batch_size=2")
-WITH_REWARD = (
-    "buffer.explorer_input.default_workflow_type=simple_workflow",
-    "buffer.explorer_input.default_reward_fn_type=boxed_and_brief",
-)
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+SEAMS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+YAMLS = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+SMALL = ("buffer.total_steps=2", "buffer.batch_size=2", "model.max_response_tokens=8")
+GSM8K = {"question": "What is 6 * 7?", "answer": "6 * 7 = 42\n#### 42"}
 
 
-@pytest.mark.timeout(400)  # some 10 s of work
-@pytest.mark.parametrize("overrides", [(), WITH_REWARD], ids=["workflow", "reward"])
+@pytest.mark.timeout(400)  # some 10 s of work each
+@pytest.mark.parametrize("number", range(len(YAMLS)))
 def test_the_seams_run_as_pasted(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    seams = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    [config] = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "mine.py").write_text("\n".join(seams))
-    write_jsonl(
-        tmp_path / "numbers.jsonl",
-        [{"question": "Guess a number from 1 to 9.", "answer": str(n)} for n in range(1, 10)],
-    )
-    monkeypatch.setenv("TRINITY_MODEL_PATH", str(make_model(tmp_path / "model")))
-    done = run(tmp_path, yaml.safe_load(config), *SMALL, *overrides)
+    (tmp_path / "mine.py").write_text("\n".join(SEAMS))
+    guesses = [{"prompt": "Guess a number from 1 to 9.", "response": n} for n in range(1, 10)]
+    write_jsonl(tmp_path / "numbers.jsonl", guesses)
+    data = write_jsonl(tmp_path / "gsm8k" / "main" / "train.jsonl", [GSM8K] * 4)
+    monkeypatch.setenv("TRINITY_MODEL_PATH", str(make_model(tmp_path / "model", max_len=1024)))
+    monkeypatch.setenv("TRINITY_TASKSET_PATH", str(data.parent))
+    done = run(tmp_path, yaml.safe_load(YAMLS[number]), *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def seams(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What README's Python blocks define, forgotten afterwards."""
+    for registry in (REWARDS, WORKFLOWS, ADVANTAGES, ALGORITHMS):
+        names = ("guess_the_number", "boxed_and_brief", "rank", "rank_rl")
+        kept = {k: v for k, v in registry._registered.items() if k not in names}
+        monkeypatch.setattr(registry, "_registered", kept)
+    names = {"__name__": "readme"}
+    exec("\n".join(SEAMS), names)
+    yield names
+
+
+def test_a_right_guess_earns_more_than_nothing(seams: dict[str, Any]) -> None:
+    [experience] = call(seams["guess_the_number"], ["5", " 7"])
+    assert experience.reward == 0.5
+
+
+@pytest.mark.parametrize(("answer", "parts"), [
+    ("so it is \\boxed{42}", {"correct": 1.0, "brief": 0.1}),
+    ("so it is \\boxed{41}", {"correct": 0.0, "brief": 0.0}),
+])  # fmt: skip
+def test_a_right_answer_of_gsm8k_earns_more_than_nothing(
+    answer: str, parts: dict[str, float], seams: dict[str, Any]
+) -> None:
+    config = yaml.safe_load(YAMLS[-1])["buffer"]["explorer_input"]["taskset"]
+    task = Task(raw_task=GSM8K, format_args=config["format"])
+    assert seams["boxed_and_brief"](task, answer) == parts

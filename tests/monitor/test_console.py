@@ -9,7 +9,7 @@ from rich.console import Console as Terminal
 
 from trireme.experience import Experience
 from trireme.monitor.console import Console
-from trireme.monitor.figures import Summary
+from trireme.monitor.figures import Summary, chart
 
 
 class Clock:
@@ -122,3 +122,28 @@ def test_a_terminal_shows_progress_a_rollout_and_lasting_lines() -> None:
     assert "asked    1+1=?" in shown
     assert "a note\n" in shown
     assert shown.index("rft 2/3  reward 0.200") < shown.index("wall time")
+
+
+def test_the_end_shows_the_curve_and_the_same_task_at_each_stage() -> None:
+    console, _, text = make_console()
+    replies = {"before": {"text": "", "reward": 0.0}, "after RL": {"text": "so:\n2", "reward": 1.0}}
+    summary = Summary(
+        accuracy_rl=0.5,
+        example={"prompt": "1+1?", "truth": "2", "drawn": "greedy", "replies": replies},
+    )
+    console.finish(summary, [0.25, 0.5, 0.75, 1.0], "sampled at temperature 1")
+    lines = text.getvalue().splitlines()
+    assert lines[1] == "reward of the training steps (replies sampled at temperature 1)"
+    assert lines[2] == "    1.00 │   █" and lines[7].startswith("    0.25 │▁███")
+    assert lines[8].strip() == "step 1 to 4"
+    assert lines[10:14] == [
+        "a held-out task: 1+1?",
+        "    right      2",
+        "    before     nothing   (reward 0)",
+        "    after RL   so: ⏎ 2   (reward 1)",
+    ]
+    assert "a training step's reward is of sampled replies" in lines[16]
+
+
+def test_a_chart_of_equal_values_is_flat() -> None:
+    assert chart([0.5] * 3, width=10, height=2) == ["    0.50 │", "    0.50 │▁▁▁"]

@@ -68,12 +68,21 @@ def run(
     words: Words = None,
     config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="After sft and RL: what more sft reaches in RL's time."),
+    ] = False,
 ) -> None:
     """Run an experiment, or the built-in demo."""
-    from trireme.cli.run import run as command
+    import trireme
 
     config, keys = yaml_and_keys(config, words, ctx.obj)
-    raise typer.Exit(command(config, keys, plugin_dir or []))
+    # before the other imports, which take seconds
+    what = config or "the demo: a tiny model learns word problems, on this machine's cores"
+    print(f"trireme {trireme.__version__}: {what}", flush=True)
+    from trireme.cli.run import run as command
+
+    raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare))
 
 
 @app.command(cls=WithFlags, epilog=FLAGS_HELP)

@@ -28,8 +28,17 @@ ENVIRONMENT = {
 _EXPECTED = (ValueError, RuntimeError, OSError, ImportError, MemoryError)
 
 
-def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> int:
-    """Run the stages of a YAML (None: the demo); returns the exit code."""
+def run(
+    config: Path | None,
+    overrides: Sequence[str],
+    plugin_dirs: Sequence[Path],
+    *,
+    compare: bool = False,
+) -> int:
+    """Run the stages of a YAML (None: the demo); returns the exit code.
+
+    `compare` also spends the last stage's time on more supervised training.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     stop = Stop()
@@ -37,10 +46,14 @@ def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Pat
     try:
         try:
             plans = plans_of(config, overrides, plugin_dirs)
+            if compare:
+                from trireme.launch.stages import refuse_comparison
+
+                refuse_comparison(plans)
         except ValueError as error:
             complain(str(error))
             return 2
-        return stop.ended(run_plans(plans, stop, compare_sft=config is None))
+        return stop.ended(run_plans(plans, stop, compare_sft=compare))
     except KeyboardInterrupt:
         print(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
         return stop.ended(stop.code)
@@ -49,7 +62,7 @@ def run(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Pat
 def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -> int:
     """Run the stages; an expected failure becomes a sentence and a file with its traceback.
 
-    `compare_sft`: the demo's question what more supervised training would have brought.
+    `compare_sft` asks what more supervised training would have brought.
     """
     from trireme.launch.stages import run_stages
 

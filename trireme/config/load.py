@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import reduce
@@ -29,7 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the file `path` with `overrides` (`a.b.c=value`) laid over it.
 
     `${oc.env:VAR,default}` and OmegaConf's other interpolations are resolved. Plug-ins, data and
-    models by a relative path are looked for in the working directory, then beside the file.
+    models by a relative path are looked for beside the file, then in the working directory; those
+    of `overrides` the other way round. Modules beside the file can be imported from then on.
     Raises ConfigError with every problem.
     """
     config, problems = read_config(path, overrides)
@@ -54,33 +57,34 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     if not isinstance(tree, DictConfig):
         raise ConfigError([Problem("", f"{path} holds a list: expected sections with keys")])
     problems: list[Problem] = []
-    for override in overrides:
-        _override(tree, override, problems)
+    typed = [_override(tree, override, problems) for override in overrides]
     values = _resolved(tree, "", problems)
     _mend(values, problems)
-    _find_beside(values, path.parent)
-    if "plugins" in values:
-        values["plugins"] = [_beside(path, plugin, problems) for plugin in values["plugins"]]
+    folder = path.parent.resolve()
+    _locate(values, "", folder, typed, problems)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # `my_file:name` of a file beside the YAML
     return Config.model_validate(values), problems
 
 
-def _override(tree: DictConfig, override: str, problems: list[Problem]) -> None:
-    """Set one `a.b[0].c=value` in the tree; the value is read as YAML."""
+def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:
+    """Set one `a.b[0].c=value` in the tree; the value is read as YAML. Returns the key."""
     key, equals, text = override.partition("=")
     key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key.strip().removeprefix("--"))
     if not equals or not key:
         problems.append(Problem("", f"override {override!r}: expected key=value"))
-        return
+        return key
     head, bracket, _ = key.rpartition("[")
     try:
         read = OmegaConf.from_dotlist([f"value={text}"])
         value = OmegaConf.select(read, "value") if text.strip() else ""
         if bracket and not isinstance(OmegaConf.select(tree, head), ListConfig | DictConfig):
             problems.append(Problem(key, f"cannot be set: the file has no list {head}"))
-            return
+            return key
         OmegaConf.update(tree, key, value, merge=False)
     except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
         problems.append(Problem(key, f"cannot be set to {text!r}: {str(error).splitlines()[0]}"))
+    return key
 
 
 def _resolved(node: Any, key: str, problems: list[Problem]) -> Any:
@@ -110,25 +114,31 @@ def _unresolved(reason: str) -> str:
 _PATHS = ("path", "model_path", "critic_model_path", "chat_template_path")
 
 
-def _find_beside(values: Any, folder: Path) -> None:
-    """Data and models that are not in the working directory, but beside the file, are those."""
-    for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+def _locate(
+    values: Any, key: str, folder: Path, typed: Sequence[str], problems: list[Problem]
+) -> None:
+    """Put where they lie for the plug-ins, data and models that are named by a relative path.
+
+    `typed` are the keys that were set on the command line.
+    """
+    node: Any = values  # a section or a list
+    pairs = node.items() if isinstance(node, dict) else enumerate(node)
+    for name, value in pairs:
+        at = f"{key}[{name}]" if isinstance(values, list) else f"{key}.{name}".lstrip(".")
         if isinstance(value, dict | list):
-            _find_beside(value, folder)
-        elif name in _PATHS and value and isinstance(value, str) and "://" not in value:
-            beside = folder / value
-            if not Path(value).expanduser().exists() and beside.exists():
-                values[name] = str(beside.resolve())
-
-
-def _beside(config_path: Path, plugin: str, problems: list[Problem]) -> str:
-    """A plugin's path: as given where it is there, else beside the configuration file."""
-    for candidate in (Path(plugin).expanduser(), config_path.parent / plugin):
-        if candidate.exists():
-            return str(candidate.resolve())
-    expected = f"a file or folder, here or in {config_path.parent}"
-    problems.append(Problem("plugins", f"is {plugin!r}: expected {expected}"))
-    return plugin
+            _locate(value, at, folder, typed, problems)
+        elif not isinstance(value, str) or not value or "://" in value:
+            continue
+        elif (is_plugin := key == "plugins") or name in _PATHS:
+            here_first = any(at == one or at.startswith((f"{one}.", f"{one}[")) for one in typed)
+            beside, here = folder / value, Path(value).expanduser()
+            found = [place for place in (beside, here) if place.exists()]
+            first = found[-1 if here_first else 0] if found else None
+            if first is not None and (is_plugin or first is beside):
+                node[name] = os.path.abspath(first)  # a link stays one
+            elif is_plugin and first is None:
+                expected = f"a file or folder, in {folder} or here"
+                problems.append(Problem("plugins", f"is {value!r}: expected {expected}"))
 
 
 class _Misfit(NamedTuple):

@@ -383,7 +383,7 @@ class Config(Section):
     """Byte-equal runs for equal seeds; not given: where explorer and trainer run in lock-step."""
     plugins: list[str] = []
     """Python files or folders of them, loaded first, that register the user's own parts."""
-    checkpoint_root_dir: str = ""
+    checkpoint_root_dir: str = "./checkpoints"
     """Root of all jobs' folders; relative to the working directory."""
     continue_from_checkpoint: bool = True
     """Go on where the job's folder ends; false begins anew in one with the time in its name."""

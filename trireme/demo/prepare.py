@@ -35,6 +35,7 @@ def prepare(folder: Path, seed: int) -> Path:
     facts = {"seed": seed, "train": NUM_TRAIN, "test": NUM_TEST, "solved": NUM_SOLVED}
     if done.exists() and json.loads(done.read_text()) == facts:
         return folder
+    print(f"making a model, and {NUM_TRAIN + NUM_TEST:,} problems, in {folder}", flush=True)
     problems = make_problems(
         NUM_TRAIN + NUM_TEST, seed=seed, number=LARGEST_NUMBER, largest=LARGEST_RESULT
     )

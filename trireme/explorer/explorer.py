@@ -109,6 +109,9 @@ class Explorer:
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
+        self.first_example: dict[str, Any] | None = None
+        """How the first task of the first evaluation taskset went; the same one each time."""
+        self.last_example: dict[str, Any] | None = None
         self.seconds = {"explore": 0.0, "evaluate": 0.0}
         self.feedback = Feedback()
         self._lost = Lost()
@@ -310,20 +313,21 @@ class Explorer:
 
     async def _finish_evaluation(self, step: int) -> Evaluation:
         """Collect and report an evaluation that was submitted."""
-        found = {}
+        found, example = {}, None
         for taskset in self.eval_tasksets:
             outcomes = await self.scheduler.results(f"{step}/{taskset.name}")
             metrics = evaluation_metrics(outcomes, repeat_times=taskset.repeat_times)
             when = f"evaluation '{taskset.name}' at step {step}"
             self._look_at_failures(when, outcomes, limit=1.0)
             found[taskset.name] = metrics
+            example = example or _example(outcomes)
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
             shown = in_words(metrics, "evaluation")
             logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
             self.report(self.eval_prefix, step, named)
         if self.first_evaluation is None and step == 0:
-            self.first_evaluation = found
-        self.last_evaluation = found
+            self.first_evaluation, self.first_example = found, example
+        self.last_evaluation, self.last_example = found, example
         return found
 
     def _load_own_state(self) -> None:
@@ -348,6 +352,20 @@ def explorer_state(path: Path) -> dict[str, Any]:
     taskset = meta["taskset_states"][0] if meta["taskset_states"] else {}
     own = {key: meta[key] for key in ("feedback",) if key in meta}
     return {"step": meta["latest_iteration"], "taskset": taskset, **own}
+
+
+def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """What was asked, replied and earned in the first rollout of the first task."""
+    if not outcomes or not outcomes[0].experiences:
+        return None
+    task, shown = outcomes[0].task, outcomes[0].experiences[-1]
+    return {
+        "prompt": shown.prompt_text if not isinstance(task.prompt, str) else task.prompt,
+        "truth": None if task.truth is None else str(task.truth),
+        "reply": shown.response_text or "",
+        "reward": shown.reward,
+        "temperature": shown.temperature,
+    }
 
 
 def _to_show(outcomes: Sequence[Outcome]) -> Experience | None:

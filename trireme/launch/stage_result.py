@@ -23,6 +23,10 @@ class StageResult:
     """Evaluation at the start, by taskset."""
     last: Evaluation | None = None
     """Evaluation at the end."""
+    first_example: dict[str, Any] | None = None
+    """The first held-out task in the evaluation at the start."""
+    last_example: dict[str, Any] | None = None
+    """The same one in the evaluation at the end."""
     steps: int = 0
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -39,8 +43,10 @@ class StageResult:
         result = cls(session.plan.stage_name, session.plan.mode, session.recipe.schema)
         if explorer is not None:
             result.first = explorer.first_evaluation
+            result.first_example = explorer.first_example
             if explorer.last_evaluation is not explorer.first_evaluation:
                 result.last = explorer.last_evaluation
+                result.last_example = explorer.last_example
             result.steps = explorer.step
             result.phases |= explorer.seconds
         if trainer is not None:
@@ -52,5 +58,7 @@ class StageResult:
     def add(self, part: StageResult) -> None:
         """What one part of the run came to; of steps the last part's count."""
         self.first, self.last = part.first or self.first, part.last or self.last
+        self.first_example = part.first_example or self.first_example
+        self.last_example = part.last_example or self.last_example
         self.steps, self.phases = part.steps, self.phases | part.phases
         self.model_dir = part.model_dir or self.model_dir

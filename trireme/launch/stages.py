@@ -2,9 +2,9 @@
 
 `stage_meta.json` in the job's folder holds what finished stages came to: they are not run again.
 
-The demo compares: what would the reinforcement stage's time have bought as more supervised
-training? The supervised stage goes on from where it ended, for as many steps as take as long, so
-that a rise by reinforcement cannot be a weak warm-up's.
+`trireme run --compare` asks what the reinforcement stage's time would have bought as more
+supervised training. The supervised stage goes on from where it ended, for as many steps as take as
+long, so that a rise by reinforcement cannot be a weak warm-up's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +27,8 @@ from trireme.launch.local import run_plan
 from trireme.launch.stage_result import StageResult
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
-from trireme.monitor.figures import Summary
+from trireme.monitor.figures import Summary, values
+from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 NAME = "more_sft"
 
@@ -34,9 +36,7 @@ NAME = "more_sft"
 def more_supervised(
     plans: Sequence[Plan], results: Sequence[StageResult], console: Console, stop: Stop
 ) -> StageResult | None:
-    """Run the comparison; None where the job is not one supervised stage and one other."""
-    if [result.schema for result in results] != ["sft", "experience"]:
-        return None
+    """Run the comparison; None where a stage took no time, since all was done before."""
     supervised, reinforced = results
     seconds = reinforced.phases.get("explore", 0.0) + reinforced.phases.get("train", 0.0)
     taken = supervised.phases.get("train", 0.0)
@@ -90,10 +90,42 @@ def run_stages(
     summary.wall_s = time.monotonic() - started
     explores = plans[-1].mode == "explore"  # the job's own summary is the trainer's
     summary.write(JobFolder(job, plans[-1].explorer_name).monitor if explores else job)
-    console.finish(summary)
+    console.finish(summary, rewards_of(plans[-1]), sampled(plans[-1]))
     if explores:
         console.note(explored(plans[-1], results[-1].steps))
     return summary
+
+
+def refuse_comparison(plans: Sequence[Plan]) -> None:
+    """Raise ValueError where `--compare` has nothing to compare."""
+    kinds = [plan.config.algorithm.algorithm_type for plan in plans]
+    explores = bool(plans) and plans[-1].mode == "both"
+    if len(plans) != 2 or kinds[0] != "sft" or not explores:
+        raise ValueError(
+            "--compare needs two stages, first sft and then one that explores and trains; "
+            f"this configuration has {', '.join(kinds)}"
+        )
+
+
+def rewards_of(plan: Plan) -> list[float]:
+    """The mean reward of each explore step of a stage, starts before this one included."""
+    folder = JobFolder(plan.job_dir, plan.explorer_name)
+    rows = read_metrics(folder.monitor / FILE_NAME)
+    return values(
+        (row["metrics"] for row in rows if row["part"] == "explorer"), "rollout/reward/mean"
+    )
+
+
+def sampled(plan: Plan) -> str:
+    """How the rollouts of training are drawn."""
+    own = plan.config.buffer.explorer_input.taskset
+    given = None if own is None else own.rollout_args.temperature
+    return drawn(plan.config.model.temperature if given is None else given)
+
+
+def drawn(temperature: float) -> str:
+    """A temperature in words."""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
 
 
 def explored(plan: Plan, steps: int) -> str:
@@ -136,13 +168,16 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
     summary = Summary()
     for result, plan in zip(results, plans, strict=True):
         fresh = plan.model_from_stage is None
+        supervised = result.schema == "sft"
         if fresh:
             summary.accuracy_before = accuracy(result.first)
-        if result.schema == "sft":
+        if supervised:
             summary.accuracy_sft = accuracy(result.last)
         else:
             summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(result.first)
             summary.accuracy_rl = accuracy(result.last)
+        add_example(summary, "before" if fresh else "after SFT", result.first_example)
+        add_example(summary, "after SFT" if supervised else "after RL", result.last_example)
         name = f"{result.name} " if result.name else ""
         summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
         summary.model_dir = result.model_dir or summary.model_dir
@@ -152,13 +187,23 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
             summary.evaluations[result.name or "run"] = measured
         summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
     if summary.model_dir:
-        there = any(Path(summary.model_dir).glob("*.safetensors"))
-        summary.next_command = (
-            f"trireme rollout --model {summary.model_dir}"
-            if there
-            else f"trireme convert --checkpoint-dir {job}"
-        )
+        stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
+        summary.next_command = f"trireme {'view' if stored else 'convert --checkpoint-dir'} {job}"
     return summary
+
+
+def add_example(summary: Summary, label: str, example: dict[str, Any] | None) -> None:
+    """Put a reply to the first held-out task beside those of other stages."""
+    if example is None:
+        return
+    shown = summary.example or {
+        "prompt": example["prompt"],
+        "truth": example["truth"],
+        "drawn": drawn(example["temperature"]),
+        "replies": {},
+    }
+    shown["replies"][label] = {"text": example["reply"], "reward": example["reward"]}
+    summary.example = shown
 
 
 def accuracy(evaluation: Evaluation | None) -> float | None:

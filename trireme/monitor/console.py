@@ -10,8 +10,8 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Terminal
 from rich.console import Group, RenderableType
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from trireme.monitor.figures import (
     Summary,
+    chart,
     clock_time,
     duration,
     figures,
@@ -34,6 +35,7 @@ from trireme.monitor.figures import (
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
     from trireme.experience import Experience
 
+CHART_WIDTH, CHART_HEIGHT = 60, 6
 STEPS_TIMED = 20
 MAX_TEXT = 600
 
@@ -128,10 +130,20 @@ class Console:
             for line in self._sample.plain.splitlines():
                 self._line(f"    {line}")
 
-    def finish(self, summary: Summary) -> None:
-        """The table at the end of a run."""
+    def finish(self, summary: Summary, rewards: Sequence[float] = (), sampled: str = "") -> None:
+        """The end of a run: its curve of `rewards`, how the first held-out task went, and a table.
+
+        `sampled` says how the rollouts were drawn that earned the rewards.
+        """
         self.close()
         self.output.print()
+        if len(rewards) > 1 and self.output.encoding.startswith("utf"):
+            self._line(f"reward of the training steps (replies {sampled})", style="bold")
+            for line in chart(rewards, width=CHART_WIDTH, height=CHART_HEIGHT):
+                self._line(line, style="cyan")
+            self._line(f"{'':>10}step 1 to {len(rewards)}\n")
+        for line in example_lines(summary.example):
+            self._line(line)
         for label, text in summary_rows(summary):
             row = Text().append(f"{label:<12}", style="bold").append(text)
             self.output.print(row, soft_wrap=True)
@@ -208,6 +220,19 @@ class Console:
         return Group(*parts)
 
 
+def example_lines(example: Mapping[str, Any]) -> list[str]:
+    """The first held-out task, and the replies to it one below the other."""
+    if not example:
+        return []
+    lines = [f"a held-out task: {in_one_line(example['prompt'], 200)}"]
+    if example["truth"]:
+        lines.append(f"    {'right':<10} {in_one_line(example['truth'], 160)}")
+    for label, reply in example["replies"].items():
+        reward = "" if reply["reward"] is None else f"   (reward {reply['reward']:.3g})"
+        lines.append(f"    {label:<10} {in_one_line(reply['text'], 160) or 'nothing'}{reward}")
+    return [*lines, ""]
+
+
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Label and text of each line of the final table; what was not measured has none."""
     rows = []
@@ -221,6 +246,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
             gain = "" if before is None else f"   {100 * (share - before):+.1f} points"
             rows.append(("" if rows else "accuracy", f"{label:<10} {share:7.1%}{gain}"))
             before = share
+    if rows and (how := summary.example.get("drawn")):
+        note = f"of replies to held-out tasks, {how}"
+        note += "" if how != "greedy" else "; a training step's reward is of sampled replies"
+        rows.append(("", note))
     if summary.accuracy_more_sft is not None:
         share = summary.accuracy_more_sft
         rows.append(("", f"{'more SFT':<10} {share:7.1%}   in the same time instead of RL"))

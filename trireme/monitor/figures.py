@@ -87,6 +87,21 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
 
+def chart(values: Sequence[float], *, width: int, height: int) -> list[str]:
+    """The course of `values` as columns of blocks, lowest and highest value at the side."""
+    parts = min(width, len(values))
+    edges = [round(i * len(values) / parts) for i in range(parts + 1)]
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    eighths = [1 + round((m - low) / ((high - low) or 1.0) * (8 * height - 1)) for m in means]
+    lines = []
+    for row in reversed(range(height)):
+        label = f"{high:.2f}" if row == height - 1 else f"{low:.2f}" if row == 0 else ""
+        filled = (max(0, min(8, e - 8 * row)) for e in eighths)
+        lines.append(f"{label:>8} │{''.join(f' {_SPARKS}'[n] for n in filled)}".rstrip())
+    return lines
+
+
 def in_one_line(text: str, most: int) -> str:
     """`text` with line breaks shown as ⏎, without control characters, its middle cut out."""
     line = text.strip().replace("\n", " ⏎ ")
@@ -175,6 +190,10 @@ class Summary:
     """After the reinforcement stage."""
     accuracy_more_sft: float | None = None
     """What the reinforcement stage's wall time of more supervised training would have reached."""
+    example: dict[str, Any] = field(default_factory=dict)
+    """The first held-out task: `prompt`, `truth`, how its replies are `drawn`, and before and after
+    each stage the reply: its `text` and `reward`.
+    """
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each stage (`run` where there are none) the first and last evaluation, by taskset."""
     steps: dict[str, int] = field(default_factory=dict)
