@@ -11,10 +11,11 @@ __version__ = "0.1.0"  # the one place: the build and `trireme --version` read i
 _MODULES = {
     "trireme.algorithms.advantage": "by_group",
     "trireme.algorithms.recipes": "algorithm",
-    "trireme.config": "Config ConfigError Plan load_config make_plans",
+    "trireme.config": "Config ConfigError Plan load_config",
     "trireme.engines.engine": "Completion Engine Sampling",
     "trireme.engines.scripted": "ScriptedEngine",
     "trireme.experience": "EID Experience group_by",
+    "trireme.launch.check": "make_plans",
     "trireme.model.chat_tokens": "ChatTokens",
     "trireme.model.model": "Model Reply",
     "trireme.registry": "Registry REWARDS WORKFLOWS CONTEXT_MANAGERS=context_managers "
@@ -49,10 +50,11 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from trireme.algorithms.advantage import by_group
     from trireme.algorithms.recipes import algorithm
-    from trireme.config import Config, ConfigError, Plan, load_config, make_plans
+    from trireme.config import Config, ConfigError, Plan, load_config
     from trireme.engines.engine import Completion, Engine, Sampling
     from trireme.engines.scripted import ScriptedEngine
     from trireme.experience import EID, Experience, group_by
+    from trireme.launch.check import make_plans
     from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Model, Reply
     from trireme.registry import CONTEXT_MANAGERS as context_managers

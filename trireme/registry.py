@@ -152,8 +152,8 @@ class Registry:
         return False
 
     def _unknown(self, key: str) -> str:
-        hint = did_you_mean(key, self.names())
-        return f"unknown {self.name} '{key}'{hint} Known: {', '.join(self.names())}"
+        hint = did_you_mean(key, self.names()) or "."
+        return f"unknown {self.name} '{key}'{hint} Known: {', '.join(self.names()) or 'none'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:

@@ -27,7 +27,8 @@ def stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A launcher whose `run_stages` the test sets, and one plan for it."""
     module: Any = ModuleType("trireme.launch.stages")
     monkeypatch.setitem(sys.modules, "trireme.launch.stages", module)
-    monkeypatch.setattr(command, "plans_of", lambda *_: [plan(tmp_path / "job")])
+    made = SimpleNamespace(plans=[plan(tmp_path / "job")])
+    monkeypatch.setattr(command, "draft_of", lambda *_: made)
     return module
 
 
@@ -79,7 +80,7 @@ def test_a_configuration_that_cannot_run_starts_nothing(
     def refuse(*_: Any) -> None:
         raise ConfigError([Problem("trainer.grad_clip", "is -1"), Problem("mode", "is 'x'")])
 
-    monkeypatch.setattr(command, "plans_of", refuse)
+    monkeypatch.setattr(command, "draft_of", refuse)
     assert command.run(Path("x.yaml"), [], []) == 2
     assert capsys.readouterr().err == "error: trainer.grad_clip is -1\nmode is 'x'\n"
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.config.made import SEEDS, config_of, values
-from trireme.config import ConfigError, Plan, draft_plans, load_config, make_plans, placement
+from trireme.config import ConfigError, Plan, load_config, placement
+from trireme.launch.check import draft, make_plans
 from trireme.launch.engine_host import engine_spec
 
 ENGINES = "explorer.rollout_model.engine_num"
@@ -31,7 +32,7 @@ def plan_of(tmp_path, *overrides):
 
 def test_the_alfworld_seed_splits_eight_gpus_into_halves(machine):
     machine(8)
-    (plan,), problems = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    (plan,), problems, _ = draft(load_config(SEEDS / "alfworld.yaml"))
     assert not [p for p in problems if p.key.startswith("cluster")]
     assert (plan.launcher, plan.num_engines, plan.engine_size, plan.trainer_ranks) == (
         "ray", 2, 2, 4,
@@ -40,7 +41,7 @@ def test_the_alfworld_seed_splits_eight_gpus_into_halves(machine):
 
 
 def test_without_gpus_the_seed_is_local_and_its_split_is_told():
-    (plan,), _ = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    (plan,), _, _ = draft(load_config(SEEDS / "alfworld.yaml"))
     assert (plan.launcher, plan.trainer_ranks) == ("local", 1)
     assert any("4 for engines (2 x 2), 4 for the trainer" in note for note in plan.notes)
 
@@ -102,7 +103,7 @@ def test_a_named_cluster_means_ray(tmp_path):
 
 def test_modes_that_ray_does_not_know_stay_here(tmp_path):
     config = config_of(tmp_path, values(tmp_path), "cluster.launcher=ray", "mode=bench")
-    (plan,), _ = draft_plans(config)
+    (plan,), _, _ = draft(config)
     assert plan.launcher == "local"
     assert any("mode bench runs in this process" in note for note in plan.notes)
 
@@ -134,7 +135,7 @@ def plan(tmp_path: Path, *overrides: str, **facts: Any) -> Plan:
 
 
 def problems(tmp_path: Path, *overrides: str, **facts: Any) -> list[str]:
-    _, found = draft_plans(config_of(tmp_path, tree(tmp_path, facts), *overrides))
+    _, found, _ = draft(config_of(tmp_path, tree(tmp_path, facts), *overrides))
     return [str(problem) for problem in found]
 
 

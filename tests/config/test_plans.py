@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.made import SEEDS, config_of, values
-from trireme.config import ConfigError, draft_plans, load_config, make_plans
+from trireme.config import ConfigError, load_config
+from trireme.launch.check import draft, make_plans
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +17,7 @@ def plan_of(tmp_path, *overrides, rows=32):
 
 
 def test_the_alfworld_seeds_numbers():
-    (plan,), _ = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    (plan,), _, _ = draft(load_config(SEEDS / "alfworld.yaml"))
     assert (plan.max_model_len, plan.max_prompt_tokens) == (20480, 4096)
     assert plan.max_response_tokens == 16384
     assert (plan.batch_size, plan.repeat_times, plan.train_batch_size) == (16, 16, 7680)
@@ -29,7 +30,7 @@ def test_the_alfworld_seeds_numbers():
 
 
 def test_the_alfworld_seed_lacks_nothing_but_its_data():
-    _, problems = draft_plans(load_config(SEEDS / "alfworld.yaml"))
+    problems = draft(load_config(SEEDS / "alfworld.yaml")).problems
     keys = {problem.key for problem in problems}
     taskset = "buffer.explorer_input.taskset"
     assert keys <= {f"{taskset}.path", f"{taskset}.default_workflow_type"}

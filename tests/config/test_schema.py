@@ -45,6 +45,7 @@ NOT_BY_NAME = {
         f"AlgorithmConfig.{kind}_fn_args": "get_recipe makes these names of the parts' kinds"
         for kind in ("advantage", "policy_loss", "kl_penalty", "kl_loss", "entropy_loss")
     },
+    "AlgorithmConfig.sample_strategy_args": "as those of the other parts",
     "DataJuicerConfig.server_url": "its section is refused",
     "DataJuicerConfig.auto_start": "its section is refused",
 }
@@ -96,11 +97,14 @@ def test_the_gsm8k_examples_load(name):
     assert len(config.stages) == (2 if "warmup" in name else 0)
 
 
-def test_a_plan_is_made_without_loading_what_is_slow():
+def test_a_file_is_read_and_validated_by_itself_without_loading_what_is_slow():
     code = (
-        "import sys; from trireme.config import examine\n"
-        "import trireme.cli.check\n"
-        "examine('examples/grpo_gsm8k/gsm8k.yaml')\n"
+        "import sys; from trireme.config.load import read_config\n"
+        "import trireme.cli.check, trireme.cli.run\n"
+        "from trireme.config.check import check_tasksets, job_folder\n"
+        "from trireme.config.stages import stages_of\n"
+        "config, _ = read_config('examples/grpo_gsm8k/gsm8k.yaml')\n"
+        "job_folder(config), [check_tasksets(stage) for stage in stages_of(config)]\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'ray') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -2,8 +2,8 @@ import pytest
 import yaml
 
 from tests.config.made import SEEDS, config_of, values, write_rows
-from trireme.config import draft_plans, make_plans
 from trireme.config.stages import merge
+from trireme.launch.check import draft, make_plans
 
 
 def staged(tmp_path, stages, **sections):
@@ -63,7 +63,7 @@ def test_stages_merge_onto_the_global_file_and_not_onto_each_other(tmp_path):
 
 def test_a_stages_own_model_path_goes_before_the_last_stages(tmp_path):
     stages = [{"stage_name": "a"}, {"stage_name": "b", "model": {"model_path": "gpt2"}}]
-    plans, _ = draft_plans(staged(tmp_path, stages))
+    plans = draft(staged(tmp_path, stages)).plans
     assert [plan.model_from_stage for plan in plans] == [None, None]
     assert plans[1].model_path == "gpt2"
 
@@ -98,7 +98,7 @@ def test_tasksets_replace_a_taskset():
 def test_a_problem_of_one_stage_names_it_and_one_of_all_does_not(tmp_path):
     stages = warmup(tmp_path)
     del stages[0]["buffer"]["train_batch_size"]
-    _, problems = draft_plans(staged(tmp_path, stages, model={"model_path": "/no/model"}))
+    problems = draft(staged(tmp_path, stages, model={"model_path": "/no/model"})).problems
     texts = [str(problem) for problem in problems]
     assert sum("/no/model" in text for text in texts) == 1
     assert any(text.startswith("stage sft_warmup: buffer.train_batch_size") for text in texts)

@@ -58,6 +58,25 @@ def test_a_folder_in_the_hub_layout_with_and_without_a_header(tmp_path: Path, he
     assert len(load_rows(tmp_path, "socratic", "train")) == 1
 
 
+def test_one_of_several_subsets_has_to_be_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "main" / "train-1.jsonl", TRAIN)
+    write_jsonl(tmp_path / "socratic" / "train-1.jsonl", TRAIN)
+    (tmp_path / "README.md").write_text(HEADER)
+    with pytest.raises(ValueError, match="has several subsets: name one as subset_name"):
+        load_rows(tmp_path)
+
+
+def test_rows_that_are_in_use_are_read_once_while_their_file_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(path, TRAIN)
+    rows = load_rows(path)
+    assert load_rows(path) is rows
+    assert load_rows(path, split="train[:2]") is not rows
+    write_jsonl(path, TEST)
+    assert list(load_rows(path)) == TEST
+    assert list(rows) == TRAIN
+
+
 def test_a_folder_of_json_lines_by_subset_and_split(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "main" / "train.jsonl", TRAIN)
     write_jsonl(tmp_path / "main" / "test.jsonl", TEST)
@@ -213,7 +232,7 @@ def test_a_row_of_a_saved_data_set_is_named_with_its_shard(tmp_path: Path) -> No
 
 def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"\(split 'train'\) is empty"):
+    with pytest.raises(ValueError, match=r"has no rows in split 'train'"):
         load_rows(tmp_path / "train.jsonl")
 
 

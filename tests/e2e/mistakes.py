@@ -291,7 +291,7 @@ MISTAKES = [
     ),
     Mistake(
         "N19 own reward misspelt", _reward("mistaken_godo"),
-        "unknown reward: did you mean 'mistaken_good'? Known: ", code=2,
+        "unknown reward function 'mistaken_godo'; did you mean 'mistaken_good'? Known: ", code=2,
     ),
     Mistake(
         "N21 reward with one argument", _reward("mistaken_one_argument"),

@@ -17,7 +17,8 @@ import yaml
 
 from tests.e2e.job import rows, small_config, write_jsonl
 from trireme import Experience, Model, Task, workflow
-from trireme.config import load_config, make_plans
+from trireme.config import load_config
+from trireme.launch.check import make_plans
 from trireme.launch.stages import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console

@@ -22,8 +22,9 @@ from allpairspy import AllPairs
 from tests.e2e.forked import Forked, started
 from tests.e2e.job import command, rows, run, small_config, wait_for, write_jsonl
 from tests.tiny import CHATML, make_model
-from trireme.config import Plan, examine
+from trireme.config import Plan
 from trireme.experience import Experience
+from trireme.launch.check import examine
 from trireme.model.model import Model
 from trireme.task import Task
 
@@ -259,7 +260,7 @@ def test_a_case(tmp_path: Path, case: Case) -> None:
 def plan_of(folder: Path, config: dict[str, Any]) -> Plan:
     """What `check` says of it: one Plan and no problem."""
     command(folder, config)
-    [plan], problems = examine(folder / "config.yaml")
+    [plan], problems, _ = examine(folder / "config.yaml")
     assert not problems
     return plan
 

@@ -12,7 +12,7 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: mak
 from tests.model.fake import make
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.envs.gyms import problems
-from trireme.launch.data import _rows
+from trireme.launch.data import rows_of
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
@@ -29,9 +29,9 @@ def ask(path: str, reply: str, **args: Any) -> Any:
 
 
 def test_a_taskset_is_a_data_set_of_its_size_and_seed() -> None:
-    rows = _rows(TasksetConfig(path=PATH))
+    rows = rows_of(TasksetConfig(path=PATH))
     assert len(rows) == 20 and set(rows[0]) == set(rows.columns)
-    assert rows[7] == rows[7] != _rows(TasksetConfig(path=PATH.replace("seed=3", "seed=4")))[7]
+    assert rows[7] == rows[7] != rows_of(TasksetConfig(path=PATH.replace("seed=3", "seed=4")))[7]
 
 
 @pytest.mark.parametrize("before", ["", "I think so. <answer>0</answer> No: "])

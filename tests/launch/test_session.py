@@ -11,8 +11,8 @@ import yaml
 
 from tests.e2e.job import small_config
 from trireme.config import Plan, load_config
-from trireme.config.check import make_plans
 from trireme.engines.device import Device
+from trireme.launch.check import make_plans
 from trireme.launch.session import Session
 from trireme.monitor.console import Console
 

@@ -12,8 +12,9 @@ import yaml
 from tests.e2e.job import small_config
 from tests.tiny import make_model
 from trireme.cli.run import run as command
-from trireme.config import load_config, make_plans
+from trireme.config import load_config
 from trireme.launch.changes import changes
+from trireme.launch.check import make_plans
 from trireme.launch.starts import hidden_words, resolved, without_secrets
 
 
@@ -169,7 +170,7 @@ def test_a_run_tells_what_it_was_and_a_resume_what_has_changed(
     assert plan.job_dir == job
     summary = json.loads((job / "summary.json").read_text())
     assert None not in summary.values()
-    assert summary["next_command"].startswith("trireme rollout --model")
+    assert summary["next_command"].startswith("trireme view ")
 
     make_model(tmp_path / "wide", hidden=64, max_len=256)
     for override, told in (

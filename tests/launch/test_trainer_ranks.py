@@ -16,8 +16,9 @@ from tests.trainer.samples import experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.save import save_checkpoint
-from trireme.config import Plan, make_plans
+from trireme.config import Plan
 from trireme.launch import training
+from trireme.launch.check import make_plans
 from trireme.launch.trainer_ranks import TrainerRanks, follow_plan
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning

@@ -11,8 +11,8 @@ import pytest
 
 from tests.config.made import config_of, values
 from trireme.algorithms.recipes import get_recipe
-from trireme.config import make_plans
 from trireme.config.schema import AlgorithmConfig
+from trireme.launch.check import make_plans
 from trireme.monitor.causes import CAUSES, Facts
 from trireme.monitor.figures import FEW
 from trireme.monitor.watchdog import Warned, Watchdog

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -27,6 +27,12 @@ def by_group(groups: Tensor) -> Iterator[Tensor]:
     """The members of each group, a bool [N] at a time, in the order of the group numbers."""
     for number in groups.unique():
         yield groups == number
+
+
+def takes_one_rollout(function: Any) -> Any:
+    """Decorator: the function asks for `groups`, and a task with one rollout is trained as well."""
+    function.takes_one_rollout = True
+    return function
 
 
 @advantage("grpo")
@@ -278,6 +284,7 @@ def opmd(
 
 
 @advantage("asymre")
+@takes_one_rollout
 def asymre(
     rewards: Tensor, groups: Tensor, runs: Tensor | None = None, *, baseline_shift: float = -0.1
 ) -> Tensor:

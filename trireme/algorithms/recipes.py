@@ -20,8 +20,9 @@ from trireme.algorithms.assign import assign_advantages, reward_metrics
 from trireme.algorithms.kl import LOSS_AGG_MODES, weights
 from trireme.algorithms.part import Part, make_part, part_of
 from trireme.algorithms.policy_loss import rollout_correction
-from trireme.algorithms.sample import Sample, Takes
+from trireme.algorithms.sample import Sample, Takes, own_share
 from trireme.batch import Batch
+from trireme.config.options import parameters_of
 from trireme.experience import Experience
 from trireme.registry import (
     ADVANTAGES,
@@ -125,6 +126,28 @@ class Recipe:
     def needs_critic(self) -> bool:
         """Whether a value model has to be loaded."""
         return self.asks("values")
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the advantage compares the rollouts of one task, so that one says nothing."""
+        if self.advantage_fn is None:
+            return False
+        part = self.parts["advantage_fn"]
+        part = part.before or part
+        return part.data().get("groups") is False and not part.marked("takes_one_rollout")
+
+    @property
+    def expert_ratio(self) -> float | None:
+        """Which share of a train batch the sample strategy takes from an expert's data; None:
+        it has no option `expert_data_ratio`. Raises ValueError for what is no share.
+        """
+        strategy = self.parts["sample_strategy"]
+        option = parameters_of(strategy.function).get("expert_data_ratio")
+        if option is None:
+            return None
+        ratio = float(strategy.options.get("expert_data_ratio", option.default))
+        own_share(1, ratio)
+        return ratio
 
     @property
     def from_data(self) -> bool:
@@ -253,6 +276,14 @@ def algorithm(
     return ALGORITHMS.register_module(name, recipe)
 
 
+def row_of(algorithm_type: str) -> Recipe:
+    """An algorithm as it is registered. Raises ValueError for an unknown one."""
+    row = ALGORITHMS.get(algorithm_type)
+    if not isinstance(row, Recipe):
+        raise ValueError(f"algorithm.algorithm_type '{algorithm_type}' is not a Recipe: {row!r}")
+    return row
+
+
 def get_recipe(config: Any) -> Recipe:
     """The recipe of the YAML's `algorithm` section. Raises ValueError for what it cannot be.
 
@@ -260,11 +291,7 @@ def get_recipe(config: Any) -> Recipe:
     `*_fn_args` are laid over the options of the row's part, or over the defaults of another part
     where one is named.
     """
-    row = ALGORITHMS.get(config.algorithm_type)
-    if not isinstance(row, Recipe):
-        raise ValueError(
-            f"algorithm.algorithm_type '{config.algorithm_type}' is not a Recipe: {row!r}"
-        )
+    row = row_of(config.algorithm_type)
     chosen: dict[str, Any] = {"bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True)}
     options = {kind: dict(args) for kind, args in row.options.items()}
     for kind in PARTS:

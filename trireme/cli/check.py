@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from trireme.config import ConfigError, Plan, examine
+from trireme.config import ConfigError, Plan
 from trireme.log import hide_passwords
 
 if TYPE_CHECKING:
-    from trireme.launch.opening import Parts
+    from trireme.launch.check import Parts
 
 _WIDTH = 14
 
@@ -24,24 +24,26 @@ _WIDTH = 14
 def check(config: Path, overrides: Sequence[str] = (), console: Console | None = None) -> int:
     """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
     console = console or Console(soft_wrap=True)
-    try:
-        plans, problems = examine(config, overrides)
-    except ConfigError as error:
-        plans, problems = [], list(error.problems)
+    with console.status(f"checking {config}"):  # the line is there before torch is
+        from trireme.launch.check import complete, examine, shared
+
+        try:
+            plans, problems, parts = examine(config, overrides)
+        except ConfigError as error:
+            plans, problems, parts = [], list(error.problems), []
     for plan in plans:
         show_plan(plan, console)
-    told = [str(problem) for problem in problems]
-    if not told:
+    if not problems:
         if any("will be downloaded" in note for plan in plans for note in plan.notes):
             _offline_without_hub(console)
-        from trireme.launch.opening import made_parts
-
-        parts = [made_parts(plan) for plan in plans]
-        told = list(dict.fromkeys(text for made in parts for text in made.problems))
-        if not told:
-            told = show_first_rows(plans, parts, console)
-    show_problems(told, console)
-    return 1 if told else 0
+        for plan, made in zip(plans, parts, strict=True):
+            complete(plan, made)
+        problems = shared([made.stage for made in parts])
+    sentences = [str(problem) for problem in problems]
+    if not sentences:
+        sentences = show_first_rows(plans, parts, console)
+    show_problems(sentences, console)
+    return 1 if sentences else 0
 
 
 def _offline_without_hub(console: Console) -> None:

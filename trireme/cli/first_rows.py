@@ -1,8 +1,8 @@
 """First rows: prints how long a plan's rows are, and what of the first is asked or trained.
 
 For `trireme check`: of each data set some rows are encoded by the model's own tokenizer, where it
-lies on this machine, for some seconds at most; prompts are, for a run too, in launch/opening.py.
-What a workflow of one's own asks is not known.
+lies on this machine, for some seconds at most; prompts are, for a run too, in launch/check.py.
+What a user's own workflow asks is not known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from trireme.cli.view import bracketed, of_data
 from trireme.config import Plan
 from trireme.config.lookup import located
-from trireme.launch.opening import (
+from trireme.launch.check import (
     ROWS,
     SECONDS,
     Parts,
@@ -40,7 +40,7 @@ def first_rows(plan: Plan, parts: Parts) -> Told:
         lines.append(unread(parts.unread))
     for name, prompts in parts.prompts:
         lines += _of_prompts(plan, name, prompts)
-    return lines, [*problems, *prompt_problems(plan, parts.prompts)]
+    return lines, [*problems, *map(str, prompt_problems(plan, parts))]
 
 
 def unread(why: str) -> tuple[str, str]:

@@ -100,9 +100,12 @@ def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
     if (log_dir is None) == (config is None):
         raise ValueError("trireme log needs either --log-dir or --config")
     if config is not None:
-        from trireme.config import load_config, make_plans
+        from trireme.config import load_config
+        from trireme.config.check import job_folder
+        from trireme.config.stages import stages_of
 
-        jobs = [plan.job_dir for plan in make_plans(load_config(config))]
+        read = load_config(config)
+        jobs = [job_folder(read) / (stage.name or "") for stage in stages_of(read)]
     else:
         assert log_dir is not None
         jobs = [log_dir]

@@ -10,13 +10,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trireme.config import ConfigError, Plan, Problem, load_config, make_plans
+from trireme.config import ConfigError, Plan, load_config
 from trireme.files import InUse
 from trireme.launch.stop import Stop
 from trireme.log import hide_passwords, write_failure
 from trireme.monitor.console import Console
 from trireme.usercode import fault_of
+
+if TYPE_CHECKING:
+    from trireme.launch.check import Draft
 
 # Read when torch and tokenizers are loaded: they must be there before.
 ENVIRONMENT = {
@@ -45,15 +49,16 @@ def run(
     stop.listen()
     try:
         try:
-            plans = plans_of(config, overrides, plugin_dirs)
+            made = draft_of(config, overrides, plugin_dirs)
             if compare:
                 from trireme.launch.stages import refuse_comparison
 
-                refuse_comparison(plans)
+                refuse_comparison(made.plans)
         except ValueError as error:
             complain(str(error))
             return 2
-        return stop.ended(run_plans(plans, stop, compare_sft=compare))
+        # `made` holds the rows that were read, which stages find again
+        return stop.ended(run_plans(made.plans, stop, compare_sft=compare))
     except KeyboardInterrupt:
         print(f"stopped by {stop.name}: {stop.what_is_left()}", file=sys.stderr)
         return stop.ended(stop.code)
@@ -99,33 +104,29 @@ def complain(text: str) -> None:
     print(f"error: {hide_passwords(text)}", file=sys.stderr)
 
 
-def plans_of(
-    config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]
-) -> list[Plan]:
-    """The plans of a YAML. Raises ValueError for what cannot run."""
+def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequence[Path]) -> Draft:
+    """The plans of a YAML, with the parts that were made. Raises ValueError for what cannot run.
+
+    The data that the first stage's trainer reads is encoded when that stage begins.
+    """
     add_plugin_dirs(plugin_dirs)
     if config is None:
         from trireme.demo.prepare import demo_config
 
         config = demo_config(overrides)
-    plans = make_plans(load_config(config, overrides))
-    refuse_wrong_parts(plans)
-    return plans
+    loaded = load_config(config, overrides)  # what is wrong with it is said before torch is loaded
+    from trireme.launch.check import complete, draft, prompt_problems, shared
 
-
-def refuse_wrong_parts(plans: Sequence[Plan]) -> None:
-    """Raise ConfigError with all that `trireme check` finds where it makes the light parts.
-
-    The first stage's own data is read once, when that stage begins.
-    """
-    from trireme.launch.opening import made_parts, prompt_problems
-
-    told: list[str] = []
-    for i, plan in enumerate(plans):
-        parts = made_parts(plan, data=i > 0)
-        told += [*parts.problems, *prompt_problems(plan, parts.prompts)]
-    if told:
-        raise ConfigError([Problem("", text) for text in told])
+    made = draft(loaded)
+    problems = list(made.problems)
+    if not problems:
+        for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
+            complete(plan, parts, data=i > 0)
+            parts.stage.problems += prompt_problems(plan, parts)
+        problems = shared([parts.stage for parts in made.parts])
+    if problems:
+        raise ConfigError(problems)
+    return made
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:

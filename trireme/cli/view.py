@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trireme.checkpoint.layout import JobFolder
-from trireme.config import ConfigError, Plan, load_config, make_plans
+from trireme.config import ConfigError, Plan, load_config
 from trireme.log import hide_passwords
 
 _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
@@ -102,6 +102,7 @@ def _samples(
 ) -> Found:
     """The samples of the first of these that is named: a store, a run's folder, a run's YAML."""
     from trireme.buffer.record import what_is_cut
+    from trireme.launch.check import make_plans
 
     plans = make_plans(load_config(config, overrides)) if config else []
     plan = next((plan for plan in plans if plan.buffer_type == "file"), (plans or [None])[-1])
@@ -159,6 +160,8 @@ def tokenizer_of(job: Path) -> str | None:
 
 def _plan_of(job: Path) -> Plan:
     """The plan of the run that wrote a folder, of its first stage that has one."""
+    from trireme.launch.check import make_plans
+
     for starts in (job / "run", *sorted(job.glob("*/run"))):
         if (starts / "starts.json").is_file():
             entries = json.loads((starts / "starts.json").read_text(encoding="utf-8"))["starts"]
@@ -171,6 +174,7 @@ def _plan_of(job: Path) -> Plan:
 def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     """Rows of the plan's data set, as they are trained on."""
 
+    from trireme.algorithms.recipes import row_of
     from trireme.data.kinds import FORMATS
     from trireme.data.rows import load_rows
     from trireme.experience import EID
@@ -179,7 +183,7 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
     config = plan.config.buffer.trainer_input.experience_buffer
     text = make_text(plan, plan.model_path)
     rows = load_rows(plan.buffer_path, config.subset_name, config.split, on_error=config.on_error)
-    form = FORMATS[plan.config.algorithm.algorithm_type](
+    form = FORMATS[row_of(plan.config.algorithm.algorithm_type).schema](
         rows,
         text.tokenizer,
         max_model_len=plan.max_model_len,

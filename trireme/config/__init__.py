@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from trireme.registry import lazy_names
 
 if TYPE_CHECKING:
-    from trireme.config.check import draft_plans, examine, make_plans
     from trireme.config.load import load_config
     from trireme.config.plan import Plan
     from trireme.config.schema import Config
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "Config": "trireme.config.schema",
     "Plan": "trireme.config.plan",
-    "draft_plans": "trireme.config.check",
-    "examine": "trireme.config.check",
     "load_config": "trireme.config.load",
-    "make_plans": "trireme.config.check",
 }
 __all__ = ["ConfigError", "Problem", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
 __getattr__ = lazy_names(__name__, _NAMES)

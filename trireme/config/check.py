@@ -1,80 +1,87 @@
-"""Check: from a Config to one Plan a stage, with every problem of every stage found at once.
+"""Check: validates what a stage says by itself: names, texts, models' folders, and its own folder.
 
-What would fail later (missing files, unknown names) is found before anything slow: nothing is
-loaded and nothing is downloaded; files are looked at, names are looked up.
+Nothing is loaded and nothing is downloaded. What data, algorithms and workflows say of their
+options is told by making them, in launch/check.py.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from trireme.config import ConfigError, Problem
-from trireme.config.check_data import (
-    check_auxiliary_data,
-    check_pipelines,
-    check_tasksets,
-    check_train_data,
-    used_tasksets,
-)
-from trireme.config.load import read_config
-from trireme.config.lookup import check_name, model_facts
-from trireme.config.plan import Plan, derive
+from trireme.config.lookup import ModelFacts, model_facts
 from trireme.config.schema import Config
-from trireme.config.stages import ONE_CHAT_WORKFLOWS, Stage, stages_of
-
-_GROUP_ALGORITHMS = (
-    *("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "remax", "opmd", "rec", "sppo"),
-    *("multi_step_grpo", "gigpo", "mix", "mix_chord", "raft"),
-)
-_PART_KINDS = {
-    "sample_strategy": "sample strategy",
-    "advantage_fn": "advantage",
-    "policy_loss_fn": "policy loss",
-    "kl_penalty_fn": "KL",
-    "kl_loss_fn": "KL",
-    "entropy_loss_fn": "entropy",
-}
+from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
+from trireme.config.stages import Stage, used_tasksets
 
 
-def check_stage(stage: Stage) -> None:
-    """Looks at all that a stage names; problems are noted, and what the files tell."""
-    _check_algorithm(stage)
-    if stage.config.mode not in ("train", "serve") or stage.evaluates:
-        check_tasksets(stage)
-    if stage.reads_file:
-        check_train_data(stage)
-    check_auxiliary_data(stage)
-    check_pipelines(stage)
-    _check_model(stage)
-    _check_auxiliary(stage)
-
-
-def _check_algorithm(stage: Stage) -> None:
+def check_algorithm(stage: Stage) -> None:
+    """Validates what the `algorithm` section says beside the parts of the algorithm."""
     config, algorithm = stage.config, stage.config.algorithm
-    name, repeats = algorithm.algorithm_type, algorithm.repeat_times
     betas = algorithm.optimizer.betas
-    check_name(stage, "algorithm", name, "algorithm.algorithm_type")
-    for key, kind in _PART_KINDS.items():
-        part = getattr(algorithm, key)
-        if part is not None:
-            check_name(stage, kind, part, f"algorithm.{key}")
-    if name in _GROUP_ALGORITHMS and repeats < 2 and config.mode not in ("train", "serve"):
-        stage.problem(
-            "algorithm.repeat_times",
-            f"is {repeats}: expected at least 2, since {name} compares the rollouts of one task",
-        )
     if stage.reads_file and config.mode != "train":
+        name = algorithm.algorithm_type
         stage.problem("mode", f"is {config.mode!r}: expected train, since {name} reads data")
     if len(betas) != 2:
         stage.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
     if len(config.model.lora_configs or []) > 1:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
+
+
+def check_tasksets(stage: Stage) -> None:
+    """Validates the tasksets against each other and the mode, and the texts in each."""
+    inputs, mode = stage.config.buffer.explorer_input, stage.config.mode
+    key = "buffer.explorer_input"
+    if inputs.taskset and inputs.tasksets:
+        stage.problem(key, "has both taskset and tasksets: expected one of them")
+    used = used_tasksets(stage.config)
+    if mode == "bench" and not used:
+        stage.problem(f"{key}.eval_tasksets", "is empty: bench has nothing to measure")
+    elif mode in ("both", "explore") and not (inputs.taskset or inputs.tasksets):
+        stage.problem(f"{key}.taskset", "is not given: expected the tasks to explore")
+    named: dict[tuple[bool, str], str] = {}
+    for item in used:
+        other = named.setdefault((item.is_eval, item.name), item.key)
+        if other != item.key:
+            text = f"is '{item.name}', which is that of {other} too: expected its own"
+            stage.problem(f"{item.key}.name", text)
+        check_path(stage, item.key, item.config)
+        form = item.config.format
+        if not item.workflow and not form.workflow_key:
+            text = "is not given: expected the workflow that tries these tasks"
+            stage.problem(f"{item.key}.default_workflow_type", text)
+        # tasks are rendered by the model's own template: one for a data set alone is not read
+        for name, instead in (("chat_template", "custom_chat_template"), ("enable_thinking",) * 2):
+            if getattr(form, name) is not None:
+                text = f"is not supported for tasks: set model.{instead}"
+                stage.problem(f"{item.key}.format.{name}", text)
+        if wrong := [s for s in item.config.rollout_args.stop if not 1 <= len(s) <= 1024]:
+            text = f"has {wrong[0]!r:.80}: expected texts of 1 to 1024 characters"
+            stage.problem(f"{item.key}.rollout_args.stop", text)
+
+
+def check_path(stage: Stage, key: str, data: TasksetConfig | ExperienceBufferConfig) -> None:
+    """Notes a problem where a data set has no path."""
+    if not data.path:
+        stage.problem(f"{key}.path", "is not given: expected a file, folder or hub id")
+
+
+def check_experts(stage: Stage) -> None:
+    """Validates the data sets of experts."""
+    buffers = stage.config.buffer.trainer_input.auxiliary_buffers
+    for name, data in buffers.items():
+        key = f"buffer.trainer_input.auxiliary_buffers.{name}"
+        check_path(stage, key, data)
+        if data.storage_type not in (None, "file"):
+            stage.problem(f"{key}.storage_type", f"is {data.storage_type}: expected file")
+    if stage.expert_ratio is not None and not buffers:
+        stage.problem(
+            "buffer.trainer_input.auxiliary_buffers",
+            f"is empty: {stage.config.algorithm.algorithm_type} needs an expert's data, by the "
+            "name sft_dataset",
+        )
 
 
 def _check_critic(stage: Stage) -> None:
@@ -86,29 +93,29 @@ def _check_critic(stage: Stage) -> None:
             stage.problem("model.critic_model_path", f"({path}) {error}")
 
 
-def _check_model(stage: Stage) -> None:
-    """Whether the model is there, and has a chat template where a workflow chats."""
+def check_model(stage: Stage) -> ModelFacts | None:
+    """Whether the model is there; what its files tell, None where it is not."""
     model = stage.config.model
     if not model.model_path:
         stage.problem("model.model_path", "is not given: expected a model's folder or hub id")
-        return
+        return None
     try:
-        found = model_facts(model.model_path)
+        facts = model_facts(model.model_path)
     except ValueError as error:
         stage.problem("model.model_path", f"({model.model_path}) {error}")
-        return
+        return None
     _check_critic(stage)
-    if found.folder is None and stage.model_from is None:
+    if facts.folder is None and stage.model_from is None:
         stage.file_notes.append(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
         )
     wanted = model.max_model_len or 0
-    if found.max_positions and wanted > found.max_positions:
+    if facts.max_positions and wanted > facts.max_positions:
         stage.file_notes.append(
-            f"model.max_model_len ({wanted}): longer than the {found.max_positions} positions the "
+            f"model.max_model_len ({wanted}): longer than the {facts.max_positions} positions the "
             f"model was made for"
         )
-    window, heads = stage.config.trainer.ulysses_sequence_parallel_size, found.attention_heads
+    window, heads = stage.config.trainer.ulysses_sequence_parallel_size, facts.attention_heads
     if heads and heads % window:
         stage.problem(
             "trainer.ulysses_sequence_parallel_size",
@@ -117,14 +124,13 @@ def _check_model(stage: Stage) -> None:
     template = model.chat_template_path
     if template and not Path(template).is_file():
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
-    if found.has_chat_template is False and not (model.custom_chat_template or template):
-        _check_chats(stage)
+    return facts
 
 
-def _check_auxiliary(stage: Stage) -> None:
+def check_auxiliary_models(stage: Stage) -> None:
     """Whether the models beside the trained one are there, or their servers are named."""
-    for place, model in enumerate(stage.config.explorer.auxiliary_models):
-        key = f"explorer.auxiliary_models[{place}]"
+    for number, model in enumerate(stage.config.explorer.auxiliary_models):
+        key = f"explorer.auxiliary_models[{number}]"
         if (model.engine_type in ("external", "remote")) != bool(model.base_urls):
             stage.problem(
                 f"{key}.base_urls",
@@ -144,29 +150,17 @@ def _check_auxiliary(stage: Stage) -> None:
                 stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
-def _check_chats(stage: Stage) -> None:
-    """Notes a problem where a workflow chats, for a model without a chat template."""
-    for item in used_tasksets(stage):
-        if item.workflow in ONE_CHAT_WORKFLOWS and not item.taskset.workflow_args.get("use_base"):
-            stage.problem(
-                "model.model_path",
-                f"({stage.config.model.model_path}) has no chat template, which {item.workflow} "
-                f"needs: expected a chat model, or model.chat_template_path",
-            )
-            return
-
-
 def check_folder(stage: Stage, root: Path) -> None:
     """Whether the job's folder can be written, and its disk holds a checkpoint of the model."""
-    place = next(path for path in (root, *root.parents) if path.exists())
+    existing = next(path for path in (root, *root.parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(4096))
             file.flush()
     except OSError as error:
         stage.problem(
             "checkpoint_root_dir",
-            f"gives the folder {root}, which cannot be written: {place}: {error.strerror}",
+            f"gives the folder {root}, which cannot be written: {existing}: {error.strerror}",
         )
         return
     try:
@@ -174,7 +168,7 @@ def check_folder(stage: Stage, root: Path) -> None:
         size = model_facts(model_path).size if model_path else 0
     except ValueError:
         size = 0
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(existing).free
     if free < size:
         stage.problem(
             "checkpoint_root_dir",
@@ -183,57 +177,8 @@ def check_folder(stage: Stage, root: Path) -> None:
         )
 
 
-def make_plans(config: Config) -> list[Plan]:
-    """One Plan a stage (one where there are no stages). Raises ConfigError with all problems."""
-    plans, problems = draft_plans(config)
-    if problems:
-        raise ConfigError(problems)
-    return plans
-
-
-def draft_plans(config: Config) -> tuple[list[Plan], list[Problem]]:
-    """The Plans as far as they can be told, and what is wrong with them."""
-    root, whole, stages = job_folder(config), Stage(config), stages_of(config)
-    check_folder(whole, root)
-    loaded = load_all_plugins(whole)
-    plans: list[Plan] = []
-    for stage in stages:
-        stage.plugins_loaded = loaded
-        check_stage(stage)
-        plans.append(derive(stage, root))
-    for name, count in Counter(stage.name for stage in stages).items():
-        if count > 1:
-            whole.problem("stages", f"has {count} stages named {name!r}: expected one")
-    return plans, whole.problems + _shared(stages)
-
-
-def examine(path: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Plan], list[Problem]]:
-    """The Plans of a file as far as they can be told, and all that is wrong in it.
-
-    What a wrong key's section lacks without it is not said as well.
-    """
-    config, problems = read_config(path, overrides)
-    plans, found = draft_plans(config)
-    sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
-    rest = [problem for problem in found if not problem.key.startswith(sections)]
-    return plans, list(dict.fromkeys(problems + rest))
-
-
-def load_all_plugins(stage: Stage) -> bool:
-    """Import what users extend us with, so that its names are known; False where that fails."""
-    # Imported here: it is light, and lies above config, as do the registries (see names.py).
-    from trireme.workflows.plugins import load_plugins
-
-    try:
-        load_plugins(stage.config.plugins)
-    except ConfigError as error:
-        stage.problems += error.problems
-        return False
-    return True
-
-
 def job_folder(config: Config) -> Path:
-    """Where the job's files lie: root/project/group/name, anew where it shall not be continued."""
+    """Where the job's files lie: root/project/group/name, another one where it starts anew."""
     parts = [part for part in (config.project, config.group, config.name) if part]
     root = Path(config.checkpoint_root_dir).expanduser()
     folder = (Path.cwd() / root).joinpath(*parts)
@@ -244,14 +189,3 @@ def job_folder(config: Config) -> Path:
             folder = began.with_name(f"{began.name}_{now:%Y%m%d%H%M%S}")
             now += timedelta(seconds=1)
     return folder
-
-
-def _shared(stages: Sequence[Stage]) -> list[Problem]:
-    """Every stage's problems; one of all stages is of the global section, and is said once."""
-    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
-    times = Counter(replace(problem, stage=None) for problem in problems)
-    out: dict[Problem, None] = {}
-    for problem in problems:
-        shared = replace(problem, stage=None)
-        out[shared if times[shared] == len(stages) else problem] = None
-    return list(out)

@@ -1,8 +1,4 @@
-"""Lookup: finds what a path or a name in the YAML stands for, without loading it.
-
-A name is known when it is built in, registered (plug-ins are loaded before this is asked), or the
-path of something in a module that can be found.
-"""
+"""Lookup: finds what a path in the YAML stands for, and what a model's files tell about it."""
 
 from __future__ import annotations
 
@@ -10,50 +6,16 @@ import json
 import os
 import re
 import struct
-import sys
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trireme.config.stages import Stage
-from trireme.registry import (
-    ADVANTAGES,
-    ALGORITHMS,
-    ENTROPIES,
-    KLS,
-    MULTI_TURNS,
-    OPERATORS,
-    ORMS,
-    POLICY_LOSSES,
-    REWARDS,
-    SAMPLES,
-    SELECTORS,
-    TASK_OPERATORS,
-    WORKFLOWS,
-    did_you_mean,
-)
+from trireme.registry import did_you_mean
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".safetensors", ".gz")
 INDEX = "model.safetensors.index.json"
 Shape = tuple[int, ...]
-_REGISTRIES = {
-    "workflow": WORKFLOWS,
-    "reward": REWARDS,
-    "algorithm": ALGORITHMS,
-    "advantage": ADVANTAGES,
-    "policy loss": POLICY_LOSSES,
-    "KL": KLS,
-    "entropy": ENTROPIES,
-    "sample strategy": SAMPLES,
-    "multi-turn scheduler": MULTI_TURNS,
-    "reward function": ORMS,
-    "experience operator": OPERATORS,
-    "task operator": TASK_OPERATORS,
-    "data selector": SELECTORS,
-}
-"""Kind of name -> the registry that knows the names of that kind."""
 
 
 def located(path: str, kind: Literal["models", "datasets"]) -> Path | None:
@@ -180,33 +142,6 @@ def read_shapes(path: Path) -> dict[str, Shape]:
     return {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
-def known_names(kind: str) -> list[str]:
-    """Built-in names, and those that are registered in this process, sorted."""
-    return _REGISTRIES[kind].names()
-
-
-def check_name(stage: Stage, kind: str, name: str, key: str, *, or_kind: str = "") -> None:
-    """Notes a problem where `name` is nothing of this kind, or the other, that can be found."""
-    known, plugins = known_names(kind), stage.config.plugins
-    if or_kind:
-        known = sorted({*known, *known_names(or_kind)})
-    if name in known or not stage.plugins_loaded:
-        return
-    if ":" in name or "." in name:
-        module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
-        top = module.partition(".")[0]
-        if not _is_there(top, plugins):
-            stage.problem(
-                key,
-                f"is {name!r}: expected the {kind} of a module that can be found, and there is no "
-                f"'{top}' (is its file in `plugins`?)",
-            )
-        return
-    listed = ", ".join(known)
-    hint = did_you_mean(name, known, "did you mean '{}'? ")
-    stage.problem(key, f"is {name!r}, an unknown {kind}: {hint}Known: {listed}")
-
-
 def plugin_files(plugins: Sequence[str]) -> list[Path]:
     """The Python files of `plugins` and of the folders in TRINITY_PLUGIN_DIRS."""
     places = [*plugins, *filter(None, os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep))]
@@ -214,14 +149,3 @@ def plugin_files(plugins: Sequence[str]) -> list[Path]:
     for place in map(Path, places):
         out.extend(sorted(place.glob("*.py")) if place.is_dir() else [place])
     return out
-
-
-def _is_there(module: str, plugins: Sequence[str]) -> bool:
-    """Whether the file or package of a top-level module can be found."""
-    files = plugin_files(plugins)
-    folders = [*sys.path, os.getcwd(), *{str(path.parent) for path in files}]
-    return (
-        module in {path.stem for path in files}
-        or module in sys.modules
-        or PathFinder.find_spec(module, folders) is not None
-    )

@@ -12,20 +12,15 @@ from typing import Any, NamedTuple
 
 from trireme.config import Problem
 from trireme.config.schema import Config
+from trireme.config.schema_rollout import TasksetConfig
 from trireme.config.section import Fate, Mapped, NoEffect, Refused, Section, fate_of
 
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
-_FILE_ALGORITHMS = ("sft", "dpo", "cpt")
-_MIX_ALGORITHMS = ("mix", "mix_chord")
-ONE_CHAT_WORKFLOWS = {
-    f"{kind}{name}_workflow" for kind in ("", "async_") for name in ("simple", "math", "math_boxed")
-}
-"""Built-in workflows that chat once, and so leave exactly one experience a rollout."""
 
 
 @dataclass
 class Stage:
-    """One stage: its whole configuration, and what was found out about it so far."""
+    """One stage: its whole configuration, and what making its parts tells about it."""
 
     config: Config
     index: int = 0
@@ -34,28 +29,27 @@ class Stage:
     """The stage whose model it starts from; None: `model_path`."""
     colocated: bool = False
     """`mode: colocate`: as both, where trainer and engine have one device."""
-    plugins_loaded: bool = True
-    """Whether what users register is known; if not, no name is called unknown."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What was mapped onto this machine, and what has no effect on it."""
     file_notes: list[str] = field(default_factory=list)
     """What is noted of model and data: these lines come last."""
-    task_paths: list[str] = field(default_factory=list)
-    workflows: set[str] = field(default_factory=set)
-    """Where the tasks of training lie, and the workflows that try them."""
+    reads_file: bool = False
+    """The trainer reads a data set instead of what an explorer makes."""
+    sample_strategy: str = "default"
+    expert_ratio: float | None = None
+    """Which share of a train batch an expert's data set gives; None: it gives none."""
+    one_experience: bool = False
+    """Each rollout of training leaves exactly one experience."""
     task_rows: int | None = None
+    task_steps: int | None = None
+    """Rows and explore steps of the tasks of training; None: only the run knows."""
     train_rows: int | None = None
-    """Rows of those tasks, and of a trainer's data; None: only loading will tell."""
+    """Experiences in a trainer's data; None: only the run knows."""
 
     def problem(self, key: str, text: str) -> None:
         """Notes what is wrong: the key's full name and a sentence that follows it."""
         self.problems.append(Problem(key, text, self.name))
-
-    @property
-    def reads_file(self) -> bool:
-        """Whether the trainer reads a data set instead of what an explorer makes."""
-        return self.config.algorithm.algorithm_type in _FILE_ALGORITHMS
 
     @property
     def remote(self) -> bool:
@@ -73,22 +67,51 @@ class Stage:
     @property
     def whole_steps(self) -> bool:
         """Whether a train step learns from one whole explore step, whatever that left."""
-        return self.config.algorithm.sample_strategy == "explore_step"
-
-    @property
-    def expert_ratio(self) -> float | None:
-        """Which share of a train batch an expert's data set gives; None: it gives none."""
-        algorithm = self.config.algorithm
-        mixes = algorithm.algorithm_type in _MIX_ALGORITHMS
-        if (algorithm.sample_strategy or ("mix" if mixes else None)) != "mix":
-            return None
-        ratio = (algorithm.sample_strategy_args or {}).get("expert_data_ratio", 0.5)
-        return ratio if isinstance(ratio, float) and 0 < ratio < 1 else 0.5
+        return self.sample_strategy == "explore_step"
 
     @property
     def rollouts(self) -> int:
         """Rollouts of an explore step."""
         return self.config.buffer.batch_size * self.config.algorithm.repeat_times
+
+
+class UsedTaskset(NamedTuple):
+    """One taskset with its key, and what it falls back to where it does not say."""
+
+    key: str
+    config: TasksetConfig
+    name: str
+    number: int
+    """Among those of training, or among those of evaluation."""
+    is_eval: bool
+    workflow: str | None
+    reward: str | list[Any] | None
+
+
+def used_tasksets(config: Config) -> list[UsedTaskset]:
+    """Training sets first, then evaluation sets, as far as the mode tries them."""
+    inputs, mode = config.buffer.explorer_input, config.mode
+    training = [("taskset", inputs.taskset)] if inputs.taskset else []
+    training += [(f"tasksets[{i}]", one) for i, one in enumerate(inputs.tasksets)]
+    evaluation = [(f"eval_tasksets[{i}]", one) for i, one in enumerate(inputs.eval_tasksets)]
+    out: list[UsedTaskset] = []
+    for is_eval, sets in ((False, training), (True, evaluation)):
+        if mode == "serve" or (not is_eval and mode in ("bench", "train")):
+            continue
+        for number, (key, one) in enumerate(sets):
+            fallback = inputs.default_eval_workflow_type if is_eval else None
+            out.append(
+                UsedTaskset(
+                    f"buffer.explorer_input.{key}",
+                    one,
+                    one.name or f"{'eval_' * is_eval}taskset_{number}",
+                    number,
+                    is_eval,
+                    one.default_workflow_type or fallback or inputs.default_workflow_type,
+                    one.default_reward_fn_type or inputs.default_reward_fn_type,
+                )
+            )
+    return out
 
 
 def stages_of(config: Config) -> list[Stage]:
@@ -273,32 +296,29 @@ def steps_of(stage: Stage) -> Steps:
                 f"{config.algorithm.algorithm_type} reads data",
             )
         rows = stage.train_rows
-        given = config.trainer.total_steps or buffer.total_steps
         path = buffer.trainer_input.experience_buffer.path or ""
-        steps = given or _epochs(stage, "buffer.train_batch_size", wanted, rows, path)
+        steps = config.trainer.total_steps or buffer.total_steps
+        steps = steps or (None if rows is None else _epochs(stage, wanted, rows, path))
         return Steps(wanted, own, None, steps, steps, None if rows is None else rows // wanted)
     if config.mode in ("bench", "serve"):
         return Steps(wanted, own)
-    rows, size = stage.task_rows, buffer.batch_size
-    path = ", ".join(stage.task_paths)
-    explore = buffer.total_steps or _epochs(stage, "buffer.batch_size", size, rows, path)
+    explore = buffer.total_steps or stage.task_steps
     expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected
     train = None if config.mode == "explore" else config.trainer.total_steps
-    one_each = stage.workflows <= ONE_CHAT_WORKFLOWS
-    if train is None and config.mode == "both" and (stage.whole_steps or one_each):
+    if train is None and config.mode == "both" and (stage.whole_steps or stage.one_experience):
         train = expected
-    return Steps(wanted, own, explore, train, schedule, None if rows is None else rows // size)
+    rows = stage.task_rows
+    an_epoch = None if rows is None else rows // buffer.batch_size
+    return Steps(wanted, own, explore, train, schedule, an_epoch)
 
 
-def _epochs(stage: Stage, key: str, size: int, rows: int | None, path: str) -> int | None:
-    """Batches of `size` in all epochs; a problem where there is none."""
-    if rows is None:
-        return None
+def _epochs(stage: Stage, size: int, rows: int, path: str) -> int:
+    """Train steps in all epochs of a data set; a problem where there is none."""
     epochs = stage.config.buffer.total_epochs
     if rows * epochs < size:
         stage.problem(
-            key,
+            "buffer.train_batch_size",
             f"({size}) gives no step: {path} has {rows} rows and total_epochs is {epochs}; "
             f"expected at most {rows * epochs}, or total_steps",
         )

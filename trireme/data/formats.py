@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trireme.data.reply_mask import Rendered, message_weight, render_conversation, render_plain
 from trireme.data.rows import OnError, Rows
@@ -36,6 +36,8 @@ class Columns:
     response: str | None = None
     recorded: bool = False
     """Rows are experiences with their token ids."""
+    replies: tuple[str, str] = ("", "")
+    """Of pairs: the better and the worse one."""
 
 
 def sft_columns(rows: Rows, format_args: Mapping[str, Any]) -> Columns:
@@ -69,6 +71,14 @@ def sft_columns(rows: Rows, format_args: Mapping[str, Any]) -> Columns:
 class SftFormat:
     """Rows as experiences whose replies are trained."""
 
+    one_each: ClassVar[bool] = True
+    """Each row is an experience, unless it is left out."""
+
+    @classmethod
+    def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
+        """See the top of the file. Raises ValueError listing the columns there are."""
+        return sft_columns(rows, format_args)
+
     def __init__(
         self,
         rows: Rows,
@@ -89,7 +99,7 @@ class SftFormat:
         """
         self.counts: Counter[str] = Counter()
         self._format = dict(format_args or {})
-        self._columns = self._columns_of(rows)
+        self._columns = self.columns_of(rows, self._format)
         self._tokenizer = tokenizer
         self._max_len = max_model_len
         eos = tokenizer.eos_token_id
@@ -134,9 +144,6 @@ class SftFormat:
             prompt_text=self._tokenizer.decode(ids[:first]),
             response_text=self._tokenizer.decode(ids[first:]),
         )
-
-    def _columns_of(self, rows: Rows) -> Columns:
-        return sft_columns(rows, self._format)
 
     @contextmanager
     def _naming(self, index: int) -> Iterator[None]:

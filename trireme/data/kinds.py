@@ -11,7 +11,7 @@ a text lie in several pieces. Every token of a piece is trained but its first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from trireme.data.formats import Columns, SftFormat, check_messages, parsed
 from trireme.data.reply_mask import Rendered
@@ -24,12 +24,29 @@ _DIALOGUE = "a whole conversation"
 class DpoFormat(SftFormat):
     """Rows as experiences whose tokens are the prompt, with `chosen` and `rejected` replies."""
 
+    @classmethod
+    def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
+        """See the module. Raises ValueError listing the columns there are."""
+        chosen = format_args.get("chosen_key") or "chosen"
+        rejected = format_args.get("rejected_key") or "rejected"
+        rows.require(chosen, "format.chosen_key")
+        rows.require(rejected, "format.rejected_key")
+        messages = format_args.get("messages_key", "message")
+        prompt = format_args.get("prompt_key", "prompt")
+        if messages == "message" and prompt == "prompt" and "prompt" not in rows.columns:
+            messages = "messages"
+        if messages != "message":
+            rows.require(messages, "format.messages_key")
+            return Columns(messages=messages, replies=(chosen, rejected))
+        rows.require(prompt, "format.prompt_key")
+        return Columns(prompt=prompt, replies=(chosen, rejected))
+
     def __call__(self, index: int, *, eid: EID) -> Experience | None:
         """Row `index`; None where it is too long to leave anything of both replies."""
         row = self.rows[index]
         self.counts["rows"] += 1
         with self._naming(index):
-            better, worse = (self._with_reply(row, column) for column in self._replies)
+            better, worse = (self._with_reply(row, column) for column in self._columns.replies)
         start = _same(better.ids[: better.mask.index(True)], worse.ids[: worse.mask.index(True)])
         self.counts["cut"] += max(len(better.ids), len(worse.ids)) > self._max_len
         prompt = better.ids[:start]
@@ -45,20 +62,6 @@ class DpoFormat(SftFormat):
             eid=eid,
             prompt_text=self._tokenizer.decode(prompt),
         )
-
-    def _columns_of(self, rows: Rows) -> Columns:
-        given = self._format
-        self._replies = [given.get(f"{n}_key") or n for n in ("chosen", "rejected")]
-        for name, column in zip(("chosen", "rejected"), self._replies, strict=True):
-            rows.require(column, f"format.{name}_key")
-        messages, prompt = given.get("messages_key", "message"), given.get("prompt_key", "prompt")
-        if messages == "message" and prompt == "prompt" and "prompt" not in rows.columns:
-            messages = "messages"
-        if messages != "message":
-            rows.require(messages, "format.messages_key")
-            return Columns(messages=messages)
-        rows.require(prompt, "format.prompt_key")
-        return Columns(prompt=prompt)
 
     @property
     def _prompt(self) -> str:
@@ -83,12 +86,12 @@ class DpoFormat(SftFormat):
             self._check_template("the prompt as text")
         elif not isinstance(prompt, str):
             raise ValueError(f"column '{self._prompt}' holds {prompt!r:.60}: expected text")
-        for column in self._replies:
+        for column in self._columns.replies:
             if not _text(row.get(column)):
                 raise ValueError(
                     f"column '{column}' holds {row.get(column)!r:.60}: expected a reply"
                 )
-        chosen, rejected = self._replies
+        chosen, rejected = self._columns.replies
         if _text(row[chosen]) == _text(row[rejected]):
             raise ValueError(
                 f"columns '{chosen}' and '{rejected}' hold the same reply: expected a better and a "
@@ -124,6 +127,17 @@ def _same(first: list[int], second: list[int]) -> int:
 class CptFormat(SftFormat):
     """Pieces of text to be learnt; an index is that of a piece."""
 
+    one_each: ClassVar[bool] = False
+
+    @classmethod
+    def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
+        """See the module. Raises ValueError listing the columns there are."""
+        column = format_args.get("prompt_key", "prompt")
+        if column == "prompt" and "text" in rows.columns:
+            column = "text"
+        rows.require(column, "format.prompt_key")
+        return Columns(prompt=column)
+
     def __init__(self, rows: Rows, tokenizer: Any, **options: Any) -> None:
         """See SftFormat."""
         super().__init__(rows, tokenizer, **options)
@@ -144,13 +158,6 @@ class CptFormat(SftFormat):
         if len(ids) < 2:
             return None
         return Experience(ids, prompt_length=1, eid=eid, response_text=self._tokenizer.decode(ids))
-
-    def _columns_of(self, rows: Rows) -> Columns:
-        column = self._format.get("prompt_key", "prompt")
-        if column == "prompt" and "text" in rows.columns:
-            column = "text"
-        rows.require(column, "format.prompt_key")
-        return Columns(prompt=column)
 
     def _check(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError, naming the column, where a row holds no text."""

@@ -1,24 +1,28 @@
 """Rows: what a data set's split holds, wherever and in whatever form it lies.
 
-Which file belongs to which split is decided in one place, `trireme.config.dataset`, so that
-what `trireme check` saw is what is loaded. JSON is read directly: a broken line is named, and a
-small data set costs no import of `datasets`.
+`trireme check` and a run read a data set here, and a process reads it once: rows that are still in
+use are not read again while their files are the same. JSON is read directly: a broken line is
+named, and a small data set costs no import of `datasets`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
-from trireme.config.dataset import SPLIT, chosen_rows, data_files, why_no_json
 from trireme.config.lookup import located
+from trireme.data.splits import SPLIT, chosen_rows, data_files
 from trireme.data.tables import BUILDERS, FilePlaces, load_tables, quiet_datasets
 from trireme.log import get_logger
 from trireme.registry import did_you_mean
 
 logger = get_logger("data")
+SAVED = "state.json"
+"""In a folder of `save_to_disk`."""
 OnError = Literal["fail", "skip"]
 """What becomes of a malformed row: it ends the run before it begins, or is left out and counted."""
 
@@ -57,7 +61,7 @@ class Rows:
         """Raise ValueError, naming the columns there are, unless `column` (of `key`) is one."""
         if column in self.columns:
             return
-        hint = did_you_mean(column, self.columns)
+        hint = did_you_mean(column, self.columns) or "."
         raise ValueError(
             f"{self.source} has no column '{column}' ({key}){hint} "
             f"It has: {', '.join(self.columns)}"
@@ -115,6 +119,18 @@ class Rows:
         return self.part(kept, skipped=bad)
 
 
+class NoRows(ValueError):
+    """A data set that cannot be read; `reason` continues the sentence `dataset 'x' …`."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"dataset '{path}' {reason}")
+        self.path, self.reason = path, reason
+
+
+_IN_USE: WeakValueDictionary[tuple[Any, ...], Rows] = WeakValueDictionary()
+"""Rows by what was asked for and by the state of the files that they were read from."""
+
+
 def load_rows(
     path: str | Path,
     subset_name: str | None = None,
@@ -127,62 +143,103 @@ def load_rows(
 
     `split` may end in a slice, `train[:100]` or `train[10%:]`. `progress` shows the library's bars.
     With `on_error` skip a line that is no row is left out and counted.
-    Raises ValueError: nothing there, no such subset or split, a broken row, no rows at all.
+    Raises NoRows: nothing there, no such subset or split, a broken row, no rows at all.
     """
-    found = SPLIT.match(split)
-    if found is None:
-        raise ValueError(f"split '{split}': expected a name, or one with a slice as 'train[:100]'")
-    name = found["name"]
-    source = f"dataset '{path}' (split '{name}')"
+    name = str(path)
     try:
-        place = located(str(path), "datasets")
-        rows = _local(source, place, subset_name, name, progress, on_error) if place else None
+        files = split_files(name, subset_name, split)
+        states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files or ()]
+        key = (name, subset_name, split, on_error, *states)
+        rows = _IN_USE.get(key)
+        if rows is None:
+            rows = _IN_USE[key] = _read(name, files, subset_name, split, progress, on_error)
     except ValueError as error:
-        raise ValueError(f"dataset '{path}' {error}") from error
-    if rows is None:
-        rows = _from_hub(source, str(path), subset_name, name, progress)
-    if found["first"] or found["last"]:
-        rows = rows.part(chosen_rows(found, len(rows)))
-    if len(rows) == 0:
-        raise ValueError(f"{source} is empty")
+        raise NoRows(name, str(error)) from error
     return rows
 
 
-def _local(
-    source: str, place: Path, subset: str | None, split: str, progress: bool, on_error: OnError
+def is_remote(path: str) -> bool:
+    """Whether a data set is on the hub and not on this machine."""
+    try:
+        return located(path, "datasets") is None
+    except ValueError:  # it is nowhere
+        return False
+
+
+def split_files(path: str, subset: str | None, split: str) -> list[Path] | None:
+    """The files that hold a split; None where the data set is on the hub and not here.
+
+    Raises ValueError, continuing the sentence `dataset 'x' …`, where there are none.
+    """
+    matched = _matched(split)
+    location = located(path, "datasets")
+    if location is None or not location.is_dir():
+        return None if location is None else [location]
+    for saved in (location / matched["name"], location):
+        if (saved / SAVED).is_file():
+            return [saved / SAVED]
+    return data_files(location, subset, matched["name"])
+
+
+def _matched(split: str) -> re.Match[str]:
+    matched = SPLIT.match(split)
+    if matched is None:
+        raise ValueError(f"has no split '{split}': expected a name, or one as in 'train[:100]'")
+    return matched
+
+
+def _read(
+    path: str,
+    files: Sequence[Path] | None,
+    subset: str | None,
+    split: str,
+    progress: bool,
+    on_error: OnError,
 ) -> Rows:
-    """Rows of a file or folder on this machine. Errors continue the sentence `dataset 'x' …`."""
-    if place.is_dir():
-        for saved in (place / split, place):
-            if (saved / "state.json").is_file():
-                data = quiet_datasets(progress).load_from_disk(str(saved))
-                places = FilePlaces([str(saved / name) for name in _saved_files(saved)])
-                return Rows(source, data, data.column_names, places=places)
-        files = data_files(place, subset, split)
+    """The rows of these files, or of the hub; with a slice some of them."""
+    matched = _matched(split)
+    name = matched["name"]
+    source = f"dataset '{path}' (split '{name}')"
+    if files is None:
+        rows = _from_hub(source, path, subset, name, progress)
     else:
-        files = [place]
-    rows: list[Rows] = []
+        rows = _local(source, files, progress, on_error)
+    if matched["first"] or matched["last"]:
+        rows = rows.part(chosen_rows(matched, len(rows)))
+    if len(rows) == 0:
+        raise ValueError(f"has no rows in split '{split}': expected at least one")
+    return rows
+
+
+def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError) -> Rows:
+    """Rows of files on this machine. Errors continue the sentence `dataset 'x' …`."""
+    if files[0].name == SAVED:
+        folder = files[0].parent
+        data = quiet_datasets(progress).load_from_disk(str(folder))
+        places = FilePlaces([str(folder / name) for name in _saved_files(folder)])
+        return Rows(source, data, data.column_names, places=places)
+    parts: list[Rows] = []
     tables = [file for file in files if file.suffix in BUILDERS]
     for suffix in sorted({file.suffix for file in tables}):
         group = [str(file) for file in tables if file.suffix == suffix]
         data = load_tables(group, progress=progress)
-        rows.append(Rows(source, data, data.column_names, places=FilePlaces(group)))
+        parts.append(Rows(source, data, data.column_names, places=FilePlaces(group)))
     texts = [file for file in files if file not in tables]
     if texts:
         broken: list[str] = []
         read = [pair for file in texts for pair in _read_json(file, broken, on_error)]
         if broken:
             logger.warning("%d lines are no rows and left out; %s", len(broken), broken[0])
-        found = [row for _, row in read]
-        names = dict.fromkeys(key for row in found for key in row)
+        values = [row for _, row in read]
+        names = dict.fromkeys(key for row in values for key in row)
         places = [place for place, _ in read]
-        rows.append(Rows(source, found, names, places=places, skipped=len(broken)))
-    if len(rows) == 1:
-        return rows[0]
-    columns = dict.fromkeys(column for part in rows for column in part.columns)
-    skipped = sum(part.skipped for part in rows)
-    places = [place for part in rows for place in part._places]
-    whole = [row for part in rows for row in part]
+        parts.append(Rows(source, values, names, places=places, skipped=len(broken)))
+    if len(parts) == 1:
+        return parts[0]
+    columns = dict.fromkeys(column for part in parts for column in part.columns)
+    skipped = sum(part.skipped for part in parts)
+    places = [place for part in parts for place in part._places]
+    whole = [row for part in parts for row in part]
     return Rows(source, whole, columns, places=places, skipped=skipped)
 
 
@@ -210,7 +267,8 @@ def _read_json(
         try:
             listed = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"has a file that is no JSON: {path}: {why_no_json(error)}") from error
+            reason = _why_no_json(error)
+            raise ValueError(f"has a file that is no JSON: {path}: {reason}") from error
         entries = [(f"{path}, entry {n}", json.dumps(row)) for n, row in enumerate(listed, 1)]
     else:
         lines = enumerate(text.split("\n"), 1)
@@ -224,12 +282,17 @@ def _read_json(
             broken.append(f"it {error}")
 
 
+def _why_no_json(error: Exception) -> str:
+    """The parser's reason; for a text that is too deep, Python's words are about its own stack."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def _object(entry: str, where: str) -> dict[str, Any]:
     """A row from a line."""
     try:
         row = json.loads(entry)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"has a line that is no JSON: {where}: {why_no_json(error)}") from error
+        raise ValueError(f"has a line that is no JSON: {where}: {_why_no_json(error)}") from error
     if not isinstance(row, dict):
         raise ValueError(f"has a line that is no row: {where}: expected an object, got {row!r:.60}")
     return row
@@ -244,7 +307,6 @@ def _from_hub(source: str, path: str, subset: str | None, split: str, progress: 
         # the hub's own sentence names the subsets and splits there are
         reason = str(error).strip().replace("\n", " ")
         raise ValueError(
-            f"dataset '{path}' is neither a file or folder here nor a data set that the hub "
-            f"gives us: {reason}"
+            f"is neither a file or folder here nor a data set that the hub gives us: {reason}"
         ) from error
     return Rows(source, data, data.column_names)

@@ -115,6 +115,15 @@ class Taskset:
         """Every row once, in their own order; moves nothing on. For evaluation."""
         return [self.task(0, row, row) for row in range(len(self.rows))]
 
+    def kinds(self) -> list[Task]:
+        """One task of each pair of a workflow and a reward that the rows have."""
+        if not any(self._format.get(key) for key in _OWN):
+            return [self.task(0, 0, 0)]
+        first: dict[str, int] = {}
+        for index, row in enumerate(self.rows):
+            first.setdefault(repr([row.get(str(self._format.get(key))) for key in _OWN]), index)
+        return [self.task(0, index, index) for index in first.values()]
+
     @property
     def learns(self) -> bool:
         """Whether what it hands out depends on `feedback`."""
@@ -265,6 +274,10 @@ class Mixture:
     def all(self) -> list[Task]:
         """Every row of each taskset once; moves nothing on."""
         return [task for taskset in self.tasksets for task in taskset.all()]
+
+    def kinds(self) -> list[Task]:
+        """See Taskset."""
+        return [task for taskset in self.tasksets for task in taskset.kinds()]
 
     @property
     def learns(self) -> bool:

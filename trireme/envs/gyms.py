@@ -16,9 +16,14 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-from trireme.config.dataset import generated
+import yaml
+
 from trireme.envs.env import extra
 from trireme.registry import did_you_mean
+
+COLUMNS = ("question", "answer", "metadata", "generated_by")
+"""Of rows that are made."""
+_SCHEME = "reasoning_gym:"
 
 
 class TextGym:
@@ -134,6 +139,15 @@ class ArenaGame:
 
 
 _RUNS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
+
+
+def generated(path: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of the generator; None for a path of any other kind."""
+    if not path.startswith(_SCHEME):
+        return None
+    name, _, options = path.removeprefix(_SCHEME).partition("?")
+    parts = [part.partition("=") for part in options.split("&") if part]
+    return name, {"size": 500, "seed": 0} | {key: yaml.safe_load(text) for key, _, text in parts}
 
 
 class Problems:

@@ -8,7 +8,7 @@ decided here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,22 @@ from trireme.buffer.sql import SqlBuffer
 from trireme.buffer.table import resolve_url
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.config.dataset import COLUMNS, generated
+from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
+from trireme.config.stages import UsedTaskset, used_tasksets
 from trireme.data.kinds import FORMATS
-from trireme.data.rows import Rows, load_rows
+from trireme.data.rows import NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
 from trireme.envs.env import refuse_missing
+from trireme.envs.gyms import COLUMNS, generated, problems
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
 from trireme.pipeline.pipeline import prepared
 from trireme.registry import OPERATORS
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
+
+OPERATORS_KEY = "data_processor.experience_pipeline.operators"
 
 
 @dataclass(frozen=True)
@@ -62,65 +66,67 @@ def make_text(plan: Plan, model_path: str) -> Text:
 
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
     """The tasks to explore; None in the modes that only measure or only train."""
-    inputs = plan.config.buffer.explorer_input
-    configs = [inputs.taskset] if inputs.taskset is not None else inputs.tasksets
-    if plan.mode not in ("both", "explore") or not configs:
-        return None
-    if len(configs) == 1:
-        return make_taskset(plan, configs[0], place=0, is_eval=False)
-    return Mixture(
-        [make_taskset(plan, c, place=i, is_eval=False, mixed=True) for i, c in enumerate(configs)],
-        batch_size=plan.batch_size,
-        total_epochs=plan.config.buffer.total_epochs,
-        total_steps=plan.explore_steps,
-    )
+    used = [item for item in used_tasksets(plan.config) if not item.is_eval]
+    mixed = len(used) > 1
+    made = [
+        make_taskset(plan.config, item, _prepared(plan, rows_of(item.config), item.name), mixed)
+        for item in used
+    ]
+    return together(plan.config, made) if made else None
 
 
 def make_eval_tasksets(plan: Plan) -> list[Taskset]:
     """All evaluation tasksets of the plan."""
-    configs = plan.config.buffer.explorer_input.eval_tasksets if plan.mode != "serve" else []
-    return [make_taskset(plan, c, place=i, is_eval=True) for i, c in enumerate(configs)]
+    used = [item for item in used_tasksets(plan.config) if item.is_eval]
+    return [make_taskset(plan.config, item, rows_of(item.config)) for item in used]
 
 
-def make_taskset(
-    plan: Plan, config: TasksetConfig, *, place: int, is_eval: bool, mixed: bool = False
-) -> Taskset:
-    """Rows and defaults of one taskset; of one that is `mixed`, batches are not its own matter."""
-    inputs = plan.config.buffer.explorer_input
-    workflow = config.default_workflow_type
-    if is_eval:
-        workflow = workflow or inputs.default_eval_workflow_type
-    selector = config.task_selector or config.data_selector
-    name = config.name or (f"eval_taskset_{place}" if is_eval else f"taskset_{place}")
-    rows = _rows(config)
+def together(config: Config, tasksets: Sequence[Taskset]) -> Taskset | Mixture:
+    """The only taskset, or a mixture of several."""
+    if len(tasksets) == 1:
+        return tasksets[0]
+    buffer = config.buffer
+    return Mixture(
+        tasksets,
+        batch_size=buffer.batch_size,
+        total_epochs=buffer.total_epochs,
+        total_steps=buffer.total_steps,
+    )
+
+
+def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = False) -> Taskset:
+    """One taskset of these rows; of one that is `mixed`, the mixture makes the batches."""
+    buffer, own, is_eval = config.buffer, used.config, used.is_eval
+    selector = own.task_selector or own.data_selector
     return Taskset(
-        rows if is_eval else _prepared(plan, rows, name),
-        name=name,
-        batch_size=1 if mixed else plan.batch_size,
-        total_epochs=plan.config.buffer.total_epochs,
-        total_steps=None if is_eval else plan.explore_steps,
-        workflow=workflow or inputs.default_workflow_type,
-        workflow_args=config.workflow_args,
-        reward_fn=config.default_reward_fn_type or inputs.default_reward_fn_type,
-        reward_fn_args=config.reward_fn_args,
-        format_args=config.format.model_dump(),
-        rollout_args=config.rollout_args.model_dump(),
-        repeat_times=config.repeat_times if is_eval else plan.repeat_times,
+        rows,
+        name=used.name,
+        batch_size=1 if mixed else buffer.batch_size,
+        total_epochs=buffer.total_epochs,
+        total_steps=None if is_eval else buffer.total_steps,
+        workflow=used.workflow,
+        workflow_args=own.workflow_args,
+        reward_fn=used.reward,
+        reward_fn_args=own.reward_fn_args,
+        format_args=own.format.model_dump(),
+        rollout_args=own.rollout_args.model_dump(),
+        repeat_times=own.repeat_times if is_eval else config.algorithm.repeat_times,
         # an evaluation tries every row, in the rows' own order
         selector="sequential" if is_eval else selector.selector_type,
         seed=selector.seed,
         feature_keys=() if is_eval else selector.feature_keys,
         selector_args={} if is_eval else selector.kwargs,
         is_eval=is_eval,
-        taskset_id=place,
+        taskset_id=used.number,
     )
 
 
-def _rows(config: TasksetConfig) -> Rows:
-    """Rows of a data set that is read, or of one that is made."""
+def rows_of(config: TasksetConfig) -> Rows:
+    """Rows of a data set that is read, or of one that is made by its name."""
     if generated(config.path) is not None:
-        from trireme.envs.gyms import problems
-
+        if config.split != "train":
+            reason = f"has no split '{config.split}': give another seed in place of a split"
+            raise NoRows(config.path, reason)
         made: Any = problems(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
     rows = load_rows(config.path, config.subset_name, config.split, on_error=config.on_error)
@@ -134,31 +140,27 @@ def _rows(config: TasksetConfig) -> Rows:
 def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
     """What the task pipeline leaves of the rows."""
     tasks = plan.config.data_processor.task_pipeline
-    given = [(item.name, item.args) for item in tasks.operators] if tasks else []
-    return prepared(rows, given, JobFolder(plan.job_dir).buffer, name) if given else rows
+    operators = [(item.name, item.args) for item in tasks.operators] if tasks else []
+    return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
 
 
 def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> None:
-    """Raise ValueError where a workflow or reward of the tasks is unknown or has other options.
+    """Raise ValueError where a workflow or reward of the tasks has other options, or cannot work.
 
     `greedy_run`: one of a task's rollouts samples otherwise than the rest.
     """
-    seen = set()
-    for task in taskset.all():
-        if (kind := f"{task.workflow} {task.reward_fn}") not in seen:
-            seen.add(kind)
-            spec = resolve(task.workflow)
-            if greedy_run and spec.can_repeat and not task.is_eval:
-                raise ValueError(
-                    f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
-                    "algorithm needs a greedy one among them: take another algorithm than remax"
-                )
-            refuse_missing(spec.needs(task))
-            examine = spec.examine
-            if examine is not None:
-                examine(task)
-            else:
-                resolve_reward(task.reward_fn, task.reward_fn_args)
+    for task in taskset.kinds():
+        spec = resolve(task.workflow)
+        if greedy_run and spec.can_repeat and not task.is_eval:
+            raise ValueError(
+                f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
+                "algorithm needs a greedy one among them: take another algorithm than remax"
+            )
+        refuse_missing(spec.needs(task))
+        if spec.examine is not None:
+            spec.examine(task)
+        else:
+            resolve_reward(task.reward_fn, task.reward_fn_args)
 
 
 def make_buffer(
@@ -260,10 +262,9 @@ def make_file_buffer(
 
 def make_operators(plan: Plan) -> list[Operator]:
     """What is done to a step's experiences before they are trained."""
-    key = "data_processor.experience_pipeline.operators"
     return [
-        make_operator(OPERATORS, item.name, item.args, f"{key}[{place}]")
-        for place, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
+        make_operator(OPERATORS, item.name, item.args, f"{OPERATORS_KEY}[{i}]")
+        for i, item in enumerate(plan.config.data_processor.experience_pipeline.operators)
     ]
 
 

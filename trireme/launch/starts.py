@@ -31,8 +31,9 @@ from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded
 from trireme.config import Plan
-from trireme.config.dataset import SPLIT, data_files, dataset_facts
 from trireme.config.lookup import located, plugin_files
+from trireme.data.rows import SAVED, OnError, load_rows, split_files
+from trireme.envs.gyms import generated, problems
 from trireme.files import in_turn, write_json, write_text
 from trireme.log import hide_passwords
 
@@ -209,24 +210,20 @@ def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         found.append((f"buffer.trainer_input.auxiliary_buffers.{name}", one))
     for key, one in found:
         if one.path:
-            yield key, {"path": one.path, "subset": one.subset_name, "split": one.split}
+            named = {"path": one.path, "subset": one.subset_name, "split": one.split}
+            yield key, {**named, "on_error": one.on_error}
 
 
-def data_facts(path: str, subset: str | None, split: str) -> dict[str, Any]:
+def data_facts(path: str, subset: str | None, split: str, on_error: OnError) -> dict[str, Any]:
     """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here."""
-    facts = dataset_facts(path, subset, split)
-    rows = facts.rows if facts else None
-    try:
-        place = located(path, "datasets")
-    except ValueError:  # made by its name
-        place = None
-    if place is None:
-        return {"path": path, "rows": rows, "sha256": None}
-    part = SPLIT.match(split)
-    try:
-        files = data_files(place, subset, part["name"] if part else split)
-    except (ValueError, NotADirectoryError):
-        files = _files(place)
+    if generated(path) is not None:
+        return {"path": path, "rows": len(problems(path)), "sha256": None}
+    files = split_files(path, subset, split)
+    if files is None:
+        return {"path": path, "rows": None, "sha256": None}
+    rows = len(load_rows(path, subset, split, on_error=on_error))  # the run holds them
+    if files[0].name == SAVED:
+        files = _files(files[0].parent)
     return {"path": path, "rows": rows, "sha256": fingerprint(files)}
 
 

@@ -101,7 +101,12 @@ class Operator:
 
 def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: str) -> Operator:
     """The operator that `name` stands for. ValueError, naming `key`, for what it cannot be."""
-    found: Any = registry.get(name)
+    if not name:
+        raise ValueError(f"{key}.name is not given: expected an {registry.name}")
+    try:
+        found: Any = registry.get(name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
     if not callable(found):
         raise ValueError(f"{key} '{name}' is {type(found).__name__}: expected a function or class")
     whose = f"{key} '{name}'"

@@ -60,6 +60,11 @@ class Asker:
         self._asked: dict[str, asyncio.Task[str]] = {}
         self._client: Any = None
 
+    @property
+    def auxiliary(self) -> int | None:
+        """Which of `explorer.auxiliary_models` it asks; None: an endpoint of its own."""
+        return self._auxiliary if self._url is None else None
+
     def examine(self) -> None:
         """Raise ValueError where nothing answers at the endpoint's address."""
         if self._url is not None:

@@ -85,6 +85,16 @@ class Judge:
             )
         return cls(names, [_function(f, options) for f, options in split], used)
 
+    def refuse_missing_models(self, models: int) -> None:
+        """Raise ValueError where a function asks an auxiliary model that there is not."""
+        for name, function in zip(self.names, self.functions, strict=True):
+            wanted = getattr(function.call, "auxiliary", None)
+            if isinstance(wanted, int) and wanted >= models:
+                raise ValueError(
+                    f"explorer.auxiliary_models has {models} models, and the reward '{name}' asks "
+                    "one: add it, or give the reward base_url and model"
+                )
+
     def examine(self, task: Task) -> None:
         """Raise ValueError where a function says of itself (`examine`) that it cannot work, or
         needs a column that a task's row has not.
@@ -174,7 +184,7 @@ def _options(given: Any) -> tuple[Any, dict[str, Any]]:
     if not isinstance(given, Mapping):
         return given, {}
     if "name" not in given:
-        raise ValueError(f"reward_fn_args.funcs has {dict(given)}: expected a `name` in it")
+        raise ValueError(f"a reward is {dict(given)}: expected a name, or a section with a `name`")
     return given["name"], {name: value for name, value in given.items() if name != "name"}
 
 

@@ -62,6 +62,11 @@ class Asking(ORM):
         self._prompt = self.prompt if prompt is None else prompt
         self._asker = Asker(**fitting_options("a judge", Asker, model))
 
+    @property
+    def auxiliary(self) -> int | None:
+        """See Asker."""
+        return self._asker.auxiliary
+
     def examine(self) -> None:
         """Raise ValueError where the model's endpoint does not answer."""
         self._asker.examine()

@@ -26,6 +26,9 @@ class Workflow:
     can_reset: bool = False
     can_repeat: bool = False
     is_async: bool = False
+    one_experience: bool = False
+    """Whether each rollout leaves exactly one experience, so that the train steps are known
+    beforehand. A subclass with another `run` or `ask` says so again."""
     calls: tuple[str, ...] = ()
     """Methods that `run` calls, beside those that every workflow has: what a subclass may give."""
 

@@ -97,7 +97,11 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
 
     Raises ValueError for an unknown one, and for options that it does not take.
     """
-    name = args.get("scheduler")
+    name, turns = args.get("scheduler"), args.get("max_turns")
+    if turns is not None and (not isinstance(turns, int) or turns < 0):
+        raise ValueError(
+            f"workflow_args.max_turns is {turns!r}: expected a whole number, 0 for no limit"
+        )
     if name is None:
         return None
     found: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
@@ -106,7 +110,7 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
         raise ValueError(f"multi-turn scheduler {name!r} is {found!r:.60}: expected a class")
     make: Any = found
     try:
-        made: MultiTurnScheduler = make(max_turns=args.get("max_turns"), **options)
+        made: MultiTurnScheduler = make(max_turns=turns, **options)
         return made
     except TypeError as error:
         raise ValueError(

@@ -37,6 +37,7 @@ THINK_BOXED = (
 class SimpleWorkflow(Workflow):
     """One prompt, one reply, judged by the task's reward."""
 
+    one_experience = True
     default_reward: ClassVar[str | None] = None
     judges: ClassVar[Judges] = Judges()
     default_system_prompt: str | None = None
@@ -148,6 +149,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
     costs; `use_base` gives a base model plain text in place of a conversation.
     """
 
+    one_experience = True
     default_reward = "math_boxed_reward"
 
     def reset(self, task: Task) -> None:

@@ -76,6 +76,20 @@ class WorkflowSpec:
         return says(task)
 
     @property
+    def one_experience(self) -> bool:
+        """Whether each rollout leaves exactly one: see `Workflow.one_experience`. A function says
+        it by an attribute.
+        """
+        if not inspect.isclass(self.code):
+            return bool(getattr(self.code, "one_experience", False))
+        for cls in self.code.__mro__:
+            if "one_experience" in vars(cls):
+                return bool(vars(cls)["one_experience"])
+            if {"run", "run_async", "ask"} & set(vars(cls)):
+                return False
+        return False
+
+    @property
     def label(self) -> str:
         """What it is called in messages."""
         return f"workflow '{self.name}'"

@@ -1,0 +1,179 @@
+"""Check by making: users' own parts are validated as built-in ones are."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.config.made import config_of, values, write_model, write_rows
+from trireme.cli.check import check
+from trireme.data.tasksets import Taskset
+from trireme.launch.check import draft
+from trireme.launch.data import make_eval_tasksets, make_training_taskset
+
+PLUGIN = """
+from trireme import Experience, Model, Task, advantage, algorithm, orms
+from trireme.rewards.judge import ModelJudge
+from trireme.registry import SELECTORS
+from trireme.workflows.single_turn import SimpleWorkflow
+from trireme import workflow
+
+algorithm("own_sft", like="sft")
+algorithm("own_mix", like="mix")
+algorithm("own_steps", like="grpo", sample="explore_step")
+
+
+@advantage("own_rank")
+def rank(rewards, groups):
+    return rewards
+
+
+@advantage("own_reward")
+def own_reward(rewards):
+    return rewards
+
+
+algorithm("own_rank", advantage="own_rank", policy_loss="ppo", kl="none")
+algorithm("own_reward", advantage="own_reward", policy_loss="ppo", kl="none")
+
+
+@workflow("own_simple")
+class OwnSimple(SimpleWorkflow):
+    default_reward = "math_reward"
+
+    def format_messages(self):
+        return [{"role": "user", "content": self.task_desc}]
+
+
+@workflow("own_many")
+class OwnMany(OwnSimple):
+    async def run(self):
+        return [*await super().run(), *await super().run()]
+
+
+@workflow("own_function")
+async def one_reply(task: Task, model: Model) -> list[Experience]:
+    await model.chat([{"role": "user", "content": task.prompt}])
+    return model.experiences(reward=1.0)
+
+
+one_reply.one_experience = True
+
+
+class OwnJudge(ModelJudge):
+    pass
+
+
+orms["own_judge"] = OwnJudge
+
+
+@SELECTORS.register("own_order")
+def own_order(rows, epoch, seed, *, features):
+    return range(rows)
+"""
+TASKSET = "buffer.explorer_input.taskset"
+WORKFLOW = f"{TASKSET}.default_workflow_type"
+TAKES = "default_workflow_type: math_workflow, format: {prompt_key: question}"
+DATA = "buffer.trainer_input.experience_buffer"
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plugin") / "own_parts.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+@pytest.fixture
+def checked(tmp_path: Path, plugin: Path) -> Any:
+    """What `trireme check` prints of a good configuration with these overrides."""
+
+    def run(*overrides: str) -> str:
+        config_of(tmp_path, values(tmp_path))
+        out = StringIO()
+        console = Console(file=out, soft_wrap=True, width=80)
+        check(tmp_path / "config.yaml", [f"plugins=[{plugin}]", *overrides], console)
+        return out.getvalue()
+
+    return run
+
+
+def test_an_own_algorithm_that_reads_data_has_its_steps_and_its_mode(
+    checked: Any, tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "solved.jsonl", 8)
+    own = (
+        "algorithm.algorithm_type=own_sft",
+        "buffer.train_batch_size=4",
+        f"{DATA}.path={data}",
+        f"{TASKSET}=null",
+    )
+    output = checked(*own, "mode=train")
+    assert "train 2, 2 an epoch" in output
+    assert f"file, {data}" in output
+    assert "mode is 'both': expected train, since own_sft reads data" in checked(*own)
+    columns = checked(*own, "mode=train", f"{DATA}.format.prompt_key=query")
+    assert "has no column 'query' (format.prompt_key). It has: question, answer" in columns
+
+
+def test_an_own_advantage_that_asks_for_groups_needs_two_rollouts(checked: Any) -> None:
+    one = "algorithm.repeat_times=1"
+    sentence = "expected at least 2, since own_rank compares the rollouts of one task"
+    assert sentence in checked("algorithm.algorithm_type=own_rank", one)
+    assert "no problems" in checked("algorithm.algorithm_type=own_reward", one)
+
+
+def test_a_part_that_is_exchanged_decides_whether_groups_are_needed(checked: Any) -> None:
+    one = "algorithm.repeat_times=1"
+    assert "no problems" in checked(one, "algorithm.advantage_fn=reinforce")
+    sentence = "since asymre compares the rollouts of one task"
+    assert sentence in checked(
+        one, "algorithm.algorithm_type=asymre", "algorithm.advantage_fn=grpo"
+    )
+
+
+def test_an_own_algorithm_with_an_experts_rows_needs_them(checked: Any) -> None:
+    output = checked("algorithm.algorithm_type=own_mix")
+    assert "auxiliary_buffers is empty: own_mix needs an expert's data" in output
+
+
+def test_an_own_algorithm_may_train_whole_explore_steps(checked: Any) -> None:
+    assert "what an explore step left" in checked("algorithm.algorithm_type=own_steps")
+
+
+def test_an_own_class_with_one_reply_has_its_train_steps(checked: Any) -> None:
+    assert "explore 4, train 4, 4 an epoch" in checked(f"{WORKFLOW}=own_simple")
+    own_function = checked(f"{WORKFLOW}=own_function", f"{TASKSET}.default_reward_fn_type=null")
+    assert "explore 4, train 4, 4 an epoch" in own_function
+    assert "train as many as there is data for" in checked(f"{WORKFLOW}=own_many")
+
+
+def test_an_own_workflow_that_chats_needs_a_chat_template(checked: Any, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", template=False)
+    output = checked(f"{WORKFLOW}=own_simple")
+    assert "has no chat template, which own_simple needs" in output
+
+
+def test_an_own_judge_needs_the_model_that_it_asks(checked: Any) -> None:
+    output = checked(f"{TASKSET}.default_reward_fn_type=own_judge")
+    assert "explorer.auxiliary_models has 0 models, and the reward 'own_judge' asks one" in output
+
+
+def test_an_own_selector_by_numbers_needs_their_columns(checked: Any) -> None:
+    output = checked(f"{TASKSET}.data_selector.selector_type=own_order")
+    assert "give the columns that hold them as data_selector.feature_keys" in output
+
+
+def test_a_run_reads_no_data_set_twice(tmp_path: Path) -> None:
+    held_out = f"[{{path: {write_rows(tmp_path / 'held_out.jsonl', 4)}, {TAKES}}}]"
+    overrides = [f"buffer.explorer_input.eval_tasksets={held_out}"]
+    made = draft(config_of(tmp_path, values(tmp_path), *overrides))
+    [plan], [parts] = made.plans, made.parts
+    training, [evaluation] = make_training_taskset(plan), make_eval_tasksets(plan)
+    assert isinstance(training, Taskset) and isinstance(parts.training, Taskset)
+    assert training is not parts.training and training.rows is parts.training.rows
+    assert parts.evaluation[0] is not None and evaluation.rows is parts.evaluation[0].rows

@@ -1,0 +1,120 @@
+"""Splits: finds which files of a folder, and which of their rows, a split of a data set is.
+
+A folder is in the Hugging Face layout: its README lists the files of each split, or their names
+tell it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trireme.registry import did_you_mean
+
+SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
+"""A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "eval", "evaluation"),
+    "validation": ("validation", "valid", "val", "dev"),
+}
+_NOT_DATA = ("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json")
+
+
+def data_files(folder: Path, subset: str | None, split: str) -> list[Path]:
+    """The files of `split`, sorted. Raises ValueError naming the splits or subsets there are."""
+    splits = _from_header(folder, subset)
+    if splits is None:
+        splits = _by_name(folder, subset)
+    if not splits:
+        raise ValueError(f"holds no data files ({', '.join(SUFFIXES)})")
+    if split not in splits:
+        raise ValueError(f"has no split '{split}'{_choice(split, splits)}")
+    return splits[split]
+
+
+def chosen_rows(split: re.Match[str], rows: int) -> range:
+    """The rows of so many that a match of SPLIT names: its bounds are numbers or shares."""
+
+    def bound(text: str | None) -> int | None:
+        if not text:
+            return None
+        return round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+    return range(rows)[bound(split["first"]) : bound(split["last"])]
+
+
+def _choice(name: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    return did_you_mean(name, known) or f"; it has: {', '.join(known)}"
+
+
+def _from_header(folder: Path, subset: str | None) -> dict[str, list[Path]] | None:
+    """The splits that the `configs:` header of the folder's README lists, if it has one."""
+    configs = _header_configs(folder)
+    if not configs:
+        return None
+    names = {str(config.get("config_name", "default")): config for config in configs}
+    chosen = subset
+    if chosen is None:
+        marked = [name for name, config in names.items() if config.get("default")]
+        chosen = next(name for name in (*marked, "default", *names) if name in names)
+        if len(names) > 1 and not marked and chosen != "default":
+            raise ValueError(f"has several subsets: name one as subset_name: {', '.join(names)}")
+    if chosen not in names:
+        raise ValueError(f"has no subset '{chosen}'{_choice(chosen, names)}")
+    listed = names[chosen].get("data_files")
+    if listed is None:
+        return None
+    out: dict[str, list[Path]] = {}
+    for entry in [listed] if isinstance(listed, str) else listed:
+        entry = {"split": "train", "path": entry} if isinstance(entry, str) else entry
+        patterns = entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+        files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+        out.setdefault(entry["split"], []).extend(sorted(files))
+    return {name: files for name, files in out.items() if files}
+
+
+def _header_configs(folder: Path) -> list[dict[str, Any]]:
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return []
+    header = re.match(r"---\s*\n(.*?)\n---", readme.read_text(encoding="utf-8"), re.DOTALL)
+    try:
+        values = yaml.safe_load(header[1]) if header else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"has a README.md whose header is no YAML: {error}") from error
+    return values.get("configs") or [] if isinstance(values, dict) else []
+
+
+def _by_name(folder: Path, subset: str | None) -> dict[str, list[Path]]:
+    """Splits by the words in file and folder names; files without such a word are `train`."""
+    root = folder / subset if subset and (folder / subset).is_dir() else folder
+    out: dict[str, list[Path]] = {}
+    plain: list[Path] = []
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        hidden = any(part.startswith((".", "__")) for part in relative.parts)
+        if hidden or path.suffix not in SUFFIXES or path.name in _NOT_DATA:
+            continue
+        split = _split_of(relative)
+        (plain if split is None else out.setdefault(split, [])).append(path)
+    return out or ({"train": plain} if plain else {})
+
+
+def _split_of(relative: Path) -> str | None:
+    """The split that a path names: the file's own words first, then its folders'."""
+    for part in (relative.stem, *reversed(relative.parts[:-1])):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, known in _SPLIT_WORDS.items():
+            if any(word in known for word in words):
+                return split
+        if fnmatch.fnmatch(part, "*-[0-9]*-of-[0-9]*"):
+            return part.split("-")[0]
+    return None

@@ -1,0 +1,445 @@
+"""Check: makes a stage's light parts, derives its Plan from them, and collects all that is wrong.
+
+A data set, an algorithm, an operator or a workflow is validated by making it, so that a user's own
+has the same checks, step counts and sentences as a built-in one. No model is loaded and nothing is
+written. First comes what this machine tells by itself; then, where that has no problem, what has to
+be downloaded, asked over the network or encoded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
+from trireme.config import ConfigError, Plan, Problem
+from trireme.config.check import (
+    check_algorithm,
+    check_auxiliary_models,
+    check_experts,
+    check_folder,
+    check_model,
+    check_tasksets,
+    job_folder,
+)
+from trireme.config.load import read_config
+from trireme.config.lookup import ModelFacts, located
+from trireme.config.plan import derive
+from trireme.config.schema import Config
+from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
+from trireme.config.stages import Stage, UsedTaskset, stages_of, used_tasksets
+from trireme.data.kinds import FORMATS
+from trireme.data.rows import NoRows, Rows, is_remote, load_rows
+from trireme.data.tasksets import Mixture, Taskset
+from trireme.envs.gyms import generated
+from trireme.launch.auxiliary import examine_auxiliary
+from trireme.launch.data import (
+    OPERATORS_KEY,
+    Text,
+    examine_taskset,
+    make_eval_tasksets,
+    make_file_buffer,
+    make_taskset,
+    make_text,
+    make_training_taskset,
+    rows_of,
+    together,
+)
+from trireme.log import get_logger
+from trireme.pipeline.operators import make_operator
+from trireme.pipeline.pipeline import KEY as TASK_OPERATORS_KEY
+from trireme.registry import OPERATORS, REWARDS, TASK_OPERATORS
+from trireme.rewards.grouped import is_grouped, judge_of
+from trireme.task import Task
+from trireme.usercode import fault_of
+from trireme.workflows.plugins import load_plugins
+from trireme.workflows.scheduled import ScheduledWorkflow, conversation
+from trireme.workflows.single_turn import SimpleWorkflow
+from trireme.workflows.workflow import resolve
+
+logger = get_logger("launcher")
+
+T = TypeVar("T")
+ROWS = 64
+SECONDS = 10.0
+"""For the rows of a data set that are encoded beforehand; one that takes long is the last."""
+
+
+class Prompts(NamedTuple):
+    """The first call's prompts of some rows of a taskset."""
+
+    sizes: list[int]
+    first: str
+    drops_tools: bool
+    """Whether rows have tools of which the chat template writes nothing."""
+
+
+@dataclass
+class Parts:
+    """The light parts of one stage, and what is wrong with it."""
+
+    stage: Stage
+    recipe: Recipe | None = None
+    training: Taskset | Mixture | None = None
+    evaluation: list[Taskset | None] = field(default_factory=list)
+    """None for one whose rows are not here."""
+    rows: list[Rows] = field(default_factory=list)
+    """What was read, so that a run of this process does not read it again."""
+    prompts: list[tuple[str, Prompts]] = field(default_factory=list)
+    """With the taskset's name; none where there are problems, or only workflows know them."""
+    unread: str = ""
+    """Why no prompt was encoded."""
+
+    def tried(self, make: Callable[[], T], key: str = "") -> T | None:
+        """What `make` returns; None where it fails, which is a problem of the key."""
+        try:
+            return make()
+        except Exception as error:
+            fault = fault_of(error)
+            if fault is None and not isinstance(error, ValueError | ImportError | OSError):
+                raise
+            if key and isinstance(error, NoRows):
+                self.stage.problem(f"{key}.path", f"({error.path}) {error.reason}")
+            else:
+                text = str(fault or error)
+                self.stage.problem(key, f"cannot be used: {text}" if key else text)
+            return None
+
+
+class Draft(NamedTuple):
+    """The Plans of a file as far as they can be derived, with their parts."""
+
+    plans: list[Plan]
+    problems: list[Problem]
+    parts: list[Parts]
+
+
+def make_plans(config: Config) -> list[Plan]:
+    """One Plan a stage (one where there are no stages). Raises ConfigError with all problems."""
+    made = draft(config)
+    if made.problems:
+        raise ConfigError(made.problems)
+    return made.plans
+
+
+def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """The draft of a file, with all that is wrong in it.
+
+    What a wrong key's section lacks without it is not said as well.
+    """
+    config, problems = read_config(path, overrides)
+    made = draft(config)
+    sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
+    rest = [problem for problem in made.problems if not problem.key.startswith(sections)]
+    return made._replace(problems=list(dict.fromkeys(problems + rest)))
+
+
+def draft(config: Config) -> Draft:
+    """The Plans as far as they can be derived, and what is wrong with them."""
+    root, whole, stages = job_folder(config), Stage(config), stages_of(config)
+    check_folder(whole, root)
+    loaded = True
+    try:
+        load_plugins(config.plugins)
+    except ConfigError as error:
+        whole.problems += error.problems
+        loaded = False
+    parts = [make_parts(stage, names_are_known=loaded) for stage in stages]
+    plans = [derive(stage, root) for stage in stages]
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            whole.problem("stages", f"has {count} stages named {name!r}: expected one")
+    return Draft(plans, whole.problems + shared(stages), parts)
+
+
+def shared(stages: Sequence[Stage]) -> list[Problem]:
+    """Every stage's problems; one of all stages is of the global section, and is said once."""
+    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
+    times = Counter(replace(problem, stage=None) for problem in problems)
+    out: dict[Problem, None] = {}
+    for problem in problems:
+        of_all = replace(problem, stage=None)
+        out[of_all if times[of_all] == len(stages) else problem] = None
+    return list(out)
+
+
+def make_parts(stage: Stage, *, names_are_known: bool = True) -> Parts:
+    """Make what this machine has of a stage's parts.
+
+    `names_are_known`: the plug-ins are loaded; if not, nothing is made by its name.
+    """
+    parts = Parts(stage)
+    if names_are_known:
+        _make_recipe(parts)
+    check_algorithm(stage)
+    if stage.config.mode not in ("train", "serve") or stage.evaluates:
+        check_tasksets(stage)
+        _make_tasksets(parts, names_are_known)
+    _read_train_data(parts)
+    check_experts(stage)
+    for name, data in stage.config.buffer.trainer_input.auxiliary_buffers.items():
+        _read_data(parts, f"buffer.trainer_input.auxiliary_buffers.{name}", data, "sft")
+    if names_are_known:
+        _make_operators(parts)
+    model = check_model(stage)
+    if model is not None:
+        _check_template(parts, model)
+    check_auxiliary_models(stage)
+    return parts
+
+
+def _make_recipe(parts: Parts) -> None:
+    """The algorithm, and what the Plan has to know of it."""
+    stage, algorithm = parts.stage, parts.stage.config.algorithm
+    row = parts.tried(lambda: row_of(algorithm.algorithm_type))
+    if row is None:
+        return
+    stage.reads_file = row.from_data
+    stage.sample_strategy = algorithm.sample_strategy or row.sample_strategy
+    before = len(stage.problems)
+    for kind, registry in PARTS.items():
+        parts.tried(lambda kind=kind, registry=registry: registry.get(getattr(algorithm, kind)))
+    if len(stage.problems) > before:
+        return
+    recipe = parts.recipe = parts.tried(lambda: get_recipe(algorithm))
+    if recipe is None:
+        return
+    stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
+    explores = stage.config.mode not in ("train", "serve")
+    if recipe.needs_groups and algorithm.repeat_times < 2 and explores:
+        stage.problem(
+            "algorithm.repeat_times",
+            f"is {algorithm.repeat_times}: expected at least 2, since {recipe.name} compares the "
+            "rollouts of one task",
+        )
+
+
+def _make_tasksets(parts: Parts, names_are_known: bool) -> None:
+    """The tasksets of which the rows are here, and of the others the names that they use."""
+    stage = parts.stage
+    used = used_tasksets(stage.config)
+    mixed = sum(not item.is_eval for item in used) > 1
+    training: list[Taskset | None] = []
+    one_experience = True
+    for item in used:
+        rows = _read(parts, item.key, item.config)
+        taskset = None
+        if rows is not None and names_are_known and (item.is_eval or not _prepares_tasks(stage)):
+            make = partial(make_taskset, stage.config, item, rows, mixed and not item.is_eval)
+            taskset = parts.tried(make, item.key)
+        (parts.evaluation if item.is_eval else training).append(taskset)
+        if names_are_known:
+            one = parts.tried(lambda item=item, made=taskset: _resolve(parts, item, made), item.key)
+            one_experience = one_experience and (item.is_eval or bool(one))
+    here = [taskset for taskset in training if taskset is not None]
+    stage.one_experience = bool(training) and one_experience
+    if here and len(here) == len(training):
+        parts.training = parts.tried(lambda: together(stage.config, here))
+    if parts.training is not None:
+        stage.task_rows, stage.task_steps = len(parts.training), parts.training.total_steps
+
+
+def _prepares_tasks(stage: Stage) -> bool:
+    """Whether rows go through operators, so that only the run knows which there are."""
+    tasks = stage.config.data_processor.task_pipeline
+    return tasks is not None and bool(tasks.operators)
+
+
+def _read(parts: Parts, key: str, data: TasksetConfig | ExperienceBufferConfig) -> Rows | None:
+    """Rows of a data set; None where it is not here, which is noted, or no good."""
+    path = data.path
+    if not path:
+        return None
+    if is_remote(path) and generated(path) is None:
+        note = f"{key}.path ({path}): not on this machine, will be downloaded"
+        parts.stage.file_notes.append(note)
+        return None
+    if isinstance(data, TasksetConfig):
+        read = partial(rows_of, data)
+    else:
+        read = partial(load_rows, path, data.subset_name, data.split, on_error=data.on_error)
+    rows = parts.tried(read, key)
+    parts.rows += [] if rows is None else [rows]
+    return rows
+
+
+def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
+    """Whether each rollout of these tasks leaves one experience. Raises ValueError for a workflow
+    or a reward that there is not.
+    """
+    named = [(used.workflow, used.reward)] if used.workflow else []
+    if taskset is not None:
+        named = [(task.workflow, task.reward_fn) for task in taskset.kinds()]
+    args, one = used.config.reward_fn_args, bool(named)
+    models = len(parts.stage.config.explorer.auxiliary_models)
+    for workflow, reward in named:
+        if workflow is None and not used.workflow:
+            continue  # that none is given is said of the YAML
+        spec = resolve(workflow)
+        reward = reward or getattr(spec.code, "default_reward", None)
+        if is_grouped(reward, args):
+            judge_of(reward, args).refuse_missing_models(models)
+        elif isinstance(reward, str):
+            REWARDS.get(reward)
+        one = one and spec.one_experience
+    return one
+
+
+def _read_train_data(parts: Parts) -> None:
+    """The data set that a trainer reads by itself."""
+    stage, recipe = parts.stage, parts.recipe
+    data = stage.config.buffer.trainer_input.experience_buffer
+    if recipe is None or not stage.reads_file or not data.path or "://" in data.path:
+        return
+    rows = _read_data(parts, "buffer.trainer_input.experience_buffer", data, recipe.schema)
+    if rows is not None and FORMATS[recipe.schema].one_each:
+        stage.train_rows = len(rows)
+
+
+def _read_data(parts: Parts, key: str, data: ExperienceBufferConfig, schema: str) -> Rows | None:
+    """Rows of a data set whose columns are those of a schema."""
+    rows = _read(parts, key, data)
+    if rows is not None:
+        columns_of = FORMATS[schema].columns_of
+        parts.tried(lambda: columns_of(rows, data.format.model_dump()), key)
+    return rows
+
+
+def _make_operators(parts: Parts) -> None:
+    """The operators over experiences, and those over the tasks' rows, where the mode has them."""
+    config = parts.stage.config
+    data, mode = config.data_processor, config.mode
+    experiences = data.experience_pipeline.operators if mode in ("both", "explore", "serve") else ()
+    tasks = data.task_pipeline.operators if data.task_pipeline else ()
+    sets = [(OPERATORS, experiences, OPERATORS_KEY)]
+    sets += [(TASK_OPERATORS, tasks, TASK_OPERATORS_KEY)] if mode in ("both", "explore") else []
+    for registry, operators, key in sets:
+        for i, item in enumerate(operators):
+            parts.tried(partial(make_operator, registry, item.name, item.args, f"{key}[{i}]"))
+
+
+def _check_template(parts: Parts, facts: ModelFacts) -> None:
+    """Notes a problem where a workflow chats with a model that has no chat template."""
+    model = parts.stage.config.model
+    given = model.custom_chat_template or model.chat_template_path
+    if facts.has_chat_template is not False or given:
+        return
+    for taskset in (parts.training, *parts.evaluation):
+        for task in taskset.kinds() if taskset is not None else ():
+            asked = parts.tried(lambda task=task: first_messages(task))
+            if asked is not None:
+                parts.stage.problem(
+                    "model.model_path",
+                    f"({model.model_path}) has no chat template, which {task.workflow} needs: "
+                    "expected a chat model, or model.chat_template_path",
+                )
+                return
+
+
+def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
+    """Make what the Plan needs from elsewhere, ask the models of others, and encode some prompts.
+
+    `data`: also the rows that a trainer reads by itself, all of which are encoded for that. What is
+    wrong is a problem of the stage.
+    """
+    parts.tried(lambda: examine_auxiliary(plan))
+    if not _prepares_tasks(parts.stage):  # it would write
+        if parts.training is None:
+            parts.training = parts.tried(lambda: make_training_taskset(plan))
+        if None in parts.evaluation:
+            parts.evaluation = list(parts.tried(lambda: make_eval_tasksets(plan)) or ())
+    tasksets = [one for one in (parts.training, *parts.evaluation) if one is not None]
+    recipe = parts.recipe
+    assert recipe is not None, "a stage with problems"
+    for taskset in tasksets:
+        parts.tried(partial(examine_taskset, taskset, greedy_run=recipe.greedy_run))
+    if data and plan.buffer_type == "file":
+        rows = plan.config.buffer.trainer_input.experience_buffer
+        parts.tried(
+            lambda: make_file_buffer(
+                plan, rows, make_text(plan, plan.model_path), (), schema=recipe.schema
+            )
+        )
+    if parts.stage.problems or plan.mode == "serve" or located(plan.model_path, "models") is None:
+        return
+    each = [one for taskset in tasksets for one in getattr(taskset, "tasksets", [taskset])]
+    if not each:
+        return
+    try:
+        text = make_text(plan, plan.model_path)
+        encoded = [(taskset.name, first_prompts(text, taskset)) for taskset in each]
+    except (ValueError, OSError) as error:  # no tokenizer beside the model, say
+        parts.unread = str(error)
+        return
+    parts.prompts = [(name, prompts) for name, prompts in encoded if prompts is not None]
+
+
+def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
+    """Those of `ROWS` rows, evenly spread; None where only the workflow knows what it asks."""
+    rendered: list[str] = []
+    sizes: list[int] = []
+    deadline = time.monotonic() + SECONDS
+    drops_tools = False
+    for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
+        asked = first_messages(taskset.task(0, 0, row))
+        if asked is None:
+            return None
+        messages, tools = asked
+        rendered.append(text.chat.render(messages, tools))
+        sizes.append(len(text.chat.encode(rendered[-1])))
+        drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
+        if len(sizes) == ROWS or time.monotonic() > deadline:
+            break
+    return Prompts(sizes, rendered[0], drops_tools) if sizes else None
+
+
+def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
+    """The messages and tools of a task's first call; None where only its workflow knows."""
+    code = resolve(task.workflow).code
+    if isinstance(code, ScheduledWorkflow):
+        return conversation(task), task.raw_task.get("tools")
+    simple = inspect.isclass(code) and issubclass(code, SimpleWorkflow)
+    if not simple or task.workflow_args.get("use_base"):
+        return None
+    make: Any = code
+    try:
+        return make(task=task, model=None).format_messages(), None
+    except Exception:  # a user's class may need the model: only the run can say what it asks
+        logger.debug("what %s asks is not known without a model", code, exc_info=True)
+        return None
+
+
+def longest_prompt(plan: Plan) -> int:
+    """Tokens that a prompt may have, with room for one of the reply."""
+    return min(plan.max_prompt_tokens, plan.max_model_len - 1)
+
+
+def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:
+    """How many of a taskset's prompts are longer than a prompt may be; None where none is."""
+    limit = longest_prompt(plan)
+    long = sum(size > limit for size in prompts.sizes)
+    if not long:
+        return None
+    return (
+        f"{name}: {long} of {len(prompts.sizes)} prompts have more than {limit} tokens "
+        "(model.max_prompt_tokens, below model.max_model_len), so that nothing is asked"
+    )
+
+
+def prompt_problems(plan: Plan, parts: Parts) -> list[Problem]:
+    """A problem for each taskset of which nothing is asked: all of its prompts are too long."""
+    return [
+        Problem(
+            "",
+            f"{too_long(plan, name, prompts)}: expected at least {max(prompts.sizes)}",
+            plan.stage_name,
+        )
+        for name, prompts in parts.prompts
+        if min(prompts.sizes) > longest_prompt(plan)
+    ]
