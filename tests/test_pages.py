@@ -99,7 +99,11 @@ def test_pipeline(page: Page) -> None:
 
 
 def test_rewards(page: Page) -> None:
-    page("rewards.md")
+    module = page("rewards.md")
+    task = Task({"response": "6", "level": 2})
+    assert module.harder_counts_more(task, "6", level=task.level) == 2.0
+    chat = [[{"role": "assistant", "content": text}] for text in ("6", "7")]
+    assert module.right([], chat, ["6", "6"]) == module.right([], ["6", "7"], ["6", "6"]) == [1, 0]
     assert REWARDS.get("brief")(Task({}), "abc", most=2) == {"brief": 0.0}
 
 

@@ -10,8 +10,9 @@ from typing import Any
 class Task:
     """What a workflow is given. `repeat_times` rollouts of it form a group.
 
-    `raw_task` is the data set's row, all columns. `format_args`, `rollout_args`, `workflow_args`
-    and `reward_fn_args` are the plain dictionaries of the YAML, defaults filled in.
+    `raw_task` is the data set's row, all columns as they were read. A column whose name means
+    nothing else here is also an attribute: `task.level`. `format_args`, `rollout_args`,
+    `workflow_args` and `reward_fn_args` are the plain dictionaries of the YAML, defaults filled in.
     """
 
     raw_task: dict[str, Any] = field(default_factory=dict)
@@ -26,6 +27,12 @@ class Task:
     batch_id: int | str = 0
     task_id: int | str = 0
     index: dict[str, int] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        row = self.__dict__.get("raw_task") or {}  # empty while a copy is being made
+        if name in row:
+            return row[name]
+        raise AttributeError(f"a task has no '{name}'; the columns of its row: {', '.join(row)}")
 
     def _format(self, key: str, default: Any = None) -> Any:
         args = self.format_args

@@ -47,7 +47,8 @@ def complaints(name: str, folder: Path, *overrides: str) -> list[str]:
     assert done.exit_code == {"check": 1, "run": 2}[name], done.output
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert not (folder / "checkpoints").exists()  # nothing was started
-    lines = [line for line in done.output.splitlines() if "problem: " in line or name == "run"]
+    told = [line for line in done.output.splitlines() if not line.startswith("trireme ")]
+    lines = [line for line in told if "problem: " in line or name == "run"]
     return [line.removeprefix("problem: ").removeprefix("error: ") for line in lines]
 
 

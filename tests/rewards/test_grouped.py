@@ -128,3 +128,29 @@ def test_the_spec_s_names_resolve() -> None:
         resolve(name)
         assert resolve(name).judge is not None
     assert MathRulerWorkflow.default_reward == "ruler"
+
+
+def trl(prompts: Any, completions: Any, completion_ids: Any, level: Any, **columns: Any) -> Any:
+    """As TRL calls it: everything is a list, an item a rollout."""
+    assert prompts == columns["prompt"] and len(completion_ids) == len(completions)
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    kinds = {type(c) for c in completions}
+    assert kinds == {str if isinstance(prompts[0], str) else list}
+    return [float(len(text) * n) for text, n in zip(texts, level, strict=True)]
+
+
+def by_length(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("prompt", ["6 x 7?", [{"role": "user", "content": "6 x 7?"}]])
+def test_a_reward_of_trl_runs_as_it_is(prompt: Any) -> None:
+    made = Task({"prompt": prompt, "level": 2}, workflow="simple_workflow", reward_fn=trl)
+    assert [e.reward for e in judged(made, "one", "four")] == [6.0, 8.0]
+    made.reward_fn = by_length
+    assert len(judged(made, "one", "four")) == 2
+
+
+def test_a_reward_of_trl_that_needs_another_column_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 'level', and the data set has no such column"):
+        judged(Task({"prompt": "?"}, workflow="simple_workflow", reward_fn=trl), "one")

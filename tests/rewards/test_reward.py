@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from trireme.data.tasksets import Taskset
 from trireme.registry import REWARDS
 from trireme.rewards.reward import RewardFn, resolve, score
 from trireme.task import Task
+from trireme.workflows.single_turn import SimpleWorkflow
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -136,3 +139,34 @@ def test_no_reward_is_none() -> None:
 def test_all_built_in_rewards_can_be_loaded() -> None:
     for name in ("math_reward", "math_boxed_reward", "format_reward", "countdown_reward"):
         assert callable(REWARDS.get(name))
+
+
+def graded(task: Task, answer: str, *, level: int, bonus: float = 0.0, scale: float = 1.0) -> float:
+    return level * scale + bonus
+
+
+def test_a_reward_takes_columns_by_name_and_an_option_goes_before() -> None:
+    task = Task({"prompt": "?", "level": 3, "bonus": 0.5})
+
+    def scored(**options: Any) -> float:
+        found = resolve(graded, options)
+        assert found is not None
+        return asyncio.run(score(task, "", found))["graded"]
+
+    assert scored() == 3.5
+    assert scored(scale=2.0, bonus=0.0) == 6.0
+    assert scored(level=1) == 1.5
+
+
+def test_a_reward_without_its_column_is_refused_before_the_run() -> None:
+    task = Task({"prompt": "?"}, workflow="simple_workflow", reward_fn=graded)
+    with pytest.raises(ValueError, match="reward 'graded' needs 'level': expected a column"):
+        SimpleWorkflow.examine(task)
+
+
+def test_a_column_is_an_attribute_of_its_task() -> None:
+    task = Task({"prompt": "?", "level": 3, "index": "the row's"})
+    assert task.level == 3 and task.index == {} and task.raw_task["index"] == "the row's"
+    assert copy.deepcopy(task).level == 3 and pickle.loads(pickle.dumps(task)).level == 3
+    with pytest.raises(AttributeError, match="has no 'lever'; the columns of its row: prompt, lev"):
+        _ = task.lever

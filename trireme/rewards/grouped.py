@@ -27,6 +27,8 @@ from trireme.rewards.reward import resolve as resolve_single
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
 
+_TOGETHER = ("completions", "completion_ids")
+"""An argument of such a name makes a function a reward of whole groups."""
 _CALL = "__call__"  # of a class, `callable` would speak of making it
 
 
@@ -147,6 +149,9 @@ class Judge:
                 *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
             )
             return [Value(math.fsum(part.values()), part) for part in scored]
+        if inspect.isfunction(function.call) and not isinstance(task.prompt, str):
+            replies = [[{"role": "assistant", "content": row.completion}] for row in rows]
+            columns = {**columns, "completions": replies}  # as TRL calls a function
         args, named = _arguments(name, function.call, columns)
         with UserCode(f"reward '{name}'", function.call) as _:
             found = await call_user(partial(function.call, *args, **named))
@@ -168,7 +173,8 @@ def _arguments(
     Raises Refused where it needs a column that the rows have not.
     """
     parameters, named = parameters_of(call), accepted(call, columns)
-    args = [] if "completions" in parameters else [named.pop("completions", columns["completions"])]
+    by_name = not parameters.keys().isdisjoint(_TOGETHER)
+    args = [] if by_name else [named.pop("completions", columns["completions"])]
     for argument in list(parameters.values())[len(args) :]:
         collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
         if argument.default is argument.empty and not collects and argument.name not in named:
@@ -217,7 +223,7 @@ def of_groups(reward: Any) -> bool:
         return True
     called = reward if inspect.isroutine(reward) else getattr(reward, _CALL, reward)
     try:
-        return "completions" in inspect.signature(called).parameters
+        return not parameters_of(called).keys().isdisjoint(_TOGETHER)
     except (TypeError, ValueError):
         return False  # it cannot be called, or does not say how: who resolves it says so
 
@@ -258,8 +264,10 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
     row = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
     row |= task.raw_task.get("data_dict") or {}
     row.setdefault("solution", task.truth)
+    row["prompts"] = task.prompt
     columns: dict[str, Any] = {name: [value] * len(rows) for name, value in row.items()}
     columns["completions"] = [r.completion for r in rows]
+    columns["completion_ids"] = [r.tokens for r in rows]
     columns["messages"] = [r.messages for r in rows]
     columns["is_truncated"] = [r.is_truncated for r in rows]
     columns["rollout_infos"] = [r.infos for r in rows]

@@ -1,10 +1,13 @@
-"""ORM: rewards that see the rollouts of a task together, in the form of ms-swift's plug-ins.
+"""ORM: rewards that see the rollouts of a task together, in the forms of ms-swift and TRL.
 
 A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
 for each column of the data set's row (a list, the row's value once a rollout), and with `messages`,
 `is_truncated`, `rollout_infos`, `response_token_ids`, `trajectory_inputs`, `auxiliary_models`. It
 returns a number a rollout; None says that it does not apply. An `async def __call__` is awaited
 beside the others. Rewards of one answer (reward.py) may stand between them.
+
+A function is called in the same way, and gets TRL's `prompts` and `completion_ids` too. Where the
+prompt is a list of messages, each of its `completions` is one as well.
 """
 
 from __future__ import annotations

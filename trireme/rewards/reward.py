@@ -1,9 +1,10 @@
 """Reward: scores an answer by named parts, which are summed and logged.
 
 Two forms. A function `(task, answer, *, options) -> number | dict[str, number]`, which may be a
-coroutine function; and a class `RewardFn(**options)` whose instances are called with what their
-signature names of `response`, `truth`, `prompt`, `task`. Either form may also name the sampled ids
-`response_token`, and `auxiliary_models`. Options are checked against the signature.
+coroutine function, and whose keyword arguments also take columns of the row by name; and a class
+`RewardFn(**options)` whose instances are called with what their signature names of `response`,
+`truth`, `prompt`, `task`. Either form may also name the sampled ids `response_token`, and
+`auxiliary_models`. Options are checked against the signature.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
             _refuse_arguments(f"reward '{name}'", made)
         return made
     if _is_function(found):
-        options = fitting_options(f"reward '{name}'", found, options, first=2, given=_GIVEN)
-        more = {key: None for key in _GIVEN if key in parameters_of(found)}
+        columns = [key for key in column_names(found) if key not in options]
+        given = [*_GIVEN, *columns]
+        options = fitting_options(f"reward '{name}'", found, options, first=2, given=given)
+        more = {key: None for key in given if key in parameters_of(found)}
         refuse_signature(f"reward '{name}'", found, found, "(task, answer)", **more, **options)
         return functools.partial(found, **options) if options else found
     if options:
@@ -118,6 +121,7 @@ async def _asked(
     more = {"response_token": tokens, "auxiliary_models": models}
     if _is_function(reward):
         named = {k: v for k, v in more.items() if k in parameters_of(_inner(reward))}
+        named |= columns_for(task, reward)
         return await call_user(functools.partial(reward, task, answer, **named))
     there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
     return await call_user(functools.partial(reward, **_wanted(there, more, reward)))
@@ -132,6 +136,44 @@ def _refuse_arguments(what: str, made: Any) -> None:
                 f"{what} is called with '{name}', which there is not: expected some of "
                 f"{', '.join(_NAMED + _GIVEN)}"
             )
+
+
+def examine_columns(task: Task, reward: Callable[..., Any]) -> None:
+    """Raise Refused where a reward needs a column that a task's row has not."""
+    if _is_function(reward):
+        with UserCode(f"reward '{_name(reward)}'", _inner(reward)):
+            columns_for(task, reward)
+
+
+def column_names(reward: Callable[..., Any]) -> list[str]:
+    """The keyword arguments of a function form that only a column or an option can give."""
+    return [
+        name
+        for name, argument in list(parameters_of(reward).items())[2:]
+        if argument.kind is argument.KEYWORD_ONLY
+        and argument.default is argument.empty
+        and name not in _GIVEN
+    ]
+
+
+def columns_for(task: Task, reward: Callable[..., Any]) -> dict[str, Any]:
+    """The columns of the row that a function form names, unless an option has its name.
+
+    Raises Refused where it needs one that there is not.
+    """
+    inner, set_here = _inner(reward), getattr(reward, "keywords", {})
+    named = [
+        name
+        for name, argument in list(parameters_of(inner).items())[2:]
+        if argument.kind is argument.KEYWORD_ONLY and name not in {*set_here, *_GIVEN}
+    ]
+    missing = [name for name in column_names(inner) if name in named and name not in task.raw_task]
+    if missing:
+        raise Refused(
+            f"reward '{_name(reward)}' needs '{missing[0]}': expected a column of that name, or "
+            f"reward_fn_args.{missing[0]}; the columns are {', '.join(task.raw_task)}"
+        )
+    return {name: task.raw_task[name] for name in named if name in task.raw_task}
 
 
 def option_names(reward: Any) -> list[str]:

@@ -16,7 +16,7 @@ from trireme.model.chat_tokens import conversation_of
 from trireme.registry import REWARDS, workflow
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.judge import comparison, read_scores
-from trireme.rewards.reward import option_names, resolve, score
+from trireme.rewards.reward import examine_columns, option_names, resolve, score
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
 
@@ -105,7 +105,9 @@ class SimpleWorkflow(Workflow):
         if is_grouped(reward, task.reward_fn_args):
             judge_of(reward, task.reward_fn_args).examine(task)
         elif not hasattr(cls, "reward_fn"):
-            resolve(reward, task.reward_fn_args)
+            made = resolve(reward, task.reward_fn_args)
+            if made is not None:
+                examine_columns(task, made)
             if not reward and cls.reset is SimpleWorkflow.reset:
                 cls._no_reward()
 
