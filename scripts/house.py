@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 236,
-    "trireme lines": 42_300,
+    "trireme files": 240,
+    "trireme lines": 44_400,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

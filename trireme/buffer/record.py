@@ -77,6 +77,12 @@ class Record:
         copies = [_copy(e) for e in experiences]
         self._pending.append(self._thread.submit(self._write, copies))
 
+    def write_lines(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Hand lines to the thread as they are; each has an `eid` and a `step`."""
+        self._collect()
+        assert self._lines is not None, "this record keeps no lines"
+        self._pending.append(self._thread.submit(self._lines.append, list(lines)))
+
     def rewind(self, step: int) -> None:
         """Remove what explore steps after `step` wrote: a resumed run makes them again."""
         self._pending.append(self._thread.submit(self._rewind, step))
@@ -110,7 +116,7 @@ class Record:
         if self._database is not None:
             self._write_rows(self._database, experiences)
         if self._lines is not None:
-            self._lines.append(experiences)
+            self._lines.append([summary(e) for e in experiences])
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
         rows = list({e.eid.uid: row_of(e) for e in experiences}.values())
@@ -175,9 +181,9 @@ class _Lines:
         self._sampled = sampled
         self._ids: set[str] | None = None
 
-    def append(self, experiences: list[Experience]) -> None:
+    def append(self, new: list[dict[str, Any]]) -> None:
         """Add lines; where an id is there already, its old line goes."""
-        lines = {e.eid.uid: summary(e) for e in experiences}
+        lines = {line["eid"]: line for line in new}
         ids = self._known()
         if ids & lines.keys():
             self.keep(lambda line: line["eid"] not in lines)

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from trireme.buffer.buffer import Buffer, Closed
+from trireme.buffer.record import Record, summary
 from trireme.checkpoint.layout import JobFolder
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
 from trireme.experience import Experience
 from trireme.explorer.feedback import Feedback
 from trireme.explorer.metrics import Lost, by_cause, evaluation_metrics, rollout_metrics, told
-from trireme.explorer.runner import Outcome
+from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json
 from trireme.log import get_logger
@@ -34,6 +35,7 @@ from trireme.monitor.figures import in_words
 from trireme.pipeline.operators import pass_rates
 from trireme.pipeline.pipeline import Pipeline
 from trireme.sync.synchronizer import ExplorerSync
+from trireme.task import Task
 from trireme.usercode import with_place
 
 logger = get_logger("explorer")
@@ -79,12 +81,16 @@ class Explorer:
         folder: JobFolder | None = None,
         max_pending: int = 1 << 30,
         name: str = "explorer",
+        evaluated: Record | None = None,
+        failed: Record | None = None,
     ) -> None:
         """`report(part, step, metrics)` is told of each step, evaluations as the part that
         `eval_prefix` names; `show` gets a rollout to look at.
 
         Explorers without taskset and buffer only evaluate. One that runs without a trainer beside
         it keeps its state in `folder` itself, after every step.
+
+        `evaluated` and `failed` keep, for people, what evaluations said and what failed.
 
         Several explorers of one store have a `name` each: it is in the ids of what they make.
 
@@ -106,6 +112,8 @@ class Explorer:
         self.folder = folder
         self.max_pending = max_pending
         self.name = name
+        self._evaluated = evaluated
+        self._failed = failed
         self.step = 0
         self.first_evaluation: Evaluation | None = None
         self.last_evaluation: Evaluation | None = None
@@ -118,6 +126,7 @@ class Explorer:
         self._pending: list[int] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._started: dict[int, float] = {}
+        self._evaluation_started = 0.0
         self._fresh = True
         """Nothing was put into the buffer, neither by this process nor before it."""
         self._unkept: list[dict[str, float]] = []
@@ -291,6 +300,9 @@ class Explorer:
     def _look_at_failures(self, when: str, outcomes: Sequence[Outcome], limit: float) -> None:
         """Say once of each cause how many rollouts failed of it. Raise where they are too many."""
         failures = [failed for outcome in outcomes for failed in outcome.failures]
+        if self._failed is not None and failures:
+            lines = [failure_line(one, o.task) for o in outcomes for one in o.failures]
+            self._failed.write_lines(lines)
         wanted = sum(outcome.task.repeat_times for outcome in outcomes)
         causes = by_cause(failures)
         if failures:
@@ -308,6 +320,7 @@ class Explorer:
         self._lost.add(wanted, causes)
 
     async def _submit_evaluation(self, step: int) -> None:
+        self._evaluation_started = time.monotonic()
         for taskset in self.eval_tasksets:
             await self.scheduler.submit(f"{step}/{taskset.name}", taskset.all())
 
@@ -321,7 +334,13 @@ class Explorer:
             self._look_at_failures(when, outcomes, limit=1.0)
             found[taskset.name] = metrics
             example = example or _example(outcomes)
+            if self._evaluated is not None:
+                self._evaluated.write_lines(
+                    [with_messages(e) for o in outcomes for e in o.rollouts]
+                )
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
+            seconds = time.monotonic() - self._evaluation_started
+            named[f"{self.eval_prefix}/{taskset.name}/seconds"] = seconds
             shown = in_words(metrics, "evaluation")
             logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
             self.report(self.eval_prefix, step, named)
@@ -365,6 +384,32 @@ def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
         "reply": shown.response_text or "",
         "reward": shown.reward,
         "temperature": shown.temperature,
+    }
+
+
+def with_messages(experience: Experience) -> dict[str, Any]:
+    """A rollout that is in no database, as people look at it."""
+    turns = {"messages": experience.messages, "tools": experience.tools}
+    return summary(experience) | {name: value for name, value in turns.items() if value}
+
+
+def failure_line(failed: Failed, task: Task) -> dict[str, Any]:
+    """A failed rollout, as people look at it."""
+    return {
+        "eid": f"{failed.key}/0",
+        "step": int(str(task.batch_id).partition("/")[0]),
+        "reward": None,
+        "prompt": task.prompt if isinstance(task.prompt, str) else None,
+        "response": None,
+        "prompt_length": 0,
+        "info": {"task_index": dict(task.index)},
+        "failure": {
+            "kind": failed.kind,
+            "what": failed.fault.what,
+            "message": failed.fault.text,
+            "place": failed.fault.place,
+            "trace": failed.trace[-4000:],
+        },
     }
 
 

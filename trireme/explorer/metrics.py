@@ -27,6 +27,10 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
         seconds = [outcome.seconds for outcome in outcomes]
         metrics["time/task/mean"] = statistics.fmean(seconds)
         metrics["time/task/max"] = max(seconds)
+    attempts = [attempt for outcome in outcomes for attempt in outcome.attempts]
+    if attempts:  # what a rollout spends on the model, and on all else that its workflow does
+        metrics["time/model/mean"] = statistics.fmean(model for _, model in attempts)
+        metrics["time/environment/mean"] = statistics.fmean(all_ - own for all_, own in attempts)
     return metrics
 
 

@@ -65,6 +65,8 @@ class Outcome:
     failures: list[Failed] = field(default_factory=list)
     retries: int = 0
     seconds: float = 0.0
+    attempts: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of each workflow's call, and those of them in which it waited for the model."""
 
     @property
     def rollouts(self) -> list[Experience]:
@@ -77,6 +79,7 @@ class Outcome:
         self.failures += other.failures
         self.retries += other.retries
         self.seconds = max(self.seconds, other.seconds)
+        self.attempts += other.attempts
 
 
 class TimeLimit:
@@ -154,7 +157,8 @@ class Runner:
         with self.gate.rollout(key) if self.gate else nullcontext():
             for attempt in range(self.max_retries + 1):
                 outcome.retries = attempt
-                result = await self._attempt(task, spec, runs, (*key, attempt) if attempt else key)
+                own_key = (*key, attempt) if attempt else key
+                result = await self._attempt(task, spec, runs, own_key, outcome.attempts)
                 if isinstance(result, list):
                     outcome.experiences = result
                     self.log.info("%s", _told(rollout_name(task, runs[0]), result))
@@ -168,13 +172,19 @@ class Runner:
         return outcome
 
     async def _attempt(
-        self, task: Task, spec: WorkflowSpec, runs: list[int], key: Key
+        self,
+        task: Task,
+        spec: WorkflowSpec,
+        runs: list[int],
+        key: Key,
+        attempts: list[tuple[float, float]],
     ) -> list[Experience] | Failed:
-        """One try: experiences with their ids, or why there are none."""
+        """One try: experiences with their ids, or why there are none. `attempts` gets its times."""
         model = self.make_model(task, key)
         name = rollout_name(task, runs[0])
         call = asyncio.ensure_future(self._call(task, spec, model, runs))
         seconds = self.limit.seconds
+        begun = time.monotonic()
         try:
             await self._wait(call, key[:3], seconds)
             if not call.done():
@@ -192,6 +202,8 @@ class Runner:
             assert fault is not None
             return Failed(name, kind, fault, traceback.format_exc())
         finally:
+            took = time.monotonic() - begun
+            attempts.append((took, min(model.seconds, took)))
             drop(call)
             model.revoke()
             await self.engine.abort(key)

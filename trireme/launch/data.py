@@ -23,6 +23,7 @@ from trireme.buffer.record import Record, record_for
 from trireme.buffer.replay import PRIORITIES, ReplayBuffer
 from trireme.buffer.sql import SqlBuffer
 from trireme.buffer.table import resolve_url
+from trireme.buffer.trained import TrainedTokens
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.schema import Config
@@ -277,6 +278,25 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     if path.endswith((".jsonl", ".json")):
         return record_for(path, folder.buffer, **_copy_limits(plan))
     return Record(database=resolve_url(path, folder.buffer), **_copy_limits(plan))
+
+
+FAILED_BYTES = 20e6
+"""What lines of failed rollouts may take; each has its traceback."""
+
+
+def make_shown_record(plan: Plan, folder: JobFolder, name: str, most: float) -> Record | None:
+    """Lines of what is not trained (evaluations, failures), where the YAML wants copies."""
+    if not plan.config.data_processor.experience_pipeline.save_input:
+        return None
+    limits = _copy_limits(plan)
+    return Record(lines=folder.buffer / name, **limits | {"limit": min(limits["limit"], most)})
+
+
+def make_trained_tokens(plan: Plan, folder: JobFolder) -> TrainedTokens | None:
+    """What train steps make of their tokens, where the YAML wants copies."""
+    if not plan.config.data_processor.experience_pipeline.save_input:
+        return None
+    return TrainedTokens(folder.buffer, _copy_limits(plan)["limit"])
 
 
 def _copy_limits(plan: Plan) -> dict[str, Any]:

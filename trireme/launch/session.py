@@ -5,6 +5,7 @@ Which parts a mode needs is said by the code that runs it; how they fit together
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -15,7 +16,7 @@ from typing import Any
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import EVALUATED, FAILED, JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
@@ -280,6 +281,10 @@ class Session(AbstractContextManager["Session"]):
                 learning.load_state(known)
             if learning.critic is not None:
                 learning.load_critic(backend, self.folder.critic_dir(self.resumed.step))
+        learning.tokens = data.make_trained_tokens(self.plan, self.folder)
+        if learning.tokens is not None:
+            self._held.callback(learning.tokens.close)
+            learning.tokens.rewind(self.resumed.step if self.resumed else 0)
         return learning
 
     @cached_property
@@ -333,6 +338,8 @@ class Session(AbstractContextManager["Session"]):
             max_failures=config.max_failures,
             show=self.show,
             folder=self.folder if plan.mode == "explore" else None,
+            evaluated=self.evaluated,
+            failed=self.failed,
             name=plan.explorer_name or "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )
@@ -435,6 +442,22 @@ class Session(AbstractContextManager["Session"]):
             keep=trainer.max_checkpoints_to_keep,
             save_critic=partial(learning.save_critic, self.backend) if learning.critic else None,
         )
+
+    @cached_property
+    def evaluated(self) -> Record | None:
+        """What evaluations said, for people, where the YAML wants copies."""
+        return self._shown(EVALUATED, math.inf)
+
+    @cached_property
+    def failed(self) -> Record | None:
+        """What failed, for people, where the YAML wants copies."""
+        return self._shown(FAILED, data.FAILED_BYTES)
+
+    def _shown(self, name: str, most: float) -> Record | None:
+        record = data.make_shown_record(self.plan, self.folder, name, most)
+        if record is not None:
+            self.keep(record)
+        return record
 
     def keep(self, record: Record) -> None:
         """Close it with the session; what a killed run wrote after its checkpoint goes."""

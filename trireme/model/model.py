@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,6 +101,8 @@ class Model:
         self.auxiliary = list(auxiliary)
         self.recorder = Recorder()
         self._counter = itertools.count()
+        self.seconds = 0.0
+        """What its calls waited for the engine; calls that overlap count each."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._revoked = threading.Event()  # shared with forks
 
@@ -376,7 +379,9 @@ class Model:
         if len(ids) > limit:
             return self._too_long(parent, ids, options, limit, index)
         told: Any = {} if on_token is None else {"on_token": on_token}
+        asked = time.monotonic()
         completions = await self.engine.generate(ids, options, key=(*self.key, index), **told)
+        self.seconds += time.monotonic() - asked
         self._check_live()
         if any(c.stop_reason == "aborted" for c in completions):
             raise RuntimeError(f"the engine aborted request {(*self.key, index)}")

@@ -22,6 +22,7 @@ from trireme.algorithms.kl import adapted
 from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch
+from trireme.buffer.trained import TrainedTokens
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
@@ -38,6 +39,8 @@ class Learning:
         self.critic = critic
         self._critic_warmup = critic_warmup if critic is not None else 0
         self.steps = 0
+        self.tokens: TrainedTokens | None = None
+        """Where what a step makes of its tokens is kept, for people to look at."""
         self.coefficients = {kind: part.coefficient for kind, part in recipe.parts.items()}
         self._settings = {kind: part.settings for kind, part in recipe.parts.items()}
         self._scores: dict[bytes, Tensor] | None = {} if recipe.from_data else None

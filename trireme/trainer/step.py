@@ -92,6 +92,8 @@ def _train_step(
         return {"perf/trained_tokens": 0.0}
     sizes = _sizes(batch, version)
     batch, prepared = prepare(backend, recipe, experiences, batch, learning)
+    if learning.tokens is not None:
+        learning.tokens.begin(batch)
     if skip_idle and recipe.idle_at_zero_advantage:
         batch = _with_advantage(batch)
     sizes["perf/idle_experiences"] = sizes["perf/experiences"] - batch.num_samples
@@ -138,6 +140,8 @@ def batch_loss(
     def has(name: str) -> bool:
         return name in own or name in batch.fields
 
+    if learning.tokens is not None:
+        learning.tokens.add(batch, logprobs)
     weights = lookup("weights", "the trainer")
     policy = recipe.policy_loss(lookup, has)
     policy, reported = policy if isinstance(policy, tuple) else (policy, {})

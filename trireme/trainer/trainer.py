@@ -121,12 +121,13 @@ class Trainer:
         """The loop. Always ends with a checkpoint of the last step."""
         self._saved = self.step
         while not self._enough():
+            began = time.monotonic()
             try:
                 sample = await self._take()
             except Closed:
                 break
             if sample is not None:
-                await self._train_on(*sample)
+                await self._train_on(*sample, waited=time.monotonic() - began)
             if self._stopping:
                 await self._stop_here()
             if self.save_interval and self.step % self.save_interval == 0 and not self._enough():
@@ -168,7 +169,9 @@ class Trainer:
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
 
-    async def _train_on(self, experiences: list[Experience], sampled: dict[str, float]) -> None:
+    async def _train_on(
+        self, experiences: list[Experience], sampled: dict[str, float], waited: float
+    ) -> None:
         self.doing = f"train step {self.step + 1}"
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
@@ -177,10 +180,13 @@ class Trainer:
         tokens = sum(len(e.tokens) for e in experiences)
         metrics |= sampled | {
             "time/train": elapsed,
+            "time/wait": waited,
             "perf/train_tokens_per_s": tokens / max(elapsed, 1e-9),
         }
         if self.sync is not None:
+            trained = time.monotonic()
             metrics |= await self.sync.trained(self.step)
+            metrics["time/sync"] = time.monotonic() - trained
         shown = in_words(metrics, "training")
         count = len(experiences)
         logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
@@ -195,6 +201,8 @@ class Trainer:
             moved=self.moved(),
             learning=self.learning,
         )
+        if self.learning.tokens is not None:
+            self.learning.tokens.end(self.step + 1)
         self.step += 1  # on the device: who pushes next there finds weights and step together
         return metrics
 

@@ -1,0 +1,185 @@
+"""Keeps what each train step made of its tokens: new log-probabilities and advantages.
+
+One file a step, `buffer/trained/step_N.safetensors`, rows end to end, for people to look at.
+
+Invariants:
+- Nothing here changes a number that is trained; what is kept is copied after the loss is known.
+- A step keeps whole groups, in their order, that fit into `MOST_TOKENS`. All files together stay
+  below the limit of copies: past it every second of the older ones goes, so that all times are
+  seen.
+- A file appears whole or not at all; a resumed run removes those of steps that it does again.
+- Written by one thread of its own; an error of it is raised by the next step, or by `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from trireme.files import write_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trireme.batch import Batch
+
+FOLDER = "trained"
+MOST_TOKENS = 200_000
+"""Trained tokens of one step; with its share of the prompt each takes about 28 bytes."""
+KEPT_NEWEST = 0.1
+"""Share of the files that is never thinned."""
+_NAME = re.compile(r"^step_(\d+)\.safetensors$")
+Numbers = np.ndarray[Any, np.dtype[Any]]
+
+
+class TrainedTokens:
+    """Collects one train step at a time, and writes it."""
+
+    def __init__(self, folder: Path, limit: float = math.inf) -> None:
+        """`folder` is a run's `buffer`; `limit`: bytes of all files together."""
+        self._folder = folder / FOLDER
+        self._limit = limit
+        self._batch: Batch | None = None
+        self._found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._kept: set[str] = set()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trained-tokens")
+        self._writing: Future[None] | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """The whole batch of a step, before any of it is left out."""
+        self._batch, self._found, self._kept = batch, {}, set()
+        sizes: dict[str, int] = {}
+        for group, count in zip(batch.groups, batch.counts.tolist(), strict=True):
+            sizes[group] = sizes.get(group, 0) + count
+        left, chosen = MOST_TOKENS, set[str]()
+        for group, size in sizes.items():
+            if size <= left:
+                left -= size
+                chosen.add(group)
+        pairs = zip(batch.eids, batch.groups, strict=True)
+        self._kept = {eid for eid, group in pairs if group in chosen}
+
+    def add(self, batch: Batch, logprobs: Tensor) -> None:
+        """Log-probabilities [M] of a part of the batch, as its loss was computed from them."""
+        rows = logprobs.detach().float().cpu().split(batch.counts.tolist())
+        places = batch.positions.split(batch.counts.tolist())
+        for eid, row, place in zip(batch.eids, rows, places, strict=True):
+            if eid in self._kept:
+                self._found.setdefault(eid, []).append((place, row))
+
+    def end(self, step: int) -> None:
+        """Write what `step` made of its batch; nothing where it had none."""
+        self._flush()
+        batch, self._batch = self._batch, None
+        if batch is not None and self._found:
+            self._writing = self._thread.submit(
+                self._write, step, batch, self._found, frozenset(self._kept)
+            )
+
+    def close(self) -> None:
+        """Wait until all is on the disk."""
+        try:
+            self._flush()
+        finally:
+            self._thread.shutdown()
+
+    def _flush(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(
+        self,
+        step: int,
+        batch: Batch,
+        found: dict[str, list[tuple[Tensor, Tensor]]],
+        kept: frozenset[str],
+    ) -> None:
+        chosen = [n for n, eid in enumerate(batch.eids) if eid in kept]
+        part = batch.select(chosen)
+        new = np.full(part.num_tokens, np.nan, np.float32)
+        starts = np.cumsum(part.counts) - part.counts
+        positions = part.positions.numpy()
+        for n, eid in enumerate(part.eids):
+            own = slice(starts[n], starts[n] + part.counts[n])
+            for place, row in found.get(eid, ()):
+                at = np.searchsorted(positions[own], place.numpy())
+                if len(at) and at.max() < part.counts[n]:
+                    new[own][at] = row.numpy()
+        rows: dict[str, Numbers] = {
+            "tokens": np.concatenate(part.tokens).astype(np.int32),
+            "positions": positions.astype(np.int32),
+            "trained_logprobs": new,
+        }
+        for name, kind in (("old_logprobs", np.float32), ("advantages", np.float32),
+                           ("versions", np.int32)):  # fmt: skip
+            if name in part.fields:
+                rows[name] = part.fields[name].cpu().numpy().astype(kind)
+        head = {
+            "eids": list(part.eids),
+            "lengths": [len(row) for row in part.tokens],
+            "counts": part.counts.tolist(),
+        }
+        path = self._folder / f"step_{step}.safetensors"
+        write_bytes(path, save(rows, {"rows": json.dumps(head)}))
+        self._thin()
+
+    def rewind(self, step: int) -> None:
+        """Remove what steps after `step` wrote."""
+        self._flush()
+        for number, path in files(self._folder):
+            if number > step:
+                path.unlink()
+
+    def _thin(self) -> None:
+        """Every second of the older files goes, until all fit."""
+        found = [path for _, path in files(self._folder)]
+        sizes = {path: path.stat().st_size for path in found}
+        while sum(sizes.values()) > self._limit and len(sizes) > 1:
+            older = list(sizes)[: max(1, len(sizes) - 1 - int(KEPT_NEWEST * len(sizes)))]
+            for path in older[1::2] or older:
+                path.unlink()
+                del sizes[path]
+
+
+def files(folder: Path) -> list[tuple[int, Path]]:
+    """Step and file of each step that is kept, in order."""
+    if not folder.is_dir():
+        return []
+    named = ((_NAME.match(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in named if match)
+
+
+def eids_of(path: Path) -> list[str]:
+    """Whose tokens a file holds."""
+    with safe_open(path, "np") as file:
+        return json.loads(file.metadata()["rows"])["eids"]
+
+
+def read_trained(path: Path, eid: str) -> dict[str, Numbers] | None:
+    """`tokens` [T] of an experience, and of its trained ones `positions` and the rest, each [M].
+
+    None where the file has none of that experience.
+    """
+    with safe_open(path, "np") as file:
+        head = json.loads(file.metadata()["rows"])
+        if eid not in head["eids"]:
+            return None
+        n = head["eids"].index(eid)
+        first, begin = sum(head["lengths"][:n]), sum(head["counts"][:n])
+        end = begin + head["counts"][n]
+        out = {
+            name: file.get_slice(name)[begin:end]
+            for name in file.keys()  # noqa: SIM118 (it is no dictionary)
+            if name != "tokens"
+        }
+        out["tokens"] = file.get_slice("tokens")[first : first + head["lengths"][n]]
+        return out
