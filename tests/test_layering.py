@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent / "trireme"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("view",),
     ("launch", "demo"),
     ("explorer", "trainer", "server"),
     ("workflows", "sync", "pipeline"),

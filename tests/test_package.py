@@ -83,7 +83,10 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(built: Path, tmp_path: 
     told = call(program, "run", *SMALL, cwd=outside, **offline, OMP_NUM_THREADS="1")
     assert told.startswith(f"trireme {trireme.__version__}: the demo")
     assert told.splitlines()[-1].split()[:3] == ["next", "trireme", "view"]
-    call(*told.splitlines()[-1].replace("trireme", str(program), 1).split()[1:], cwd=outside)
+    looks = told.splitlines()[-1].replace("trireme", str(program), 1).split()[1:]
+    call(*looks, "--plain", cwd=outside)
+    call(*looks, "--html", "report.html", cwd=outside)
+    assert (outside / "report.html").stat().st_size > 1_000_000
     job = outside / "checkpoints" / "Trireme-demo" / "arithmetic"
     assert (job / "summary.json").is_file()
     assert (job / "grpo/global_step_1/actor/huggingface/model.safetensors").is_file()

@@ -33,6 +33,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         setattr(module, name, command)
         vars(module).update(add_plugin_dirs=lambda folders: None, Wanted=Wanted)
+        vars(module).update(open_page=lambda *args, **options: command(*args, name="page"))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen
 
@@ -96,6 +97,18 @@ def test_view_takes_a_folder_and_which_experiences(called: dict[str, Any], tmp_p
     assert options["wanted"].order == "best"
     assert invoke("view", str(tmp_path), "--best", "--worst") == 2
     assert invoke("view", str(tmp_path / "none")) == 2
+
+
+def test_view_opens_a_page_over_a_folder_unless_samples_are_asked_for(
+    called: dict[str, Any], tmp_path: Path
+) -> None:
+    assert invoke("view", str(tmp_path), "--port", "7000", "--html", "x.html") == 3
+    assert called["page"] == (tmp_path, "127.0.0.1", 7000, None, Path("x.html"))
+    for words in (["--plain"], ["--worst"], ["5"], ["--tokenizer", "x"]):
+        called.clear()
+        assert invoke("view", str(tmp_path), *words) == 3
+        assert called["view"][-1]["folder"] == tmp_path and "page" not in called
+    assert invoke("view", str(tmp_path), "5", "--html", "x.html") == 2
 
 
 def test_log_takes_the_options_of_the_vocabulary(called: dict[str, Any]) -> None:

@@ -268,15 +268,42 @@ def log(
     )  # fmt: skip
 
 
+PageFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--html", help="Write the page with its data to this one file, and end."),
+]
+PageHost = Annotated[
+    str, typer.Option("--host", help="Where the page is served; beyond loopback with a key.")
+]
+PagePort = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--port", min=1, max=65535, help="Without it 6600, or any that is free."),
+]
+PageKey = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--api-key-file", help="The page's key, instead of TRIREME_API_KEY."),
+]
+OpenBrowser = Annotated[
+    bool, typer.Option("--open/--no-open", help="Open a browser where there is a desktop.")
+]
+
+
 @app.command()
 def view(
     rest: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
             metavar="[FOLDER] [N] [KEY=VALUE]...",
-            help="A run's folder (or a store); how many; keys of the YAML to set.",
+            help="A run's folder, or one above several runs. With --plain also a store; how many; "
+            "keys of the YAML to set.",
         ),
     ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Print samples; no page.")] = False,
+    html: PageFile = None,
+    host: PageHost = "127.0.0.1",
+    port: PagePort = None,
+    api_key_file: PageKey = None,
+    open_browser: OpenBrowser = True,
     config: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--config", "-c", help="The YAML of a run: its data set, or what it stored."),
@@ -304,12 +331,22 @@ def view(
         False
     ),
 ) -> None:
-    """Show what is trained on: rows of a data set, or stored experiences, with their masks."""
-    from trireme.cli.view import Wanted
+    """Open a local page over a run or several; with --plain, print what is trained, with masks.
+
+    What asks for samples (--step, --best, --config, a number ...) prints them, as --plain does.
+    """
+    from trireme.cli.view import Wanted, open_page
     from trireme.cli.view import view as command
 
     words = rest or []
     places = [word for word in words if not word.isdigit() and "=" not in word]
+    asks = (config, url, table, tokenizer, step, best or None, worst or None, no_color or None)
+    printed = plain or any(ask is not None for ask in asks) or len(words) > len(places)
+    if not printed and len(places) <= 1 and Path(places[0] if places else "checkpoints").is_dir():
+        root = Path(places[0] if places else "checkpoints")
+        raise typer.Exit(open_page(root, host, port, api_key_file, html, open_browser=open_browser))
+    if html is not None:
+        raise typer.BadParameter("--html: expected a run's folder, and nothing that prints")
     if len(places) > 1 or (places and (config or url)):
         raise typer.BadParameter(f"{places[-1]}: expected one place: a folder, --config or --url")
     if places and not Path(places[0]).is_dir():

@@ -1,7 +1,7 @@
-"""`trireme view`: what a model is trained on, token for token, with what is masked.
+"""`trireme view`: the page over runs, or in plain text what is trained, with what is masked.
 
-Rows of a run's SFT, DPO or cpt data set (only the tokenizer is loaded), or experiences that a run
-has stored, found by the run's folder, its YAML, or their own address.
+Plain text shows rows of a run's SFT, DPO or cpt data set (only the tokenizer is loaded), or
+experiences that a run has stored, found by the run's folder, its YAML, or their own address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.text import Text
 
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import EVALUATED, FAILED, JobFolder
 from trireme.config import ConfigError, Plan, load_config
 from trireme.log import hide_passwords
 
@@ -91,6 +91,30 @@ def view(
     return 0
 
 
+def open_page(
+    root: Path,
+    host: str,
+    port: int | None,
+    key_file: Path | None,
+    html: Path | None,
+    *,
+    open_browser: bool,
+) -> int:
+    """Serve the page over the runs below `root`, or write it to a file; returns the exit code."""
+    from trireme.view.serve import PageOptions, serve
+
+    try:
+        if html is not None:
+            from trireme.view.report import write_report
+
+            print(f"written: {write_report(root, html)}")
+            return 0
+        return serve(PageOptions(root, host, port, key_file, open_browser))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
 def _samples(
     folder: Path | None,
     config: Path | None,
@@ -136,7 +160,8 @@ def store_of(job: Path) -> Path | None:
         raise ValueError(f"there is no folder {job}: has the run begun?")
     for pattern in ("buffer/*.db", "*/buffer/*.db", "buffer/*.jsonl", "*/buffer/*.jsonl"):
         # explorer_output.db is what the model did, before anything was left out
-        found = sorted(job.glob(pattern), key=lambda p: (p.stem == "explorer_output", _age(p)))
+        found = [path for path in job.glob(pattern) if path.name not in (EVALUATED, FAILED)]
+        found.sort(key=lambda p: (p.stem == "explorer_output", _age(p)))
         if found:
             newest = max(found, key=lambda p: (_age(p.parent.parent), found.index(p)))
             return newest

@@ -1,0 +1,117 @@
+"""The page's server: who is let in, and what it answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.view.made import TOOLS, make_run
+from trireme.view.app import STATIC, Page, create_app
+from trireme.view.report import write_report
+from trireme.view.serve import PageOptions, serve
+
+RUN = {"run": "run"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("view") / "run")
+
+
+@pytest.fixture
+def stranger(folder: Path) -> TestClient:
+    return TestClient(create_app(Page(folder), "open sesame"), follow_redirects=False)
+
+
+@pytest.fixture
+def client(stranger: TestClient) -> TestClient:
+    assert stranger.get("/?token=open+sesame").headers["location"] == "/"
+    return stranger
+
+
+def test_nobody_gets_in_without_the_token(stranger: TestClient) -> None:
+    for path in ("/", "/api/runs", "/static/app.js", "/plotly.js", "/?token=wrong"):
+        answer = stranger.get(path)
+        assert answer.status_code == 401 and "open the whole URL" in answer.text
+    given = stranger.get("/?token=open+sesame")
+    assert given.status_code == 303
+    cookie = given.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert stranger.get("/api/runs").status_code == 200
+
+
+def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
+    page = client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy
+    assert len(client.get("/plotly.js").content) > 1_000_000
+    for path in STATIC.iterdir():
+        assert client.get(f"/static/{path.name}").content == path.read_bytes()
+        if path.suffix != ".svg":
+            text = path.read_text(encoding="utf-8").replace("http://www.w3.org/", "")
+            assert "http://" not in text and "https://" not in text
+    for path in ("..%2Fapp.py", "%2e%2e/app.py", "nothing.js"):
+        assert client.get(f"/static/{path}").status_code == 404
+
+
+def test_what_a_page_asks_for(client: TestClient) -> None:
+    (run,) = client.get("/api/runs").json()
+    assert run["name"] == "run" and run["warnings"][0]["step"] == 2
+    assert client.get("/api/curves", params=RUN).json()["trainer"]["steps"] == [1, 2, 3]
+    assert len(client.get("/api/about", params=RUN).json()["starts"]) == 2
+    found = client.get("/api/rollouts", params={**RUN, "kind": "train", "limit": "5"}).json()
+    assert found["total"] == 24 and len(found["rows"]) == 5
+    assert found["facts"]["eval"] == {"count": 6, "steps": [1, 2, 3]}
+    assert found["rows"][0]["prompt"] == "What is 1 + 3?"
+    one = client.get("/api/rollout", params={**RUN, "eid": "2/1/0/0"}).json()
+    assert one["messages"][2]["role"] == "tool" and one["tools"] == TOOLS
+    failed = client.get("/api/rollout", params={**RUN, "eid": "2/1/3/0", "kind": "failed"}).json()
+    assert failed["failure"]["message"] == "ValueError: no"
+
+
+def test_every_token_has_its_numbers(client: TestClient) -> None:
+    found = client.get("/api/tokens", params={**RUN, "eid": "2/1/1/0"}).json()
+    assert found["ids"] == [5, 6, 7, 8, 9, 10] and found["mask"] == [0, 0, 1, 1, 1, 1]
+    assert found["logprobs"][:2] == [None, None] and found["logprobs"][2] == pytest.approx(-0.1)
+    assert found["trained_logprobs"] == [None, None, -0.25, -0.25, -0.25, -0.25]
+    assert found["ratio"][5] == pytest.approx(1.1618, abs=1e-4)  # exp(-0.25 - -0.4)
+    assert found["advantages"][2:] == [1, 1, 1, 1] and found["versions"][2:] == [1] * 4
+    assert found["trained_step"] == 2 and len(found["text"]) == 6
+
+
+def test_a_wrong_question_is_answered_in_a_sentence(client: TestClient) -> None:
+    for path, query, sentence in (
+        ("curves", {"run": "other"}, "no run 'other'"),
+        ("rollouts", {**RUN, "least": "much"}, "least is 'much': expected a number"),
+        ("rollouts", {**RUN, "order": "x"}, "one of newest, oldest"),
+        ("rollout", {**RUN, "eid": "9/9"}, "no rollout '9/9'"),
+        ("tokens", {**RUN, "eid": "9/9"}, "no tokens of '9/9' are kept"),
+        ("export", {**RUN, "format": "xml"}, "expected jsonl or parquet"),
+    ):
+        answer = client.get(f"/api/{path}", params=query)
+        assert answer.status_code == 400 and sentence in answer.json()["error"]
+
+
+def test_a_selection_is_sent_as_a_file(client: TestClient) -> None:
+    answer = client.get("/api/export", params={**RUN, "kind": "eval", "format": "jsonl"})
+    assert len(answer.text.splitlines()) == 6
+    assert 'filename="run_rollouts.jsonl"' in answer.headers["content-disposition"]
+
+
+def test_beyond_loopback_a_key_is_needed(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 is open to other machines: give"):
+        serve(PageOptions(folder, "0.0.0.0", 0))
+    (tmp_path / "key").write_text("")
+    with pytest.raises(ValueError, match="is empty: expected a key"):
+        serve(PageOptions(folder, "0.0.0.0", 0, tmp_path / "key"))
+
+
+def test_a_report_is_one_file_with_all_that_it_shows(folder: Path, tmp_path: Path) -> None:
+    path = write_report(folder, tmp_path / "report.html")
+    text = path.read_text(encoding="utf-8")
+    assert "TRIREME_REPORT" in text and '"2/1/1/0"' in text and "view/app.js" in text
+    assert 'src="/' not in text and 'href="/' not in text
+    with pytest.raises(ValueError, match="is a folder: expected a file"):
+        write_report(folder, tmp_path)

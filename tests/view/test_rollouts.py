@@ -1,0 +1,114 @@
+"""The index of rollouts: filters against a plain loop, files that grow and are replaced."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from tests.view.made import experience, make_run
+from trireme.buffer.record import Record
+from trireme.view.rollouts import Filter, Rollouts, export
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Rollouts:
+    made = Rollouts(make_run(tmp_path / "run"))
+    made.refresh()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wanted", "holds"),
+    [
+        (Filter(kind="train"), lambda r: r["kind"] == "train"),
+        (Filter(kind="eval", step=2), lambda r: r["kind"] == "eval" and r["step"] == 2),
+        (Filter(least=0.5), lambda r: (r["reward"] or 0) >= 0.5),
+        (Filter(most=0.5), lambda r: r["reward"] is not None and r["reward"] <= 0.5),
+        (Filter(cut=True), lambda r: r.get("stop_reason") == "length"),
+        (Filter(task="0:101"), lambda r: r["task"] == "0:101"),
+        (Filter(group="2/1"), lambda r: r["group"] == "2/1"),
+        (Filter(text="REPLY 2 OF"), lambda r: "Reply 2 of" in (r["response"] or "")),
+        (Filter(text=".\nReply"), lambda r: ".\nReply" in (r["response"] or "")),
+        (Filter(text="what is 1"), lambda r: "What is 1" in r["prompt"]),
+        (Filter(text="task_index"), lambda r: False),
+        (Filter(text="stop"), lambda r: False),
+    ],
+)
+def test_a_filter_finds_what_a_loop_over_all_lines_finds(
+    rollouts: Rollouts, wanted: Filter, holds: Any
+) -> None:
+    everything = rollouts.rows(range(len(rollouts)))
+    assert len(everything) == 3 * 8 + 3 * 2 + 1
+    expected = {(row["kind"], row["eid"]) for row in everything if holds(row)}
+    found = rollouts.rows(rollouts.select(wanted))
+    assert {(row["kind"], row["eid"]) for row in found} == expected
+    assert len(found) == len(expected)
+
+
+def test_orders(rollouts: Rollouts) -> None:
+    def rewards(order: str) -> list[Any]:
+        return [row["reward"] for row in rollouts.rows(rollouts.select(Filter(order=order)))]
+
+    assert rewards("best") == sorted(rewards("best"), reverse=True)
+    assert rewards("worst") == sorted(rewards("worst")) and None not in rewards("worst")
+    newest = [row["step"] for row in rollouts.rows(rollouts.select(Filter(order="newest")))]
+    assert newest == sorted(newest, reverse=True)
+    shuffled = rollouts.select(Filter(order="random", seed=3)).tolist()
+    assert shuffled == rollouts.select(Filter(order="random", seed=3)).tolist()
+    assert sorted(shuffled) == list(range(len(rollouts))) != shuffled
+    with pytest.raises(ValueError, match="order 'biggest' is not known: one of newest"):
+        Filter(order="biggest")
+
+
+def test_the_same_held_out_task_through_the_steps(rollouts: Rollouts) -> None:
+    rows = rollouts.rows(rollouts.select(Filter(kind="eval", task="held_out/1", order="oldest")))
+    assert [row["eid"] for row in rows] == [f"{step}/held_out/1/0/0" for step in (1, 2, 3)]
+
+
+def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path: Path) -> None:
+    lines = tmp_path / "buffer/experience_buffer.jsonl"
+    record = Record(lines=lines)
+    found = Rollouts(tmp_path)
+    found.refresh()
+    assert len(found) == 0
+    record._write([experience(1, 0, 0, math.nan), experience(1, 0, 1, 1.0)])
+    with lines.open("a") as file:
+        file.write('{"eid": "half')
+    found.refresh()
+    assert len(found) == 2
+    assert found.row("train", "1/0/0/0")["reward"] is None  # browsers know no NaN
+    lines.write_text(lines.read_text().removesuffix('{"eid": "half'))
+    record._write([experience(2, 0, 0, 0.5)])
+    found.refresh()
+    assert [row["eid"] for row in found.rows(found.select(Filter(order="oldest")))][-1] == "2/0/0/0"
+    record._lines.keep(lambda line: line["step"] == 2)  # type: ignore[union-attr]
+    found.refresh()
+    assert [row["eid"] for row in found.rows(range(len(found)))] == ["2/0/0/0"]
+    with pytest.raises(ValueError, match="no rollout '1/0/1/0' of kind 'train'"):
+        found.row("train", "1/0/1/0")
+    record.close()
+
+
+def test_a_run_with_a_database_alone(tmp_path: Path) -> None:
+    record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
+    record._write([experience(1, 0, run, float(run)) for run in range(3)])
+    record.close()
+    found = Rollouts(tmp_path)
+    found.refresh()
+    best = found.rows(found.select(Filter(order="best", text="reply 2")))
+    assert [(row["eid"], row["reward"]) for row in best] == [("1/0/2/0", 2.0)]
+
+
+def test_a_selection_is_exported_whole(rollouts: Rollouts) -> None:
+    places = rollouts.select(Filter(kind="train", least=1.0))
+    rows = [json.loads(line) for line in b"".join(export(rollouts, places, "jsonl")).splitlines()]
+    assert rows == rollouts.rows(places) and len(rows) == 12
+    table = pyarrow.parquet.read_table(io.BytesIO(b"".join(export(rollouts, places, "parquet"))))
+    assert table.column("eid").to_pylist() == [row["eid"] for row in rows]
+    assert json.loads(table.column("info")[0].as_py()) == rows[0]["info"]

@@ -1,0 +1,52 @@
+"""The runs below a folder, and what each says about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.view.made import make_run
+from trireme.view.runs import MOST_POINTS, Curves, about, columns, find_runs, overview
+
+
+def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> None:
+    make_run(tmp_path / "project/one/sft", steps=1)
+    make_run(tmp_path / "project/one/grpo", steps=1)
+    (tmp_path / "project/other/buffer").mkdir(parents=True)
+    assert {run.name for run in find_runs(tmp_path)} == {"project/one/sft", "project/one/grpo"}
+    (own,) = find_runs(tmp_path / "project/one/grpo")
+    assert own.name == "grpo"
+    for folder in ("missing", "project/other"):
+        with pytest.raises(ValueError, match=r"no folder|holds no run"):
+            find_runs(tmp_path / folder)
+
+
+def test_curves_are_columns_with_null_for_what_is_no_number(tmp_path: Path) -> None:
+    (run,) = find_runs(make_run(tmp_path / "run"))
+    curves = Curves()
+    found = curves.of(run)
+    assert found["explorer"]["steps"] == [1, 2, 3]
+    assert found["explorer"]["metrics"]["rollout/reward/mean"] == [0.1, 0.2, 0.3]
+    assert found["trainer"]["metrics"]["actor/kl_loss"] == [None] * 3
+    assert curves.of(run) is found
+    with (run.folder / "monitor/metrics.jsonl").open("a") as file:
+        file.write('{"time": 1, "part": "explorer", "step": 4, "metrics": {"x": 1}}\n')
+    assert curves.of(run)["explorer"]["steps"] == [1, 2, 3, 4]
+
+
+def test_long_curves_are_thinned_and_keep_their_last_step() -> None:
+    rows = [{"part": "trainer", "step": n, "time": n, "metrics": {"x": n}} for n in range(1, 9001)]
+    found = columns(rows)["trainer"]
+    assert len(found["steps"]) <= MOST_POINTS and found["steps"][-1] == 9000
+    assert found["metrics"]["x"] == found["steps"]
+
+
+def test_a_run_says_what_it_was_and_what_changed_at_its_resume(tmp_path: Path) -> None:
+    (run,) = find_runs(make_run(tmp_path / "run"))
+    first, second = about(run)["starts"]
+    assert first["changes"] == [] and "lr: 0.001" in first["config_text"]
+    assert second["changes"] == [{"key": "algorithm.optimizer.lr", "old": 1e-3, "new": 1e-4}]
+    told = overview(run)
+    assert told["seed"] == 7 and not told["finished"]
+    assert [one["cause"] for one in told["warnings"]] == ["all_equal"]

@@ -1,0 +1,1 @@
+"""The local page over the folders of runs: curves, rollouts, tokens, time, configuration."""

@@ -1,0 +1,277 @@
+"""The page's server: what the browser asks for, on loopback, for those who know the token.
+
+Invariants:
+- Every answer but the refusal needs the token: in the URL once, from then on in a cookie that
+  scripts cannot read.
+- Nothing is changed by a request, and no file is sent but the page's own and the chart library.
+- Answers hold text of models: the page never gets it as HTML, and may load nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hmac
+import json
+import threading
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trireme.view.rollouts import Filter, Rollouts, as_item, export
+from trireme.view.runs import Curves, Run, about, find_runs, overview
+from trireme.view.tokens import Tokens
+
+COOKIE = "trireme_view_{port}"
+"""Browsers keep one jar for all ports of a host."""
+STATIC = Path(__file__).parent / "static"
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+MOST_ROWS = 500
+"""Rollouts of one answer."""
+LEAST_GZIP = 10_000
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+
+class Page:
+    """The runs below a folder, and what has been read of them."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises ValueError where `root` has no run."""
+        self.root = root
+        self.curves = Curves()
+        self._lock = threading.Lock()
+        self._rollouts: dict[str, Rollouts] = {}
+        self._tokens: dict[str, Tokens] = {}
+        self.runs = {run.name: run for run in find_runs(root)}
+
+    def begin(self) -> None:
+        """Index what is there, before somebody asks; in a thread of its own."""
+        threading.Thread(target=self._index, name="view-index", daemon=True).start()
+
+    def _index(self) -> None:
+        for run in list(self.runs.values()):
+            self.rollouts(run).refresh()
+        import trireme.serialize  # noqa: F401  (torch takes seconds: before somebody waits for it)
+
+    def list(self) -> list[dict[str, Any]]:
+        """All runs, also those that have begun since."""
+        self.runs = {run.name: run for run in find_runs(self.root)}
+        return [overview(run) for run in self.runs.values()]
+
+    def run(self, name: str) -> Run:
+        """Raises ValueError for a run that is not there."""
+        if name not in self.runs:
+            known = ", ".join(self.runs)
+            raise ValueError(f"there is no run '{name}' below {self.root}: expected one of {known}")
+        return self.runs[name]
+
+    def rollouts(self, run: Run) -> Rollouts:
+        """The index of a run's rollouts, as far as it was read."""
+        with self._lock:
+            if run.name not in self._rollouts:
+                self._rollouts[run.name] = Rollouts(run.folder)
+            return self._rollouts[run.name]
+
+    def search(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """A page of the rollouts that a filter wants."""
+        rollouts = self.rollouts(self.run(query.get("run", "")))
+        rollouts.refresh()
+        places = rollouts.select(filter_of(query))
+        first, count = _number(query, "offset", 0), min(_number(query, "limit", 100), MOST_ROWS)
+        rows = rollouts.rows(places[first : first + count])
+        whole = query.get("whole") == "1"
+        return {
+            "total": len(places),
+            "rows": rows if whole else [as_item(row) for row in rows],
+            "facts": rollouts.facts(),
+        }
+
+    def rollout(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """One rollout, whole, with its messages where a database of the run has them."""
+        run, kind, eid = (
+            self.run(query.get("run", "")),
+            query.get("kind", "train"),
+            query.get("eid", ""),
+        )
+        rollouts = self.rollouts(run)
+        rollouts.refresh()
+        row = rollouts.row(kind, eid)
+        experience = self.tokens_of(run).experience(eid) if kind == "train" else None
+        if experience is not None:
+            row |= {"messages": experience.messages, "tools": experience.tools}
+        return row
+
+    def tokens(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """One rollout, token for token."""
+        return self.tokens_of(self.run(query.get("run", ""))).of(query.get("eid", ""))
+
+    def tokens_of(self, run: Run) -> Tokens:
+        """The tokens of a run's rollouts."""
+        with self._lock:
+            return self._tokens.setdefault(run.name, Tokens(run))
+
+
+def filter_of(query: Mapping[str, str]) -> Filter:
+    """The filter that a URL's query says. Raises ValueError naming what is no number."""
+
+    def real(name: str) -> float | None:
+        text = query.get(name, "")
+        try:
+            return float(text) if text else None
+        except ValueError:
+            raise ValueError(f"{name} is '{text}': expected a number") from None
+
+    return Filter(
+        kind=query.get("kind") or None,
+        step=_number(query, "step", 0) if query.get("step") else None,
+        task=query.get("task") or None,
+        group=query.get("group") or None,
+        least=real("least"),
+        most=real("most"),
+        cut={"1": True, "0": False}.get(query.get("cut", "")),
+        text=query.get("text", ""),
+        order=query.get("order") or "newest",
+        seed=_number(query, "seed", 0),
+    )
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name} is '{text}': expected a whole number") from None
+
+
+def create_app(page: Page, token: str) -> ASGIApp:
+    """The whole server."""
+
+    def answer(found: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Response]:
+        def endpoint(request: Request) -> Response:
+            try:
+                value = found(request.query_params)
+            except ValueError as error:
+                return _as_json({"error": str(error)}, request, 400)
+            return _as_json(value, request)
+
+        return endpoint
+
+    routes = [
+        Route("/", _index),
+        Route("/static/{name}", _static),
+        Route("/plotly.js", _plotly),
+        Route("/api/runs", answer(lambda query: page.list())),
+        Route("/api/curves", answer(lambda query: page.curves.of(page.run(query.get("run", ""))))),
+        Route("/api/about", answer(lambda query: about(page.run(query.get("run", ""))))),
+        Route("/api/rollouts", answer(page.search)),
+        Route("/api/rollout", answer(page.rollout)),
+        Route("/api/tokens", answer(page.tokens)),
+        Route("/api/export", lambda request: _export(page, request)),
+    ]
+    return Guard(Starlette(routes=routes), token)
+
+
+def _as_json(value: Any, request: Request, status: int = 200) -> Response:
+    body = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain).encode()
+    headers = {"Cache-Control": "no-store"}
+    if len(body) > LEAST_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
+        body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
+    return Response(body, status, headers, "application/json")
+
+
+def _plain(value: Any) -> Any:
+    return str(value)  # dates of YAML
+
+
+def _export(page: Page, request: Request) -> Response:
+    """The selection as a file to keep."""
+    query = request.query_params
+    form = query.get("format", "jsonl")
+    try:
+        if form not in ("jsonl", "parquet"):
+            raise ValueError(f"format is '{form}': expected jsonl or parquet")
+        rollouts = page.rollouts(page.run(query.get("run", "")))
+        rollouts.refresh()
+        places = rollouts.select(filter_of(query))
+    except ValueError as error:
+        return _as_json({"error": str(error)}, request, 400)
+    name = f"{query.get('run', 'run').replace('/', '_')}_rollouts.{form}"
+    kind = "application/jsonl" if form == "jsonl" else "application/vnd.apache.parquet"
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(export(rollouts, places, form), 200, headers, kind)
+
+
+def _index(request: Request) -> Response:
+    return Response((STATIC / "index.html").read_bytes(), media_type="text/html")
+
+
+def _static(request: Request) -> Response:
+    path = STATIC / request.path_params["name"]
+    if path.parent != STATIC or not path.is_file():
+        raise HTTPException(404)
+    return Response(path.read_bytes(), media_type=TYPES[path.suffix])
+
+
+def chart_library() -> bytes:
+    """The JavaScript that plotly's package carries."""
+    return (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+
+
+def _plotly(request: Request) -> Response:
+    body = gzip.compress(chart_library(), 1)
+    headers = {"Cache-Control": "private, max-age=86400", "Content-Encoding": "gzip"}
+    return Response(body, 200, headers, "text/javascript")
+
+
+class Guard:
+    """Lets nobody in without the token, and tells browsers what the page may load. Plain ASGI."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        cookie = COOKIE.format(port=(scope.get("server") or ("", 0))[1])
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        known = any(self._is(text) for text in (given, bearer, request.cookies.get(cookie, "")))
+        if not known:
+            text = "This page needs its token: open the whole URL that trireme view printed.\n"
+            await Response(text, 401, media_type="text/plain")(scope, receive, send)
+            return
+        if given and scope["path"] == "/":  # out of the address line, and of the browser's history
+            response = RedirectResponse("/", 303)
+            response.set_cookie(cookie, given, httponly=True, samesite="strict")
+            await response(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] += [
+                    (b"content-security-policy", POLICY.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"referrer-policy", b"no-referrer"),
+                ]
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+    def _is(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token.encode())

@@ -1,0 +1,138 @@
+"""Writes the page and what it shows into one file that needs no server and no network.
+
+Invariants:
+- The file holds curves, warnings, configuration and timeline whole, and a selection of rollouts:
+  the best, the worst and the newest, whole groups, and of held-out tasks some through all steps.
+- It is the page's own code; only where its answers come from differs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from trireme.files import write_text
+from trireme.view.app import STATIC, Page, chart_library
+from trireme.view.rollouts import Filter, Rollouts
+from trireme.view.runs import Run, about
+from trireme.view.tokens import Tokens
+
+GROUPS = 8
+"""Groups of each order: newest, best and worst."""
+TASKS = 20
+"""Held-out tasks that are followed through the steps."""
+FAILURES = 20
+MOST_TOKENS = 40
+"""Rollouts with their tokens."""
+
+
+def write_report(root: Path, path: Path) -> Path:
+    """One HTML file of all runs below `root`. Raises ValueError where there is none."""
+    if path.is_dir():
+        raise ValueError(f"--html {path} is a folder: expected a file, as in report.html")
+    page = Page(root)
+    held = {
+        "runs": page.list(),
+        "of": {run.name: _held(page, run) for run in page.runs.values()},
+    }
+    write_text(path, _document(held))
+    return path
+
+
+def _held(page: Page, run: Run) -> dict[str, Any]:
+    """What the page asks of one run."""
+    rollouts = page.rollouts(run)
+    rollouts.refresh()
+    rows = _selected(rollouts)
+    tokens = Tokens(run)
+    for row in rows:
+        if row["kind"] == "train" and (experience := tokens.experience(row["eid"])) is not None:
+            row |= {"messages": experience.messages, "tools": experience.tools}
+    trained = [row["eid"] for row in rows if row["kind"] == "train"]
+    found: dict[str, Any] = {}
+    for eid in trained[:MOST_TOKENS]:
+        try:
+            found[f"train {eid}"] = tokens.of(eid)
+        except ValueError:  # no copy of its tokens was kept
+            continue
+    facts = {
+        kind: {
+            "count": sum(row["kind"] == kind for row in rows),
+            "steps": sorted({row["step"] for row in rows if row["kind"] == kind}),
+        }
+        for kind in ("train", "eval", "failed")
+        if any(row["kind"] == kind for row in rows)
+    }
+    return {
+        "curves": page.curves.of(run),
+        "about": about(run),
+        "rollouts": rows,
+        "tokens": found,
+        "facts": facts,
+    }
+
+
+def _selected(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """Whole groups of the newest, best and worst rollouts, some held-out tasks, some failures."""
+    chosen: dict[str, dict[str, Any]] = {}
+
+    def add(wanted: Filter, most: int | None = None) -> list[dict[str, Any]]:
+        rows = rollouts.rows(rollouts.select(wanted)[:most])
+        chosen.update({f"{row['kind']} {row['eid']}": row for row in rows})
+        return rows
+
+    for order in ("best", "worst", "newest"):
+        some = rollouts.rows(rollouts.select(Filter(kind="train", order=order))[: GROUPS * 32])
+        for group in list(dict.fromkeys(row["group"] for row in some))[:GROUPS]:
+            add(Filter(kind="train", group=group))
+    held_out = rollouts.rows(rollouts.select(Filter(kind="eval", order="newest"))[: TASKS * 4])
+    for task in list(dict.fromkeys(row["task"] for row in held_out))[:TASKS]:
+        add(Filter(kind="eval", task=task))
+    add(Filter(kind="failed"), FAILURES)
+    return list(chosen.values())
+
+
+def _document(held: dict[str, Any]) -> str:
+    """The page with styles, scripts, chart library and data inside it."""
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    modules = {
+        f"view/{file.name}": _as_url(_bare(file.read_text(encoding="utf-8")))
+        for file in sorted(STATIC.glob("*.js"))
+        if file.name != "theme.js"
+    }
+    data = json.dumps(held, ensure_ascii=False, default=str).replace("<", "\\u003c")
+    parts = {
+        '<link rel="stylesheet" href="/static/style.css">': (
+            f"<style>{(STATIC / 'style.css').read_text(encoding='utf-8')}</style>"
+        ),
+        '<script src="/static/theme.js"></script>': (
+            f"<script>{(STATIC / 'theme.js').read_text(encoding='utf-8')}</script>"
+            f"<script>globalThis.TRIREME_REPORT = {data};</script>"
+            f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
+        ),
+        '<script type="module" src="/static/app.js"></script>': (
+            f"<script>{_unclosed(chart_library().decode())}</script>"
+            '<script type="module">import "view/app.js";</script>'
+        ),
+    }
+    for old, new in parts.items():
+        assert old in page, f"index.html has no {old}"
+        page = page.replace(old, new)
+    return page
+
+
+def _bare(module: str) -> str:
+    """A module whose imports the page's import map finds: data URLs have no folder."""
+    return re.sub(r'from "\./([\w-]+\.js)"', r'from "view/\1"', module)
+
+
+def _as_url(module: str) -> str:
+    return "data:text/javascript;base64," + base64.b64encode(module.encode()).decode()
+
+
+def _unclosed(script: str) -> str:
+    """A script in whose texts no tag ends the element that it stands in."""
+    return script.replace("</script", "<\\/script")

@@ -1,0 +1,411 @@
+"""Indexes a run's rollouts in memory, filters them, and reads the wanted ones back.
+
+Invariants:
+- The index holds numbers and places in files, never text: 100,000 rollouts take about 10 MB.
+- A file that has grown is read on from where the index ended; one that was replaced or has shrunk
+  (a resume, a copy at its limit) is read anew.
+- Nothing is written, and a database is opened read-only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import random
+import re
+import sqlite3
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from trireme.checkpoint.layout import EVALUATED, FAILED
+
+KINDS = ("train", "eval", "failed")
+LINES = {
+    "train": "experience_buffer.jsonl",
+    "eval": EVALUATED,
+    "failed": FAILED,
+}
+"""Where the rollouts of each kind lie in a run's `buffer` folder."""
+DATABASE = "explorer_output.db"
+ORDERS = ("newest", "oldest", "best", "worst", "longest", "random")
+SNIPPET = 160
+"""Characters of a reply that a list shows."""
+_COLUMNS = {
+    "kind": "b", "offset": "q", "size": "i", "text": "i", "text_end": "i", "step": "i",
+    "task": "i", "group": "i", "run": "i", "reward": "d", "length": "i", "version": "i", "cut": "b",
+}  # fmt: skip
+
+Selection = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which rollouts are wanted; None and empty texts: all."""
+
+    kind: str | None = None
+    step: int | None = None
+    task: str | None = None
+    group: str | None = None
+    least: float | None = None
+    """The lowest reward."""
+    most: float | None = None
+    """The highest reward."""
+    cut: bool | None = None
+    """Whether the reply was cut at its limit."""
+    text: str = ""
+    """Occurs in the prompt or the reply, whatever the case of its letters."""
+    order: str = "newest"
+    seed: int = 0
+    """Of the random order, so that its pages fit together."""
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order '{self.order}' is not known: one of {', '.join(ORDERS)}")
+        if self.kind is not None and self.kind not in KINDS:
+            raise ValueError(f"kind '{self.kind}' is not known: one of {', '.join(KINDS)}")
+
+
+@dataclass
+class _Source:
+    """One file, and how far it has been read."""
+
+    path: Path
+    kind: str
+    inode: int = -1
+    read: int = 0
+    head: bytes = b""
+    """How it begins: a file written anew may get the same inode."""
+
+
+@dataclass
+class _Names:
+    """Texts as numbers."""
+
+    codes: dict[str, int] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+    def code(self, name: str) -> int:
+        if name not in self.codes:
+            self.codes[name] = len(self.names)
+            self.names.append(name)
+        return self.codes[name]
+
+
+class Rollouts:
+    """All rollouts that a run's folder holds."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the run's; it may have no rollouts yet."""
+        self.buffer = folder / "buffer"
+        self._lock = threading.Lock()
+        self._sources = [_Source(self.buffer / name, kind) for kind, name in LINES.items()]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._columns = {name: array(code) for name, code in _COLUMNS.items()}
+        self._tasks, self._groups = _Names(), _Names()
+        self._places: dict[str, int] = {}
+        self._from_database = 0
+        for source in self._sources:
+            source.inode, source.read, source.head = -1, 0, b""
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Read what has been written since the last time."""
+        with self._lock:
+            if any(self._was_replaced(source) for source in self._sources):
+                self._clear()
+            for source in self._sources:
+                if source.path.exists():
+                    self._read_on(source)
+            if not self._sources[0].path.exists() and (self.buffer / DATABASE).exists():
+                self._read_database()
+
+    def _was_replaced(self, source: _Source) -> bool:
+        if source.inode == -1:
+            return False
+        if not source.path.exists():
+            return True
+        stat = source.path.stat()
+        with source.path.open("rb") as file:
+            head = file.read(len(source.head))
+        return stat.st_ino != source.inode or stat.st_size < source.read or head != source.head
+
+    def _read_on(self, source: _Source) -> None:
+        with source.path.open("rb") as file:
+            source.inode = os.fstat(file.fileno()).st_ino
+            file.seek(source.read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self._add_line(source, line)
+                source.read += len(line)
+                source.head = source.head or line[:200]
+
+    def _add_line(self, source: _Source, line: bytes) -> None:
+        row = json.loads(line, parse_constant=_no_number)
+        begin = line.find(b'"prompt": ')
+        end = line.rfind(b', "prompt_length": ')
+        self._add(
+            row,
+            kind=KINDS.index(source.kind),
+            offset=source.read,
+            size=len(line),
+            text=max(begin, 0),
+            text_end=end if end >= 0 else len(line),
+        )
+
+    def _add(self, row: dict[str, Any], **place: int) -> None:
+        eid = str(row["eid"])
+        group, run = _group_and_run(eid)
+        reward = row.get("reward")
+        values = {
+            "step": int(row["step"]),
+            "task": self._tasks.code(task_of(row, KINDS[place["kind"]])),
+            "group": self._groups.code(group),
+            "run": run,
+            "reward": math.nan if reward is None else float(reward),
+            "length": int(row.get("response_length") or 0),
+            "version": -1 if row.get("model_version") is None else int(row["model_version"]),
+            "cut": int(row.get("stop_reason") == "length" or bool(row.get("truncate_status"))),
+        }
+        self._places[f"{KINDS[place['kind']]} {eid}"] = len(self._columns["offset"])
+        for name, value in (values | place).items():
+            self._columns[name].append(value)
+
+    def _read_database(self) -> None:
+        """Rows of the copy that workflows' experiences have, where a run keeps no lines."""
+        query = (
+            "SELECT id, msg_id, batch, reward, model_version, length(response_text) "
+            "FROM experiences WHERE id > ? ORDER BY id"
+        )
+        with closing(open_read_only(self.buffer / DATABASE)) as database:
+            for key, eid, step, reward, version, size in database.execute(
+                query, [self._from_database]
+            ):
+                row = {"eid": eid, "step": step, "reward": reward, "model_version": version}
+                self._add(row | {"response_length": size}, kind=0, offset=-key, size=0, text=0,
+                          text_end=0)  # fmt: skip
+                self._from_database = key
+
+    # --- asking ----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._columns["offset"])
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """A column as it is now."""
+        return np.array(self._columns[name])
+
+    def select(self, wanted: Filter) -> Selection:
+        """Places of the rollouts that are wanted, in their order."""
+        with self._lock:
+            columns = {name: np.array(values) for name, values in self._columns.items()}
+            tasks, groups = dict(self._tasks.codes), dict(self._groups.codes)
+        keep = np.ones(len(columns["offset"]), bool)
+        if wanted.kind is not None:
+            keep &= columns["kind"] == KINDS.index(wanted.kind)
+        if wanted.step is not None:
+            keep &= columns["step"] == wanted.step
+        if wanted.task is not None:
+            keep &= columns["task"] == tasks.get(wanted.task, -1)
+        if wanted.group is not None:
+            keep &= columns["group"] == groups.get(wanted.group, -1)
+        if wanted.least is not None:
+            keep &= columns["reward"] >= wanted.least
+        if wanted.most is not None:
+            keep &= columns["reward"] <= wanted.most
+        if wanted.cut is not None:
+            keep &= columns["cut"] == wanted.cut
+        if wanted.text:
+            keep &= self._holding(wanted.text, columns)
+        return _ordered(np.flatnonzero(keep), columns, wanted)
+
+    def _holding(self, text: str, columns: dict[str, np.ndarray[Any, Any]]) -> Any:
+        """Which rollouts have a text in prompt or reply."""
+        found = np.zeros(len(columns["offset"]), bool)
+        escaped = json.dumps(text, ensure_ascii=False)[1:-1].encode()
+        pattern = re.compile(re.escape(escaped), re.IGNORECASE)
+        for source in self._sources:
+            own = np.flatnonzero(
+                (columns["kind"] == KINDS.index(source.kind)) & (columns["offset"] >= 0)
+            )
+            if not len(own) or not source.path.exists():
+                continue
+            starts = columns["offset"][own]
+            hits = np.fromiter(_hits(source.path, pattern), np.int64)
+            line = np.searchsorted(starts, hits, side="right") - 1
+            hits, line = hits[line >= 0], line[line >= 0]
+            within = hits - starts[line]
+            inside = (within >= columns["text"][own][line]) & (
+                within < columns["text_end"][own][line]
+            )
+            found[own[line[inside]]] = True
+        if (columns["offset"] < 0).any():
+            query = (
+                "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
+                "OR response_text LIKE ? ESCAPE '\\'"
+            )
+            like = "%" + re.sub(r"([%_\\])", r"\\\1", text) + "%"
+            with closing(open_read_only(self.buffer / DATABASE)) as database:
+                ids = [-key for (key,) in database.execute(query, [like, like])]
+            found |= np.isin(columns["offset"], ids)
+        return found
+
+    def rows(self, places: Sequence[int] | Selection) -> list[dict[str, Any]]:
+        """The whole lines at these places, each with its kind, task and group."""
+        with self._lock:
+            return [self._row(int(place)) for place in places]
+
+    def _row(self, place: int) -> dict[str, Any]:
+        own = {name: values[place] for name, values in self._columns.items()}
+        if own["offset"] < 0:
+            row = self._database_row(-own["offset"])
+        else:
+            with self._sources[own["kind"]].path.open("rb") as file:
+                file.seek(own["offset"])
+                row = json.loads(file.read(own["size"]), parse_constant=_no_number)
+        row["kind"] = KINDS[own["kind"]]
+        row["task"] = self._tasks.names[own["task"]]
+        row["group"] = self._groups.names[own["group"]]
+        row["cut"] = bool(own["cut"])
+        return row
+
+    def _database_row(self, key: int) -> dict[str, Any]:
+        query = (
+            "SELECT msg_id, batch, reward, model_version, prompt_text, response_text "
+            "FROM experiences WHERE id = ?"
+        )
+        with closing(open_read_only(self.buffer / DATABASE)) as database:
+            found = database.execute(query, [key]).fetchone()
+        if found is None:
+            raise ValueError(f"row {key} of {DATABASE} is gone: the copy was cut or rewound")
+        names = ("eid", "step", "reward", "model_version", "prompt", "response")
+        return dict(zip(names, found, strict=True))
+
+    def row(self, kind: str, eid: str) -> dict[str, Any]:
+        """One rollout by its id. Raises ValueError where there is none."""
+        place = self._places.get(f"{kind} {eid}")
+        if place is None:
+            raise ValueError(f"there is no rollout '{eid}' of kind '{kind}' in {self.buffer}")
+        return self.rows([place])[0]
+
+    def facts(self) -> dict[str, Any]:
+        """What the page's filters offer: how many of each kind, and the steps of each."""
+        kinds, steps = self.column("kind"), self.column("step")
+        out: dict[str, Any] = {}
+        for number, kind in enumerate(KINDS):
+            own = steps[kinds == number]
+            if len(own):
+                out[kind] = {"count": len(own), "steps": np.unique(own).tolist()}
+        return out
+
+
+def _no_number(name: str) -> None:
+    """NaN and the infinities, which browsers' JSON does not know."""
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """A SQLite database that this process cannot change."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+
+
+def task_of(row: dict[str, Any], kind: str) -> str:
+    """The task over all steps: its row in the taskset, or `<eval set>/<row>`; else its group."""
+    eid = str(row["eid"])
+    if kind == "eval":
+        return _group_and_run(eid)[0].partition("/")[2]
+    index = (row.get("info") or {}).get("task_index")
+    if isinstance(index, dict) and "index" in index:
+        return f"{index.get('taskset_id', 0)}:{index['index']}"
+    return _group_and_run(eid)[0]
+
+
+def _group_and_run(eid: str) -> tuple[str, int]:
+    """`batch/task` and the run of `batch/task/run/step` and of evaluations' `step/set/task/…`."""
+    parts = eid.split("/")
+    cut = 3 if len(parts) >= 5 and not parts[1].isdigit() else 2
+    run = parts[cut] if len(parts) > cut else "0"
+    return "/".join(parts[:cut]), int(run) if run.isdigit() else 0
+
+
+def _hits(path: Path, pattern: re.Pattern[bytes]) -> Iterator[int]:
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield from (match.start() for match in pattern.finditer(data))
+
+
+def _ordered(
+    places: Selection, columns: dict[str, np.ndarray[Any, Any]], wanted: Filter
+) -> Selection:
+    """Places in the wanted order; rollouts without a reward are neither best nor worst."""
+    if wanted.order == "random":
+        shuffled = places.tolist()
+        random.Random(wanted.seed).shuffle(shuffled)
+        return np.array(shuffled, np.int64)
+    by_age = np.lexsort((places, columns["step"][places]))
+    places = places[by_age]
+    if wanted.order == "oldest":
+        return places
+    if wanted.order == "newest":
+        return places[::-1]
+    if wanted.order == "longest":
+        return places[np.argsort(-columns["length"][places], kind="stable")]
+    places = places[~np.isnan(columns["reward"][places])]
+    sign = -1 if wanted.order == "best" else 1
+    return places[np.argsort(sign * columns["reward"][places], kind="stable")]
+
+
+def as_item(row: dict[str, Any]) -> dict[str, Any]:
+    """A rollout as a list shows it."""
+    keys = ("eid", "kind", "step", "task", "group", "reward", "response_length", "cut",
+            "model_version", "stop_reason")  # fmt: skip
+    reply = row.get("response") or (row.get("failure") or {}).get("message") or ""
+    question = last_question(row.get("prompt") or "")
+    return {key: row.get(key) for key in keys} | {
+        "prompt": question[:SNIPPET],
+        "reply": reply[:SNIPPET],
+    }
+
+
+def last_question(prompt: str) -> str:
+    """A prompt's text without the marks of its chat template at both ends, for a list."""
+    return re.sub(r"<\|?[a-z_/]+\|?>", " ", prompt).strip()
+
+
+def export(
+    rollouts: Rollouts, places: Selection, form: Literal["jsonl", "parquet"]
+) -> Iterator[bytes]:
+    """The whole rollouts at these places as one file, in parts."""
+    if form == "jsonl":
+        for first in range(0, len(places), 500):
+            rows = rollouts.rows(places[first : first + 500])
+            yield "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        return
+    import io
+
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = rollouts.rows(places)
+    for row in rows:  # what differs from row to row in its keys is one text in a column
+        for key in ("info", "metrics", "failure"):
+            if key in row:
+                row[key] = json.dumps(row[key], ensure_ascii=False)
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(table, out)
+    yield out.getvalue()

@@ -1,0 +1,226 @@
+"""Finds runs below a folder and reads what each has written about itself.
+
+Invariants:
+- A run is a folder with `monitor/metrics.jsonl`, or with one in `monitor/<explorer>/`. A run of
+  several stages has a folder, and so an entry here, for each stage.
+- Reading never writes, takes no lock, and loads no torch: it may go on beside a run.
+- Curves are columns. A part with more than `MOST_POINTS` steps is thinned evenly, its last step is
+  always there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trireme.monitor import figures
+from trireme.monitor.monitor import FILE_NAME, read_metrics
+
+DEPTH = 5
+"""How far below the given folder a run may lie."""
+MOST_POINTS = 2000
+_SKIPPED = {"buffer", "log", "monitor", "run", "node_modules"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder, or one stage's."""
+
+    name: str
+    """Its path below the folder that is viewed, which the page shows and asks by."""
+    folder: Path
+
+    @property
+    def metric_files(self) -> list[Path]:
+        """One file a process that logs."""
+        monitor = self.folder / "monitor"
+        return sorted([*monitor.glob(FILE_NAME), *monitor.glob(f"*/{FILE_NAME}")])
+
+    @property
+    def generation(self) -> str:
+        """A text that changes whenever the run logs something."""
+        stats = (path.stat() for path in self.metric_files)
+        return ",".join(f"{stat.st_ino}-{stat.st_size}" for stat in stats)
+
+
+def find_runs(root: Path) -> list[Run]:
+    """Every run at or below `root`, in the order in which each began to log.
+
+    Raises ValueError where there is none.
+    """
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}: expected a run's folder, or one above runs")
+    folders = list(_folders(root.resolve(), DEPTH))
+    if not folders:
+        raise ValueError(f"{root} holds no run: expected monitor/{FILE_NAME} in it or below it")
+    base = root.resolve()
+    runs = [Run(str(f.relative_to(base)) if f != base else base.name, f) for f in folders]
+    return sorted(runs, key=_began)
+
+
+def _folders(folder: Path, depth: int) -> Iterator[Path]:
+    monitor = folder / "monitor"
+    if monitor.is_dir() and any([*monitor.glob(FILE_NAME), *monitor.glob(f"*/{FILE_NAME}")]):
+        yield folder
+    if not depth:
+        return
+    with os.scandir(folder) as entries:
+        below = sorted(
+            entry.name
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False)
+            and entry.name not in _SKIPPED
+            and not entry.name.startswith((".", "global_step_"))
+        )
+    for name in below:
+        yield from _folders(folder / name, depth - 1)
+
+
+def _began(run: Run) -> tuple[float, str]:
+    """When the run logged its first step: the first line of its metrics has the time."""
+    times = []
+    for path in run.metric_files:
+        with path.open(encoding="utf-8") as file:
+            line = file.readline()
+        if line.endswith("\n"):
+            times.append(float(json.loads(line)["time"]))
+    return min(times, default=math.inf), run.name
+
+
+class Curves:
+    """The metrics of runs as columns, read again where a file has changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read: dict[str, tuple[str, dict[str, Any]]] = {}
+
+    def of(self, run: Run) -> dict[str, Any]:
+        """`{part: {steps, times, metrics: {name: values}}}`; null where a step lacks a metric."""
+        generation = run.generation
+        with self._lock:
+            known = self._read.get(run.name)
+            if known is None or known[0] != generation:
+                rows = [row for path in run.metric_files for row in read_metrics(path)]
+                known = generation, columns(rows)
+                self._read[run.name] = known
+        return known[1]
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of `metrics.jsonl` as columns, part by part. An evaluation is one row per step."""
+    by_part: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        steps = by_part.setdefault(row["part"], {})
+        known = steps.setdefault(row["step"], {"time": row["time"], "metrics": {}})
+        known["metrics"].update(row["metrics"])
+        known["time"] = max(known["time"], row["time"])
+    return {part: _thinned_columns(steps) for part, steps in by_part.items()}
+
+
+def _thinned_columns(by_step: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    steps = sorted(by_step)
+    stride = math.ceil(len(steps) / MOST_POINTS)
+    steps = steps[(len(steps) - 1) % stride :: stride] if steps else []
+    names = sorted({name for step in steps for name in by_step[step]["metrics"]})
+    return {
+        "steps": steps,
+        "times": [by_step[step]["time"] for step in steps],
+        "metrics": {
+            name: [_short(by_step[step]["metrics"].get(name)) for step in steps] for name in names
+        },
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits are more than a curve shows."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def warnings_of(run: Run) -> list[dict[str, Any]]:
+    """What the watchdog has said, each cause once."""
+    found: list[dict[str, Any]] = []
+    for path in sorted((run.folder / "monitor").glob("**/watchdog*.json")):
+        found += json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def stage_of(run: Run) -> dict[str, Any] | None:
+    """The run's figures in its job's summary, once its stage has ended."""
+    for folder in (run.folder, run.folder.parent):
+        path = folder / "stage_meta.json"
+        if path.exists():
+            finished = json.loads(path.read_text(encoding="utf-8")).get("finished", [])
+            return next((s for s in finished if s["name"] in (run.folder.name, None)), None)
+    return None
+
+
+def starts_of(run: Run) -> list[dict[str, Any]]:
+    """Each start with its configuration, and with what differs from the one before."""
+    path = run.folder / "run" / "starts.json"
+    if not path.exists():
+        return []
+    starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    before: dict[str, dict[str, Any]] = {}
+    for start in starts:
+        text = (path.parent / start["config_file"]).read_text(encoding="utf-8")
+        start["config_text"] = text
+        start["config"] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        who = f"{start['mode']} {start['name']}"
+        start["changes"] = differences(before[who], start) if who in before else []
+        before[who] = start
+    return starts
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Keys of configuration, versions, data and code whose values differ between two starts."""
+    out: list[dict[str, Any]] = []
+    for section in ("config", "versions", "code", "plugins", "model", "data"):
+        left, right = _flat(old.get(section), section), _flat(new.get(section), section)
+        for key in sorted({*left, *right}):
+            if left.get(key) != right.get(key):
+                name = key.removeprefix("config.")
+                out.append({"key": name, "old": left.get(key), "new": right.get(key)})
+    return out
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        return {
+            k: v for name, inner in value.items() for k, v in _flat(inner, f"{key}.{name}").items()
+        }
+    return {key: value}
+
+
+def overview(run: Run) -> dict[str, Any]:
+    """What the list of runs shows of one."""
+    starts = run.folder / "run" / "starts.json"
+    newest = json.loads(starts.read_text(encoding="utf-8"))["starts"][-1] if starts.exists() else {}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "updated": max((path.stat().st_mtime for path in run.metric_files), default=0.0),
+        "mode": newest.get("mode"),
+        "seed": newest.get("seed"),
+        "started": newest.get("time"),
+        "finished": stage_of(run) is not None,
+        "warnings": warnings_of(run),
+        "generation": run.generation,
+    }
+
+
+def about(run: Run) -> dict[str, Any]:
+    """What the run was: its starts, its stage's end, and the summary of its job."""
+    summary: dict[str, Any] | None = None
+    for folder in (run.folder, run.folder.parent):
+        path = folder / figures.FILE_NAME
+        if summary is None and path.exists():
+            summary = json.loads(path.read_text(encoding="utf-8"))
+    return {"starts": starts_of(run), "stage": stage_of(run), "summary": summary}

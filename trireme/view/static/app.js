@@ -1,0 +1,136 @@
+// The frame: which runs are shown, which view, and what comes new while a run goes on.
+import { about } from "./about.js";
+import { ask, isReport } from "./api.js";
+import { colour } from "./charts.js";
+import { ago, fill, h, svg } from "./dom.js";
+import { overview } from "./overview.js";
+import { key as rolloutKey, rollouts } from "./rollouts.js";
+import { timeline } from "./timeline.js";
+
+const VIEWS = [["overview", "Overview", overview], ["rollouts", "Rollouts", rollouts], ["timeline", "Timeline", timeline], ["run", "Configuration", about]];
+const EVERY = 2000; // milliseconds between two looks at a run that goes on
+const FRESH = 120; // seconds after its last step in which a run counts as going on
+const main = document.getElementById("main");
+const state = { runs: [], run: "", also: [], view: "overview", query: {}, shown: [] };
+
+function readHash() {
+  const [path, query] = location.hash.slice(2).split("?");
+  const values = Object.fromEntries(new URLSearchParams(query ?? ""));
+  state.view = VIEWS.some(([name]) => name === path) ? path : "overview";
+  const names = state.runs.map((run) => run.name);
+  state.run = names.includes(values.run) ? values.run : best();
+  state.also = (values.also ?? "").split("|").filter((name) => names.includes(name) && name !== state.run);
+  delete values.run;
+  delete values.also;
+  state.query = values;
+  state.shown = state.runs.filter((run) => run.name === state.run || state.also.includes(run.name));
+}
+
+// Of several runs the one that goes on, else the last one that explored, else the last one.
+function best() {
+  const going = state.runs.filter((run) => !run.finished && Date.now() / 1000 - run.updated < FRESH);
+  return (going.at(-1) ?? state.runs.filter((run) => run.mode !== "train").at(-1) ?? state.runs.at(-1))?.name ?? "";
+}
+
+state.href = (view, query = {}, run = state.run, also = state.also) => {
+  const values = { run, ...(also.length ? { also: also.join("|") } : {}), ...query };
+  return `#/${view}?${new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined))}`;
+};
+state.go = (view, query, replace = false) => {
+  const href = state.href(view, query);
+  if (replace) { history.replaceState(null, "", href); route(); } else location.hash = href.slice(1);
+};
+
+function top() {
+  const mark = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: "M1 9h14l-3 4H4zM7 2l6 6H7z", fill: "currentColor" }));
+  fill(document.getElementById("top"),
+    h("button.button.menu", { type: "button", "aria-label": "Runs", onclick: () => document.body.classList.toggle("menu-open") }, "Runs"),
+    h("a.brand", { href: state.href("overview") }, mark, h("span", {}, "Trireme")),
+    h("nav", { "aria-label": "Views" }, VIEWS.map(([name, title]) => h("a", { href: state.href(name), "aria-current": name === state.view ? "page" : null }, title))),
+    h("span.grow"),
+    h("button.button.plain", { type: "button", title: "Keys (?)", "aria-label": "Keys", onclick: help }, "?"),
+    h("button.button.plain", { type: "button", title: "Light or dark", onclick: switchTheme }, "Theme"));
+}
+
+function side() {
+  let job = null;
+  const rows = [];
+  state.runs.forEach((run, place) => {
+    const parts = run.name.split("/");
+    const above = parts.slice(0, -1).join("/");
+    if (above !== job && above) rows.push(h("div.job", {}, above));
+    job = above;
+    const on = state.shown.includes(run);
+    const toggle = () => {
+      const also = on ? state.also.filter((name) => name !== run.name) : [...state.also, run.name];
+      if (run.name !== state.run) location.hash = state.href(state.view, {}, state.run, also).slice(1);
+      else if (also.length) location.hash = state.href(state.view, {}, also[0], also.slice(1)).slice(1);
+      else side();
+    };
+    const going = !run.finished && Date.now() / 1000 - run.updated < FRESH && !isReport;
+    const said = [run.mode, run.warnings.length && `${run.warnings.length} warning${run.warnings.length > 1 ? "s" : ""}`, isReport ? null : ago(run.updated)].filter(Boolean).join(" · ");
+    rows.push(h(`div.run${run.name === state.run ? ".main" : ""}`, { style: { "--colour": colour(place) } },
+      h("input", { type: "checkbox", checked: on, title: "Show beside the others", "aria-label": `Show ${run.name}`, onchange: toggle }),
+      h("button.name", { type: "button", "aria-current": run.name === state.run ? "true" : null, onclick: () => { location.hash = state.href(state.view, {}, run.name, state.also.filter((name) => name !== run.name)).slice(1); document.body.classList.remove("menu-open"); } }, parts.at(-1)),
+      h("div.under", {}, going && h("span.dot", { title: "Goes on" }), said)));
+  });
+  fill(document.getElementById("side"), h("h2", {}, state.runs.length === 1 ? "Run" : "Runs"), rows);
+}
+
+async function route() {
+  readHash();
+  top();
+  side();
+  document.title = `${state.run} · Trireme`;
+  try {
+    await VIEWS.find(([name]) => name === state.view)[2](main, state);
+    main.dataset.ready = state.view;
+  } catch (error) {
+    fill(main, h("div.card.error", { role: "alert" }, error.message));
+  }
+}
+
+async function look() {
+  try {
+    const before = new Map(state.runs.map((run) => [run.name, run.generation]));
+    state.runs = await ask("runs");
+    const changed = state.shown.some((run) => state.runs.find((now) => now.name === run.name)?.generation !== before.get(run.name));
+    readHash();
+    side();
+    if (changed && state.view !== "rollouts" && state.view !== "run") await route();
+    else if (changed && state.view === "rollouts") main.dispatchEvent(new CustomEvent("news"));
+  } catch (error) {
+    document.title = `No answer · Trireme`;
+  }
+}
+
+function switchTheme() {
+  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.dataset.theme = dark ? "light" : "dark";
+  try { localStorage.setItem("trireme-theme", document.documentElement.dataset.theme); } catch { /* a file may have no storage */ }
+  route();
+}
+
+function help() {
+  const keys = [["1 – 4", "the views"], ["j, k", "next, previous rollout"], ["c, t, g, s", "conversation, tokens, group, through the steps"], ["/", "search"], ["r", "a random rollout"], ["d", "light or dark"], ["Esc", "close, back to the list"]];
+  const dialog = document.getElementById("help");
+  fill(dialog, h("h2", {}, "Keys"), h("table", {}, keys.map(([name, what]) => h("tr", {}, h("td", {}, h("kbd", {}, name)), h("td", {}, what)))), h("form", { method: "dialog" }, h("button.button", {}, "Close")));
+  dialog.showModal();
+}
+
+addEventListener("keydown", (event) => {
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range";
+  if (event.key === "Escape" && typing) { event.target.blur(); return; }
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key >= "1" && event.key <= String(VIEWS.length)) state.go(VIEWS[event.key - 1][0], {});
+  else if (event.key === "?") help();
+  else if (event.key === "d") switchTheme();
+  else if (event.key === "/" && document.querySelector("main input[type=search]")) document.querySelector("main input[type=search]").focus();
+  else if (state.view === "rollouts" && rolloutKey(event.key)) { /* done there */ } else return;
+  event.preventDefault();
+});
+addEventListener("hashchange", route);
+
+state.runs = await ask("runs");
+await route();
+if (!isReport) setInterval(() => { if (!document.hidden) look(); }, EVERY);

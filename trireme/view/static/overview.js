@@ -1,0 +1,163 @@
+// Is it learning, and what is wrong?
+import { ask } from "./api.js";
+import { colour, draw } from "./charts.js";
+import { empty, fill, first, h, last, number, percent, seconds, segments } from "./dom.js";
+
+// Panels in their order; a panel is there where a chosen run has one of its metrics.
+const PANELS = [
+  { title: "Reward", what: "mean of sampled rollouts, 95% interval", part: "explorer", metrics: ["rollout/reward/mean"], band: interval },
+  { title: "Held-out tasks", what: "accuracy or reward, 95% interval", part: "eval", match: /^eval\/.+\/(accuracy)\/mean@\d+$/, other: /^eval\/.+\/(reward)\/mean@\d+$/, band: binomial },
+  { title: "Reply length", what: "tokens; shortest to longest", part: "explorer", metrics: ["rollout/response_length/mean"], band: extremes },
+  { title: "Loss", what: "of the supervised data", part: "trainer", metrics: ["actor/sft_loss", "actor/dpo_loss", "actor/cpt_loss"] },
+  { title: "Entropy", what: "of the policy on trained tokens", part: "trainer", metrics: ["actor/entropy"] },
+  { title: "KL to the reference", what: "as it enters the loss", part: "trainer", metrics: ["actor/kl_loss"] },
+  { title: "KL to the sampler", what: "mean log-ratio of the trained tokens", part: "trainer", metrics: ["actor/ppo_kl"] },
+  { title: "Clip share", what: "tokens whose ratio was clipped", part: "trainer", metrics: ["actor/pg_clipfrac"], share: true },
+  { title: "Log-probability gap", what: "|engine − trainer|; dotted: the largest", part: "trainer", metrics: ["rollout/logprob_diff_mean", "rollout/logprob_diff_max"], log: true },
+  { title: "Staleness", what: "pushes since sampling; dotted: the oldest", part: "trainer", metrics: ["rollout/staleness_mean", "rollout/staleness_max"] },
+  { title: "Groups without gradient", what: "all rollouts have the same reward", part: "explorer", metrics: ["experience_pipeline/zero_std_groups"], share: true },
+  { title: "Gradient norm", what: "before clipping", part: "trainer", metrics: ["actor/grad_norm"] },
+  { title: "Cut replies", what: "ended by the length limit", part: "explorer", metrics: ["rollout/truncated/mean"], share: true },
+  { title: "Failed rollouts", what: "errors, time-outs, empty ones; per step", part: "explorer", metrics: ["rollout/failed"] },
+  { title: "Learning rate", what: "", part: "trainer", metrics: ["actor/lr"] },
+  { title: "Tokens per second", what: "sampled by the engine", part: "explorer", metrics: ["perf/tokens_per_s"] },
+];
+
+function interval(metrics) {
+  const [std, runs] = [metrics["rollout/reward/std"], metrics["rollout/runs"]];
+  return std && runs ? (value, at) => (std[at] === null ? 0 : (1.96 * std[at]) / Math.sqrt(Math.max(runs[at] ?? 1, 1))) : null;
+}
+
+function binomial(metrics, name) {
+  const tasks = metrics[name.replace(/\/[^/]+\/mean@\d+$/, "/tasks")];
+  return tasks && name.includes("/accuracy/") ? (value, at) => 1.96 * Math.sqrt(Math.max(value * (1 - value), 0) / Math.max(tasks[at] ?? 1, 1)) : null;
+}
+
+function extremes(metrics, name) {
+  const [low, high] = [metrics[name.replace("/mean", "/min")], metrics[name.replace("/mean", "/max")]];
+  return low && high ? { low, high } : null;
+}
+
+const settings = { weight: 0, axis: "step", all: "" };
+
+// Lines of a panel, for each run its metrics.
+function linesOf(panel, runs) {
+  const lines = [];
+  for (const { name, curves, place } of runs) {
+    const part = curves[panel.part];
+    if (!part) continue;
+    const x = settings.axis === "time" ? part.times.map((time) => new Date(time * 1000)) : part.steps;
+    let names = panel.metrics?.filter((metric) => part.metrics[metric]) ?? [];
+    for (const pattern of [panel.match, panel.other]) if (pattern && !names.length) names = Object.keys(part.metrics).filter((metric) => pattern.test(metric));
+    names.forEach((metric, nth) => {
+      const y = part.metrics[metric];
+      if (y.every((value) => value === null)) return;
+      const line = { name: runs.length > 1 ? `${short(name)} ${nth ? metric.split("/").at(-1) : ""}` : metric, run: name, metric, x, y, colour: colour(place), dash: nth ? "dot" : "solid" };
+      const band = panel.band?.(part.metrics, metric);
+      if (typeof band === "function") {
+        line.low = y.map((value, at) => (value === null ? null : value - band(value, at)));
+        line.high = y.map((value, at) => (value === null ? null : value + band(value, at)));
+      } else if (band) Object.assign(line, band);
+      lines.push(line);
+    });
+  }
+  return lines;
+}
+
+export const short = (name) => name.split("/").slice(-2).join("/");
+
+function tiles(run) {
+  const { explorer, trainer } = run.curves;
+  const evaluation = run.curves.eval ?? run.curves.bench;
+  const out = [];
+  const add = (label, value, more = "") => out.push(h("div.card.tile", {}, h("div.label", {}, label), h("div.value", {}, value), h("div.more", {}, more)));
+  const step = Math.max(last(trainer?.steps ?? []) ?? 0, last(explorer?.steps ?? []) ?? 0);
+  add("Step", number(step), run.info.finished ? "finished" : "");
+  const rewards = explorer?.metrics["rollout/reward/mean"];
+  if (rewards) add("Reward, sampled", number(last(rewards)), change(first(rewards), last(rewards), number));
+  if (evaluation) {
+    const name = Object.keys(evaluation.metrics).find((metric) => /\/accuracy\/mean@/.test(metric)) ?? Object.keys(evaluation.metrics).find((metric) => /\/reward\/mean@/.test(metric));
+    if (name) {
+      const values = evaluation.metrics[name];
+      const show = name.includes("accuracy") ? percent : number;
+      add(name.includes("accuracy") ? "Held-out accuracy" : "Held-out reward", show(last(values)), change(first(values), last(values), show));
+    }
+  }
+  const loss = trainer?.metrics["actor/sft_loss"];
+  if (loss) add("Loss", number(last(loss)), `from ${number(first(loss))}`);
+  const lengths = explorer?.metrics["rollout/response_length/mean"];
+  if (lengths) add("Reply length", `${number(last(lengths), 1)}`, "tokens, mean");
+  const failed = explorer?.metrics["rollout/failed"];
+  if (failed) add("Failed rollouts", number(failed.reduce((sum, value) => sum + (value ?? 0), 0)), "in all steps shown");
+  const times = [trainer, explorer, evaluation].flatMap((part) => part?.times ?? []);
+  if (times.length > 1) add("Time", seconds(Math.max(...times) - Math.min(...times)), "first to last step");
+  return h("div.tiles", {}, out);
+}
+
+function change(from, to, show) {
+  if (from === null || from === to) return "";
+  return [`from ${show(from)} `, h(to > from ? "span.up" : "span.down", {}, to > from ? "▲" : "▼")];
+}
+
+function warnings(info) {
+  return info.warnings.map((one) => {
+    const [seen, advice] = one.text.split(". What to do: ");
+    return h("div.card.warning", {}, h("h3", {}, `${one.cause.replaceAll("_", " ")}, ${one.part} step ${one.step}`),
+      h("p", {}, `${seen}.`), advice && h("p.do", {}, `What to do: ${advice}`), one.sample && h("pre", {}, one.sample));
+  });
+}
+
+let watcher = null;
+
+export async function overview(main, state) {
+  const chosen = await Promise.all(state.shown.map(async (info) => ({
+    info, name: info.name, place: state.runs.indexOf(info), curves: await ask("curves", { run: info.name }),
+  })));
+  const principal = chosen.find((run) => run.name === state.run) ?? chosen[0];
+  const panels = PANELS.map((panel) => ({ ...panel, lines: linesOf(panel, chosen) })).filter((panel) => panel.lines.length);
+  if (!panels.length) {
+    fill(main, empty("Nothing has been measured yet", "The first step of this run has not ended. This page shows it when it has."));
+    return;
+  }
+  watcher?.disconnect();
+  watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); entry.target.draw(); }
+  }, { rootMargin: "300px" });
+  const again = () => overview(main, state);
+  const weight = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: settings.weight, "aria-label": "Smoothing", oninput: (event) => { settings.weight = Number(event.target.value); redraw(); } });
+  const redraw = () => { for (const plot of main.querySelectorAll(".plot")) plot.draw(); };
+  const everything = h("div.panels");
+  const more = h("details", { open: settings.open, ontoggle: (event) => { settings.open = event.target.open; if (settings.open) showAll(everything, chosen); } },
+    h("summary", {}, h("b", {}, "All metrics")),
+    h("div.spaced", { style: { "margin-top": "12px" } }, h("input", { type: "search", placeholder: "Filter metrics by name", value: settings.all, oninput: (event) => { settings.all = event.target.value; showAll(everything, chosen); } }), everything));
+  const page = h("div.spaced", {},
+    tiles(principal),
+    warnings(principal.info),
+    h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),
+      h("label", {}, "Smoothing", weight),
+      segments([["step", "By step"], ["time", "By time"]], settings.axis, (value) => { settings.axis = value; again(); }, "Horizontal axis")),
+    h("div.panels", {}, panels.map((panel) => panelCard(panel, principal.name))),
+    more);
+  const scroll = scrollY;
+  fill(main, page);
+  scrollTo(0, scroll);
+  for (const plot of main.querySelectorAll(".plot")) watcher.observe(plot);
+  if (settings.open) showAll(everything, chosen);
+}
+
+function panelCard(panel, principal) {
+  const main = panel.lines.find((line) => line.run === principal) ?? panel.lines[0];
+  const now = last(main.y);
+  const share = panel.share || /accuracy/.test(main.metric);
+  const plot = h("div.plot", { role: "img", "aria-label": `${panel.title}, now ${number(now)}` });
+  plot.draw = () => draw(plot, panel.lines, { log: panel.log, time: settings.axis === "time", weight: settings.weight, share });
+  return h("section.card.panel", {}, h("div.head", {}, h("h3", {}, panel.title), h("span.now", {}, share ? percent(now) : number(now))), h("div.what", {}, panel.what), plot);
+}
+
+function showAll(element, chosen) {
+  const names = new Map();
+  for (const { curves } of chosen) for (const [part, { metrics }] of Object.entries(curves)) for (const metric of Object.keys(metrics)) names.set(`${part} ${metric}`, [part, metric]);
+  const wanted = [...names.values()].filter(([part, metric]) => `${part} ${metric}`.includes(settings.all)).sort((a, b) => a[1].localeCompare(b[1]));
+  fill(element, wanted.map(([part, metric]) => panelCard({ title: metric, what: part, part, lines: linesOf({ part, metrics: [metric] }, chosen) }, chosen[0].name)));
+  for (const plot of element.querySelectorAll(".plot")) watcher.observe(plot);
+}

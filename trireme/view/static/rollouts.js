@@ -1,0 +1,142 @@
+// What does it say? The list with its filters, and the reader beside it.
+import { ask, exportUrl, isReport } from "./api.js";
+import { empty, fill, h, number, segments } from "./dom.js";
+import { reader } from "./reader.js";
+
+const PAGE = 100;
+const FILTERS = ["kind", "step", "task", "least", "most", "cut", "text", "order", "seed"];
+const NAMES = { train: "Training", eval: "Held out", failed: "Failed" };
+let view = null; // {state, found, items, list, reader}
+
+const filters = (query) => Object.fromEntries(FILTERS.map((name) => [name, query[name] ?? ""]));
+
+export async function rollouts(main, state) {
+  const query = { ...filters(state.query), run: state.run };
+  const same = view && view.main === main && main.contains(view.list) && JSON.stringify(query) === JSON.stringify(view.asked);
+  if (!same) {
+    const found = await ask("rollouts", { ...query, kind: query.kind || "train", limit: PAGE });
+    if (!Object.keys(found.facts).length) {
+      fill(main, empty("No rollouts are stored", "A run keeps a copy of what its model said in buffer/. This one reads a data set, has just begun, or was told to keep none (data_processor.experience_pipeline.save_input)."));
+      return;
+    }
+    if (!query.kind && !found.facts.train) return state.go("rollouts", { ...state.query, kind: Object.keys(found.facts)[0] }, true);
+    view = { main, state, asked: query, found, rows: found.rows };
+    const typing = document.activeElement?.name;
+    const caret = document.activeElement?.selectionStart;
+    build(main);
+    if (typing) {
+      const input = main.querySelector(`[name="${typing}"]`);
+      input?.focus();
+      if (input?.type === "search") input.setSelectionRange(caret, caret);
+    }
+  }
+  view.state = state;
+  await open();
+}
+
+function build(main) {
+  const { found, state } = view;
+  view.list = h("div.card.list", { role: "listbox", "aria-label": "Rollouts" });
+  view.reader = h("section.card.reader", { "aria-label": "Rollout" });
+  view.split = h("div.split", {}, view.list, view.reader);
+  view.count = h("span.quiet.count", { "aria-live": "polite" });
+  view.news = h("span");
+  fill(main, h("div.spaced", {}, bar(found.facts, state), view.split));
+  listed();
+  main.onnews ??= main.addEventListener("news", () => fill(view.news, h("button.button", { type: "button", onclick: () => { view.asked = null; rollouts(view.main, view.state); } }, "Show what is new")));
+}
+
+function bar(facts, state) {
+  const query = state.query;
+  const kind = query.kind || "train";
+  const set = (changes) => state.go("rollouts", { ...query, ...changes, eid: "", tab: query.tab }, true);
+  const steps = facts[kind]?.steps ?? [];
+  let waiting = null;
+  const typed = (name) => (event) => { clearTimeout(waiting); waiting = setTimeout(() => set({ [name]: event.target.value }), 250); };
+  const choose = (name, choices, label) => h("select", { name, "aria-label": label, onchange: (event) => set({ [name]: event.target.value, ...(name === "order" && event.target.value === "random" ? { seed: Date.now() % 100000 } : {}) }) },
+    choices.map(([value, text]) => h("option", { value, selected: String(value) === (query[name] ?? "") }, text)));
+  const kinds = Object.keys(facts);
+  return h("div.spaced", { style: { gap: "10px" } },
+    h("div.bar", {},
+      kinds.length > 1 && segments(kinds.map((name) => [name, `${NAMES[name]} ${facts[name].count.toLocaleString("en")}`]), kind, (value) => set({ kind: value, step: "", task: "" }), "Kind"),
+      h("input", { type: "search", name: "text", placeholder: "Search prompts and replies  ( / )", value: query.text ?? "", oninput: typed("text"), style: { flex: "1", "min-width": "180px" } }),
+      choose("order", [["", "Newest"], ["oldest", "Oldest"], ["best", "Best"], ["worst", "Worst"], ["longest", "Longest"], ["random", "Random"]], "Order"),
+      choose("step", [["", "All steps"], ...steps.map((step) => [step, `Step ${step}`])], "Step"),
+      choose("cut", [["", "Cut or not"], ["1", "Cut"], ["0", "Not cut"]], "Cut")),
+    h("div.bar", {},
+      h("label", {}, "Reward from", h("input", { type: "number", step: "any", name: "least", value: query.least ?? "", oninput: typed("least") })),
+      h("label", {}, "to", h("input", { type: "number", step: "any", name: "most", value: query.most ?? "", oninput: typed("most") })),
+      query.task && h("button.button", { type: "button", onclick: () => set({ task: "" }) }, `Task ${query.task}  ×`),
+      view.count, view.news, h("span.grow"),
+      !isReport && h("span.row", {}, h("span.quiet", {}, "Export"), ["jsonl", "parquet"].map((form) => h("a.button", { href: exportUrl({ ...view.asked, kind }, form), download: true }, form === "jsonl" ? "JSONL" : "Parquet")))));
+}
+
+function listed() {
+  const { found, rows, state } = view;
+  fill(view.count, `${found.total.toLocaleString("en")} rollouts`);
+  if (!rows.length) return void fill(view.list, h("div.empty", {}, h("h2", {}, "None fits"), h("p", {}, "No rollout passes these filters.")));
+  fill(view.list, rows.map((row) => h("button.item", { type: "button", role: "option", id: `item ${row.eid}`, onclick: () => choose(row) },
+    h("span.first", {}, reward(row), h("span", {}, `step ${row.step}`), row.cut && h("span.badge.warn", {}, "cut"), h("span.grow"), h("span.faint", {}, row.eid)),
+    h("span.reply", {}, row.reply || "(nothing)"))),
+    rows.length < found.total && h("button.item", { type: "button", onclick: further }, h("span.quiet", {}, `Show ${Math.min(PAGE, found.total - rows.length)} more of ${(found.total - rows.length).toLocaleString("en")}`)));
+  void state;
+}
+
+async function further() {
+  const more = await ask("rollouts", { ...view.asked, kind: view.asked.kind || "train", offset: view.rows.length, limit: PAGE });
+  view.rows.push(...more.rows);
+  listed();
+  marked();
+}
+
+export function reward(row) {
+  if (row.kind === "failed") return h("span.badge.bad", {}, row.failure?.kind ?? "failed");
+  if (row.reward === null || row.reward === undefined) return h("span.badge", {}, "no reward");
+  return h(`span.badge.${row.reward > 0 ? "good" : "bad"}`, {}, number(row.reward, 2));
+}
+
+const choose = (row, extra = {}) => view.state.go("rollouts", { ...view.state.query, eid: row.eid, ...extra }, true);
+
+function marked() {
+  for (const item of view.list.querySelectorAll(".item")) {
+    const on = item.id === `item ${view.row?.eid}`;
+    if (on) item.setAttribute("aria-current", "true"); else item.removeAttribute("aria-current");
+    if (on) {
+      const [above, below] = [item.offsetTop - view.list.offsetTop, item.offsetTop - view.list.offsetTop + item.offsetHeight];
+      if (above < view.list.scrollTop) view.list.scrollTop = above;
+      else if (below > view.list.scrollTop + view.list.clientHeight) view.list.scrollTop = below - view.list.clientHeight;
+    }
+  }
+}
+
+async function open() {
+  const { state, rows } = view;
+  const wanted = state.query.eid || rows[0]?.eid;
+  view.split.classList.toggle("reading", Boolean(state.query.eid));
+  if (!wanted) { view.row = null; return void fill(view.reader, h("div.empty", {}, h("p", {}, "Choose a rollout."))); }
+  const kind = state.query.kind || "train";
+  view.row = await ask("rollout", { run: state.run, kind, eid: wanted });
+  marked();
+  await reader(view.reader, view.row, {
+    run: state.run, tab: state.query.tab || "conversation", text: state.query.text ?? "",
+    pick: (tab) => state.go("rollouts", { ...state.query, eid: wanted, tab: tab === "conversation" ? "" : tab }, true),
+    jump: (row) => choose(row),
+    back: () => state.go("rollouts", { ...state.query, eid: "" }, true),
+    whole: (task) => state.go("rollouts", { kind: state.query.kind ?? "", task, order: "oldest" }, true),
+  });
+}
+
+// A key of the list or the reader; whether it was one.
+export function key(name) {
+  if (!view?.rows.length) return false;
+  const at = view.rows.findIndex((row) => row.eid === view.row?.eid);
+  const tabs = { c: "", t: "tokens", g: "group", s: "steps" };
+  if (name === "j" || name === "k") {
+    const next = view.rows[Math.min(Math.max(at + (name === "j" ? 1 : -1), 0), view.rows.length - 1)];
+    choose(next);
+  } else if (name in tabs) choose(view.row, { tab: tabs[name] });
+  else if (name === "r") view.state.go("rollouts", { ...view.state.query, order: "random", seed: Date.now() % 100000, eid: "" }, true);
+  else if (name === "Escape") view.state.go("rollouts", { ...view.state.query, eid: "" }, true);
+  else return false;
+  return true;
+}

@@ -1,0 +1,177 @@
+"""Reads one rollout token for token: from the copy of experiences, and from what training kept.
+
+Invariants:
+- Every row of numbers has the length of `text`; null where there is none of a token.
+- The ratio is that of the step that trained the token, before its update: new over sampled.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trireme.buffer import trained
+from trireme.view.rollouts import open_read_only
+from trireme.view.runs import Run, starts_of
+
+if TYPE_CHECKING:
+    from trireme.experience import Experience
+
+TABLE = "experiences"
+
+
+class Tokens:
+    """The tokens of one run's rollouts."""
+
+    def __init__(self, run: Run) -> None:
+        """`run` may have no tokens yet."""
+        self._run = run
+        self._buffer = run.folder / "buffer"
+        self._lock = threading.Lock()
+        self._steps: dict[str, int] = {}
+        self._read: set[int] = set()
+
+    def of(self, eid: str) -> dict[str, Any]:
+        """Text, ids and every number of a rollout's tokens.
+
+        Raises ValueError where neither the copy nor the training kept any.
+        """
+        experience = self.experience(eid)
+        learned, step = self._learned(eid)
+        if experience is None and learned is None:
+            raise ValueError(
+                f"no tokens of '{eid}' are kept: a copy in a database "
+                "(data_processor.experience_pipeline.save_input) or buffer/trained holds them"
+            )
+        rows: dict[str, Any] = {}
+        if experience is not None:
+            rows["ids"] = experience.tokens.tolist()
+            rows["mask"] = experience.mask.int().tolist()
+            for name in ("logprobs", "sampler_logprobs", "versions", "advantages"):
+                row = getattr(experience, name)
+                rows[name] = None if row is None else _plain(row.tolist())
+        if learned is not None:
+            _add_learned(rows, learned)
+        notes = [] if learned is not None else [
+            "No train step kept this rollout's tokens (steps are thinned at the limit of copies), "
+            "or none has trained it yet: new log-probability, ratio and advantage are unknown."
+        ]  # fmt: skip
+        if learned is not None and not any(value is not None for value in rows["trained_logprobs"]):
+            notes = ["All its advantages are 0: the step left it out, and computed no ratio."]
+        mask = rows["mask"]
+        if rows.get("logprobs") is not None:  # 0 stands for none where nothing was sampled
+            rows["logprobs"] = [
+                v if m else None for v, m in zip(rows["logprobs"], mask, strict=True)
+            ]
+        return {**rows, "text": self._texts(rows["ids"]), "trained_step": step, "notes": notes}
+
+    def experience(self, eid: str) -> Experience | None:
+        """The whole experience, from whichever database of the run has it."""
+        for path in sorted(self._buffer.glob("*.db")):
+            with closing(open_read_only(path)) as database:
+                try:
+                    found = database.execute(
+                        f"SELECT experience_bytes FROM {TABLE} WHERE msg_id = ?", [eid]
+                    ).fetchone()
+                except sqlite3.OperationalError as error:
+                    if "no such table" not in str(error):
+                        raise
+                    continue  # a database of something else
+            if found is not None:
+                from trireme.serialize import decode  # loads torch
+
+                return next(e for e in decode(found[0]) if e.eid.uid == eid)
+        return None
+
+    def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:
+        """What the last step that trained it made of it, and which step that was."""
+        with self._lock:
+            kept = dict(trained.files(self._buffer / trained.FOLDER))
+            for step in sorted(set(kept) - self._read):
+                self._read.add(step)
+                self._steps.update(dict.fromkeys(trained.eids_of(kept[step]), step))
+            step = self._steps.get(eid)
+        if step is None or step not in kept:
+            return None, None
+        return trained.read_trained(kept[step], eid), step
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        path = tokenizer_file(self._run)
+        if path is None:
+            return [f"{token} " for token in ids]
+        return texts_of(path, ids)
+
+
+def _add_learned(rows: dict[str, Any], learned: Mapping[str, Any]) -> None:
+    """Spread the numbers of trained tokens over all tokens."""
+    total, at = len(learned["tokens"]), learned["positions"].tolist()
+    rows.setdefault("ids", learned["tokens"].tolist())
+    rows.setdefault("mask", _spread(total, at, [1] * len(at), 0))
+
+    def spread(name: str) -> list[Any] | None:
+        return _spread(total, at, _plain(learned[name].tolist())) if name in learned else None
+
+    rows["trained_logprobs"] = spread("trained_logprobs")
+    rows["advantages"] = spread("advantages") or rows.get("advantages")
+    rows["logprobs"] = rows.get("logprobs") or spread("old_logprobs")
+    rows["versions"] = rows.get("versions") or spread("versions")
+    if "old_logprobs" in learned:
+        difference = learned["trained_logprobs"] - learned["old_logprobs"]
+        ratios = [math.exp(min(value, 50.0)) for value in difference.tolist()]
+        rows["ratio"] = _spread(total, at, _plain(ratios))
+
+
+def _spread(total: int, at: Sequence[int], values: Sequence[Any], rest: Any = None) -> list[Any]:
+    out = [rest] * total
+    for place, value in zip(at, values, strict=True):
+        out[place] = value
+    return out
+
+
+def _plain(values: Sequence[Any]) -> list[Any]:
+    """Six digits of each number, null for what is none."""
+    return [
+        value if isinstance(value, int) else float(f"{value:.6g}") if math.isfinite(value) else None
+        for value in values
+    ]
+
+
+def tokenizer_file(run: Run) -> Path | None:
+    """The run's `tokenizer.json`: of a checkpoint, else of the model that it began with."""
+    checkpoints = sorted(run.folder.glob("global_step_*/actor/huggingface/tokenizer.json"))
+    if checkpoints:
+        return checkpoints[-1]
+    for start in reversed(starts_of(run)):
+        path = Path((start.get("model") or {}).get("path") or "") / "tokenizer.json"
+        if path.is_file():
+            return path
+    return None
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def texts_of(path: Path, ids: Sequence[int]) -> list[str]:
+    """The text of each id; what several ids write together stands with the last of them."""
+    tokenizer = _tokenizer(path)
+    out, pending, before = [], [], ""
+    for token in ids:
+        pending.append(token)
+        text = tokenizer.decode(pending, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(pending) < 8:  # the middle of a character
+            out.append("")
+            continue
+        out.append(text[len(before) :] if text.startswith(before) else text)
+        # a piece before it tells a decoder whether a space belongs between them
+        pending, before = [token], tokenizer.decode([token], skip_special_tokens=False)
+    return out
