@@ -1,5 +1,5 @@
 # make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-ray | test-fuzz | test-matrix | test-extras | faults | test-python | audit |
+# test-trackers | test-ray | test-fuzz | test-matrix | test-extras | faults | test-python | audit |
 # lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
@@ -12,10 +12,11 @@ REQUIRE := OMP_NUM_THREADS=1 TRIREME_REQUIRE
 
 ENVS := .venv-envs
 MEGATRON := .venv-megatron
+TRACKERS := .venv-trackers
 VLLM := .venv-vllm
 
 .PHONY: setup demo demo-cluster docs test test-gpu test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-postgres test-ray test-python audit faults lint format clean
+    test-vllm test-trackers test-postgres test-ray test-python audit faults lint format clean
 
 setup: $(STAMP)
 
@@ -104,7 +105,7 @@ test-matrix: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-postgres test-ray test-matrix
+test-extras: setup test-vllm test-megatron test-trackers test-postgres test-ray test-matrix
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py
@@ -115,6 +116,14 @@ test-megatron: setup
 	$(MEGATRON)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c constraints.txt -c constraints-megatron.txt -e '.[dev,megatron]'
 	$(REQUIRE)=megatron $(MEGATRON)/bin/python -m pytest -q -rs tests/checkpoint/test_megatron.py
+
+# runs in wandb, MLflow, SwanLab and Trackio, offline: SwanLab wants an older protobuf than the rest, and MLflow an older importlib_metadata
+test-trackers: setup
+	$(BIN)/python -m venv $(TRACKERS)
+	grep -viE '^(protobuf|importlib.metadata|pillow)==' constraints.txt > $(TRACKERS)/constraints.txt
+	$(TRACKERS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[trackers]' pytest pytest-timeout
+	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rs -p no:cacheprovider tests/monitor/test_trackers.py
 
 # the unit tests on the other interpreters that are promised, each in an environment of its own
 test-python:
@@ -137,4 +146,4 @@ audit: setup
 	    exit 1; }
 
 clean:
-	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(TRACKERS) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache

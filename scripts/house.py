@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 240,
-    "trireme lines": 44_400,
+    "trireme lines": 44_900,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

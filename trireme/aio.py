@@ -96,20 +96,21 @@ class OwnThread:
             with suppress(RuntimeError):  # the run, and its loop, may have ended
                 loop.call_soon_threadsafe(settle, result, error)
 
-        self._put(call)
+        self.put(call)
         return await future
 
-    def close(self, last: Callable[[], object] | None = None) -> None:
-        """End the thread after what it was given, and after `last`, whose result nobody awaits."""
-        if last is not None:
-            self._put(lambda: _quiet(last))
-        self._calls.put(None)
-
-    def _put(self, call: Callable[[], None]) -> None:
+    def put(self, call: Callable[[], None]) -> None:
+        """Run `call`, which may not raise, when its turn comes; nobody waits for it."""
         self._calls.put(call)
         if not self._started:
             self._started = True
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """End the thread after what it was given, and after `last`, whose result nobody awaits."""
+        if last is not None:
+            self.put(lambda: _quiet(last))
+        self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

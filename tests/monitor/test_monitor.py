@@ -101,5 +101,5 @@ def test_tensorboard_reads_what_is_logged(tmp_path: Path) -> None:
 
 
 def test_an_unknown_monitor_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"monitor.monitor_type is 'wandb'"):
-        open_monitor(tmp_path, "wandb")
+    with pytest.raises(ValueError, match=r"unknown monitor.monitor_type 'wandbb'; did you mean"):
+        open_monitor(tmp_path, "wandbb")

@@ -299,17 +299,10 @@ class TrainerConfig(Section):
 class MonitorConfig(Section):
     """Where metrics go."""
 
-    monitor_type: Annotated[
-        Literal["tensorboard", "wandb", "mlflow", "swanlab"],
-        Refused(
-            values=dict.fromkeys(
-                ("wandb", "mlflow", "swanlab"), "is not supported yet: expected tensorboard"
-            )
-        ),
-    ] = "tensorboard"
-    """Which tracker."""
-    monitor_args: Annotated[dict[str, Any] | None, NoEffect()] = None
-    """Options of the tracker."""
+    monitor_type: str | list[str] = "tensorboard"
+    """One or several: tensorboard, wandb, mlflow, swanlab, trackio, the path of your function."""
+    monitor_args: dict[str, Any] | None = None
+    """Options of the tracker; of several, each one's under its name."""
     detailed_stats: Annotated[bool, NoEffect()] = False
     """Log maximum, minimum and spread of evaluation metrics beside their mean."""
     enable_ray_timeline: Annotated[bool, NoEffect()] = False

@@ -52,6 +52,7 @@ from trireme.launch.data import (
     together,
 )
 from trireme.log import get_logger
+from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import KEY as TASK_OPERATORS_KEY
 from trireme.registry import OPERATORS, REWARDS, TASK_OPERATORS
@@ -349,6 +350,8 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     wrong is a problem of the stage.
     """
     parts.tried(lambda: examine_auxiliary(plan))
+    monitor = plan.config.monitor
+    parts.tried(lambda: examine_trackers(monitor.monitor_type, monitor.monitor_args))
     if not _prepares_tasks(parts.stage):  # it would write
         if parts.training is None:
             parts.training = parts.tried(lambda: make_training_taskset(plan))

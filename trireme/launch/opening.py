@@ -16,6 +16,7 @@ from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.log import get_logger
 from trireme.monitor.causes import Facts
 from trireme.monitor.monitor import Monitors, open_monitor
+from trireme.monitor.trackers import TrackedRun
 from trireme.monitor.watchdog import Alarm
 
 if TYPE_CHECKING:
@@ -33,13 +34,20 @@ def open_run(session: Session) -> tuple[Monitors, Alarm]:
     start = this_start(plan, session.model_path, session.recipe, session.resumed)
     explored = _explored(session)
     lines = _since_last_start(session, explored, start)
-    kind = plan.config.monitor.monitor_type
-    monitor = open_monitor(folder.monitor, kind, _steps_that_count(session))
     goes_on = session.resumed is not None or explored is not None
     facts = Facts.of(plan, session.recipe)
     alone = "explorer" if plan.mode == "explore" else None
     if plan.mode == "train" and not session.reads_file:
         alone = "trainer"
+    config = plan.config
+    name = "-".join(filter(None, (config.name, plan.stage_name)))
+    monitor = open_monitor(
+        TrackedRun(folder.monitor, config.project, config.group, name, start["config"]),
+        config.monitor.monitor_type,
+        _steps_that_count(session),
+        args=config.monitor.monitor_args,
+        part=alone or "",
+    )
     alarm = Alarm(facts, folder.monitor, goes_on=goes_on, alone=alone)
     add_start(folder, start)
     for line in lines:

@@ -400,9 +400,10 @@ class Session(AbstractContextManager["Session"]):
         self.console.step(part, step, metrics)
 
     def show(self, experience: Experience) -> None:
-        """How a rollout ended: to the watchdog and the console."""
+        """How a rollout ended: to the watchdog, the trackers and the console."""
         if self._is_whole:
             self.alarm.watchdog.sample = sample_of(experience)
+        self.monitor.rollout(experience)
         self.console.rollout(experience)
 
     async def snapshot(self) -> dict[str, Any]:

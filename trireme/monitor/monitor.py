@@ -16,9 +16,20 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.files import in_turn, naming, write_text
+from trireme.monitor.trackers import (
+    Apart,
+    Rollout,
+    TrackedRun,
+    names_of,
+    open_trackers,
+    row_of,
+)
+
+if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+    from trireme.experience import Experience
 
 FILE_NAME = "metrics.jsonl"
 
@@ -35,21 +46,42 @@ class Monitor(Protocol):
         ...
 
 
-class Monitors:
-    """Several monitors as one."""
+ROLLOUTS = 8
+"""So many rows make a table of sample rollouts."""
 
-    def __init__(self, monitors: Sequence[Monitor]) -> None:
-        self.monitors = list(monitors)
+
+class Monitors:
+    """Several monitors as one, and trackers, which get sample rollouts too."""
+
+    def __init__(self, monitors: Sequence[Monitor], trackers: Sequence[Apart] = ()) -> None:
+        self.monitors = [*monitors, *trackers]
+        self._trackers = list(trackers)
+        self._rollouts: list[Rollout] = []
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
         """To each in turn."""
         for monitor in self.monitors:
             monitor.log(metrics, step, part)
 
+    def rollout(self, experience: Experience) -> None:
+        """A rollout to look at; trackers get a table when there are some."""
+        if not self._trackers:
+            return
+        self._rollouts.append(row_of(experience))
+        if len(self._rollouts) == ROLLOUTS:
+            self._send_rollouts()
+
     def close(self) -> None:
         """Close each."""
+        self._send_rollouts()
         for monitor in self.monitors:
             monitor.close()
+
+    def _send_rollouts(self) -> None:
+        rows, self._rollouts = self._rollouts, []
+        for tracker in self._trackers:
+            if rows:
+                tracker.rollouts(rows, rows[-1]["step"])
 
 
 class JsonLinesMonitor:
@@ -94,23 +126,28 @@ class JsonLinesMonitor:
 
 
 def open_monitor(
-    folder: str | Path,
-    monitor_type: str = "tensorboard",
+    run: TrackedRun | str | Path,
+    kinds: str | Sequence[str] = "tensorboard",
     keep_until: Mapping[str, int] | None = None,
+    *,
+    args: Mapping[str, Any] | None = None,
+    part: str = "",
 ) -> Monitors:
-    """The monitors of a job: `metrics.jsonl` always, and the one that `monitor.monitor_type` names.
+    """The monitors of a job: `metrics.jsonl` always, and those that `monitor.monitor_type` names.
 
     `keep_until`: the last step of each part that counts, where a run goes on (or begins anew: 0).
-    Raises ValueError for a type that is not there.
+    `part`: this command has that part of the run alone. Raises ValueError for an unknown type.
     """
-    if monitor_type != "tensorboard":
-        raise ValueError(f"monitor.monitor_type is '{monitor_type}': expected 'tensorboard'")
-    from trireme.monitor.tensorboard import TensorBoardMonitor
-
-    lines = JsonLinesMonitor(folder)
+    run = run if isinstance(run, TrackedRun) else TrackedRun(Path(run))
+    names = names_of(kinds)
+    lines = JsonLinesMonitor(run.folder)
     lines.keep_until(keep_until or {})
-    curves = TensorBoardMonitor(Path(folder) / "tensorboard", keep_until)
-    return Monitors([lines, curves])
+    monitors: list[Monitor] = [lines]
+    if "tensorboard" in names:
+        from trireme.monitor.tensorboard import TensorBoardMonitor
+
+        monitors.append(TensorBoardMonitor(run.folder / "tensorboard", keep_until))
+    return Monitors(monitors, open_trackers(run, names, args, part=part))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

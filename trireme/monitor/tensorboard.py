@@ -7,10 +7,13 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from trireme.registry import tracker
+
 # The explorer is who evaluates: its curves and the evaluation's belong side by side.
 _FOLDER = {"eval": "explorer", "bench": "explorer"}
 
 
+@tracker("tensorboard")
 class TensorBoardMonitor:
     """Writes event files that `tensorboard --logdir` reads."""
 

@@ -1,0 +1,408 @@
+"""Trackers: sends metrics and sample rollouts to wandb, MLflow, SwanLab, Trackio or users' code.
+
+Invariants:
+- A tracker works in a thread of its own. One that fails or hangs costs the run nothing but a
+  warning; `metrics.jsonl` has every figure all the same.
+- The id of a tracked run is kept in `trackers.json`, so that a resumed run goes on in it.
+- Beside our names, each metric that has a usual name in this field is sent under that name too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trireme.aio import OwnThread
+from trireme.files import write_json
+from trireme.registry import TRACKERS, refuse_unknown_options, tracker
+
+if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+    from trireme.experience import Experience
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "trackers.json"
+CLOSE_S = 60.0
+"""Seconds that a tracker has at the end to send what it holds."""
+USUAL_NAMES = {
+    "rollout/reward/mean": "reward",
+    "rollout/reward/std": "reward_std",
+    "rollout/response_length/mean": "completions/mean_length",
+    "rollout/response_length/min": "completions/min_length",
+    "rollout/response_length/max": "completions/max_length",
+    "rollout/truncated/mean": "completions/clipped_ratio",
+    "actor/kl_loss": "kl",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad_norm",
+    "actor/lr": "learning_rate",
+}
+"""Ours, and the name that other trainers give the same figure."""
+Rollout = Mapping[str, Any]
+"""A rollout to look at: step, task, prompt, completion, reward, truth."""
+
+
+class Tracker(Protocol):
+    """Shows a run. Made as `Tracker(run, **monitor_args)`; a plain function
+    `(metrics, step, part)` may stand for one.
+    """
+
+    @property
+    def id(self) -> str | None:
+        """By which a resumed run finds it again; None: it cannot."""
+        ...
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """The metrics of one step; `part` is explorer, trainer, eval or bench."""
+        ...
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """Some rollouts of a step."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker may know of the run."""
+
+    folder: Path
+    """Where the run's monitors write."""
+    project: str = ""
+    group: str = ""
+    name: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration."""
+    id: str | None = None
+    """Of the tracked run that a resume goes on with; None: a new one."""
+
+    def local(self, kind: str) -> Path:
+        """A folder for what a tracker stores on this machine."""
+        path = self.folder / kind
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class Callback:
+    """A user's function as a tracker."""
+
+    id = None
+
+    def __init__(self, function: Callable[[dict[str, float], int, str], object]) -> None:
+        self._function = function
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """See Tracker."""
+        self._function(dict(metrics), step, part)
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """A function takes metrics alone."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Apart:
+    """A tracker in a thread of its own."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], started: Callable[[str], None]):
+        """`started` keeps the id of the tracked run."""
+        self.name = name
+        self._thread = OwnThread(f"tracker-{name}")
+        self._tracker: Tracker | None = None
+        self._warned = False
+        self._thread.put(lambda: self._start(make, started))
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """Send one step's metrics, under the field's names too, when the thread comes to it."""
+        usual = {USUAL_NAMES[name]: value for name, value in metrics.items() if name in USUAL_NAMES}
+        self._send(lambda tracker: tracker.log({**metrics, **usual}, step, part))
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """Send some rollouts."""
+        self._send(lambda tracker: tracker.rollouts(rows, step))
+
+    def close(self) -> None:
+        """Wait until all is sent, up to CLOSE_S."""
+        ended = threading.Event()
+        self._send(lambda tracker: tracker.close())
+        self._thread.close(last=ended.set)
+        if not ended.wait(CLOSE_S):
+            self._warn(f"has not ended within {CLOSE_S:g} s")
+
+    def _start(self, make: Callable[[], Tracker], started: Callable[[str], None]) -> None:
+        try:
+            self._tracker = make()
+            if self._tracker.id is not None:
+                started(self._tracker.id)
+        except Exception as error:
+            self._warn(f"could not start: {type(error).__name__}: {error}")
+
+    def _send(self, call: Callable[[Tracker], None]) -> None:
+        def send() -> None:
+            if self._tracker is None:
+                return
+            try:
+                call(self._tracker)
+            except Exception as error:
+                self._warn(f"failed: {type(error).__name__}: {error}")
+
+        self._thread.put(send)
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            logger.warning(
+                "the tracker %s %s (the run goes on; monitor/metrics.jsonl has its figures)",
+                self.name,
+                what,
+            )
+        self._warned = True
+
+
+def row_of(experience: Experience) -> Rollout:
+    """What a table shows of a rollout."""
+    return {
+        "step": int(str(experience.eid.batch).partition("/")[0]),
+        "task": str(experience.eid.task),
+        "prompt": experience.prompt_text or "",
+        "completion": experience.response_text or "",
+        "reward": experience.reward,
+        "truth": str(experience.info.get("truth", "")),
+    }
+
+
+def names_of(kinds: str | Sequence[str]) -> list[str]:
+    """`monitor.monitor_type` as a list."""
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for a tracker that is not there or not installed, or options of none."""
+    names = names_of(kinds)
+    for name in names:
+        missing = _PACKAGES.get(name)
+        if missing and importlib.util.find_spec(missing[0]) is None:
+            raise ValueError(
+                f"monitor.monitor_type '{name}' needs the package {missing[0]}: "
+                f"pip install {missing[1]}"
+            )
+        if name == "tensorboard":  # its import takes a second, and it is always there
+            continue
+        made = TRACKERS.get(name)
+        own = _options(names, name, args)
+        if inspect.isfunction(made) and own:
+            raise ValueError(f"monitor.monitor_args: the function '{name}' takes no options")
+    if len(names) > 1:
+        refuse_unknown_options("monitor.monitor_args", args or {}, names)
+    elif names == ["tensorboard"] and args:
+        refuse_unknown_options("monitor.monitor_args of tensorboard", args, ())
+
+
+def open_trackers(
+    run: TrackedRun, kinds: Sequence[str], args: Mapping[str, Any] | None, *, part: str = ""
+) -> list[Apart]:
+    """All but TensorBoard, in their order. `part`: this command has that part of the run alone,
+    and a tracked run of its own.
+    """
+    path = run.folder / FILE_NAME
+    ids: dict[str, str] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    suffix = f"-{part}" if part else ""
+
+    def open_one(name: str) -> Apart:
+        key, made, own = name + suffix, TRACKERS.get(name), _options(kinds, name, args)
+        told = TrackedRun(
+            run.folder, run.project, run.group, run.name + suffix, run.config, ids.get(key)
+        )
+
+        def started(id: str) -> None:
+            ids[key] = id
+            write_json(path, ids)
+
+        if inspect.isfunction(made):
+            return Apart(name, lambda: Callback(made), started)
+        return Apart(name, lambda: made(told, **own), started)
+
+    return [open_one(name) for name in kinds if name != "tensorboard"]
+
+
+def _options(names: Sequence[str], name: str, args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of one tracker: all of them, or of several trackers those under its name."""
+    given = args or {}
+    return dict(given) if len(names) == 1 else dict(given.get(name) or {})
+
+
+_PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "swanlab": ("swanlab", "swanlab"),
+    "trackio": ("trackio", "trackio"),
+}
+
+
+@tracker("wandb")
+class Wandb:
+    """Weights & Biases; `mode: offline` keeps files for `wandb sync`."""
+
+    def __init__(self, run: TrackedRun, **options: Any) -> None:
+        wandb: Any = import_module("wandb")
+        kept = {"id": run.id, "resume": "allow"} if run.id else {}
+        self._wandb = wandb
+        self._run = wandb.init(
+            **{
+                "project": run.project,
+                "group": run.group or None,
+                "name": run.name,
+                "config": dict(run.config),
+                "dir": str(run.local("wandb")),
+                **kept,
+                **options,
+            }
+        )
+        self._known: set[str] = set()
+        self.id: str | None = self._run.id
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """Each part counts its own steps: wandb's single counter would refuse the slower part."""
+        axis = f"{part}_step"
+        for name in metrics.keys() - self._known:
+            self._run.define_metric(name, step_metric=axis)
+        self._known |= metrics.keys()
+        self._run.log({**metrics, axis: step})
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """As a table, one a step."""
+        columns = list(rows[0])
+        table = self._wandb.Table(columns, [[row[c] for c in columns] for row in rows])
+        self._run.log({"rollouts": table, "explorer_step": step})
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+@tracker("mlflow")
+class MLflow:
+    """MLflow; without `tracking_uri` or MLFLOW_TRACKING_URI in files of the run's folder."""
+
+    def __init__(self, run: TrackedRun, *, tracking_uri: str | None = None) -> None:
+        mlflow: Any = import_module("mlflow")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        here = run.local("mlflow").resolve().as_uri()
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or here
+        self._client, self._metric = mlflow.MlflowClient(tracking_uri=uri), mlflow.entities.Metric
+        if run.id is None:
+            name = run.project or "trireme"
+            there = self._client.get_experiment_by_name(name)
+            experiment = there.experiment_id if there else self._client.create_experiment(name)
+            tags = {"group": run.group} if run.group else {}
+            made = self._client.create_run(experiment, run_name=run.name, tags=tags)
+            self._client.log_dict(made.info.run_id, dict(run.config), "config.json")
+            self.id: str | None = made.info.run_id
+        else:
+            self._client.update_run(run.id, status="RUNNING")
+            self.id = run.id
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """Names may hold no `@`: `mean@4` becomes `mean_at_4`."""
+        now = int(time.time() * 1000)
+        rows = [
+            self._metric(name.replace("@", "_at_"), float(value), now, step)
+            for name, value in metrics.items()
+        ]
+        for start in range(0, len(rows), 1000):  # a call takes no more
+            self._client.log_batch(self.id, metrics=rows[start : start + 1000])
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """As JSON lines of a file for each step."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        self._client.log_text(self.id, text, f"rollouts/step_{step}.jsonl")
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._client.set_terminated(self.id)
+
+
+@tracker("swanlab")
+class SwanLab:
+    """SwanLab; `mode: local` or `offline` sends nothing."""
+
+    def __init__(self, run: TrackedRun, **options: Any) -> None:
+        swanlab: Any = import_module("swanlab")
+        kept = {"id": run.id, "resume": "allow"} if run.id else {}
+        self._swanlab = swanlab
+        self._run = swanlab.init(
+            **{
+                "project": run.project,
+                "group": run.group or None,
+                "name": run.name,
+                "config": dict(run.config),
+                "log_dir": str(run.local("swanlab")),
+                **kept,
+                **options,
+            }
+        )
+        self.id: str | None = self._run.id
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """See Tracker."""
+        self._run.log(dict(metrics), step=step)
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """As texts, each with its reward as the caption."""
+        texts = [
+            self._swanlab.Text(
+                f"{row['prompt']}\n---\n{row['completion']}", caption=f"reward {row['reward']}"
+            )
+            for row in rows
+        ]
+        self._run.log({"rollouts": texts}, step=step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+@tracker("trackio")
+class Trackio:
+    """Trackio: a local board, `trackio show`; `space_id` sends it to a Space."""
+
+    def __init__(self, run: TrackedRun, **options: Any) -> None:
+        trackio: Any = import_module("trackio")
+        self._trackio = trackio
+        self._run = trackio.init(
+            **{
+                "project": run.project or "trireme",
+                "group": run.group or None,
+                "name": run.name,
+                "config": dict(run.config),
+                "resume": "allow" if run.id else "never",
+                "embed": False,
+                **options,
+            }
+        )
+        self.id: str | None = self._run.name
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """See Tracker."""
+        self._run.log(dict(metrics), step=step)
+
+    def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
+        """As a table, one a step."""
+        pandas: Any = import_module("pandas")
+        self._run.log({"rollouts": self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
