@@ -16,6 +16,7 @@ _MODULES = {
     "trireme.engines.scripted": "ScriptedEngine",
     "trireme.experience": "EID Experience group_by",
     "trireme.launch.check": "make_plans",
+    "trireme.launch.train": "Run train",
     "trireme.model.chat_tokens": "ChatTokens",
     "trireme.model.model": "Model Reply",
     "trireme.registry": "Registry REWARDS WORKFLOWS CONTEXT_MANAGERS=context_managers "
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from trireme.engines.scripted import ScriptedEngine
     from trireme.experience import EID, Experience, group_by
     from trireme.launch.check import make_plans
+    from trireme.launch.train import Run, train
     from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Model, Reply
     from trireme.registry import CONTEXT_MANAGERS as context_managers

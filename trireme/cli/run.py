@@ -115,18 +115,9 @@ def draft_of(config: Path | None, overrides: Sequence[str], plugin_dirs: Sequenc
 
         config = demo_config(overrides)
     loaded = load_config(config, overrides)  # what is wrong with it is said before torch is loaded
-    from trireme.launch.check import complete, draft, prompt_problems, shared
+    from trireme.launch.check import checked
 
-    made = draft(loaded)
-    problems = list(made.problems)
-    if not problems:
-        for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
-            complete(plan, parts, data=i > 0)
-            parts.stage.problems += prompt_problems(plan, parts)
-        problems = shared([parts.stage for parts in made.parts])
-    if problems:
-        raise ConfigError(problems)
-    return made
+    return checked(loaded)
 
 
 def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
@@ -58,13 +58,39 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
         raise ConfigError([Problem("", f"{path} holds a list: expected sections with keys")])
     problems: list[Problem] = []
     typed = [_override(tree, override, problems) for override in overrides]
-    values = _resolved(tree, "", problems)
-    _mend(values, problems)
     folder = path.parent.resolve()
-    _locate(values, "", folder, typed, problems)
+    values = _values_of(tree, folder, typed, problems)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # `my_file:name` of a file beside the YAML
     return Config.model_validate(values), problems
+
+
+def config_of(values: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
+    """The configuration of plain values, with `more` laid over them: sections, or keys `a.b.c`.
+
+    Relative paths start in the working directory. Raises ConfigError with every problem.
+    """
+    problems: list[Problem] = []
+    try:
+        tree = OmegaConf.create(dict(values))
+        for key, value in more.items():
+            OmegaConf.update(tree, key, value, merge=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem("", f"is no configuration: {error}")]) from error
+    found = _values_of(tree, Path.cwd(), [], problems)
+    if problems:
+        raise ConfigError(problems)
+    return Config.model_validate(found)
+
+
+def _values_of(
+    tree: DictConfig, folder: Path, typed: Sequence[str], problems: list[Problem]
+) -> dict[str, Any]:
+    """What a tree says, in the schema's types, paths found from `folder`."""
+    values = _resolved(tree, "", problems)
+    _mend(values, problems)
+    _locate(values, "", folder, typed, problems)
+    return values
 
 
 def _override(tree: DictConfig, override: str, problems: list[Problem]) -> str:

@@ -129,6 +129,23 @@ def make_plans(config: Config) -> list[Plan]:
     return made.plans
 
 
+def checked(config: Config) -> Draft:
+    """The Plans, with the parts that were made. Raises ConfigError for all that cannot run.
+
+    The data that the first stage's trainer reads is encoded when that stage begins.
+    """
+    made = draft(config)
+    problems = list(made.problems)
+    if not problems:
+        for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
+            complete(plan, parts, data=i > 0)
+            parts.stage.problems += prompt_problems(plan, parts)
+        problems = shared([parts.stage for parts in made.parts])
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
 def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     """The draft of a file, with all that is wrong in it.
 

@@ -110,6 +110,12 @@ class Stop:
             self._loop = self._task = None
             self._left += _close(loop)
 
+    def request(self) -> None:
+        """Ask as Ctrl-C does, from another thread; nothing ends the process where it is late."""
+        self.number = self.number or signal.SIGINT
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ask)
+
     def ended(self, code: int) -> int:
         """The exit code; a process with coroutines that do not end goes at once, or Python would
         throw into them as it goes.
@@ -138,8 +144,7 @@ class Stop:
         self._loop.call_soon_threadsafe(self._ask)
 
     def _ask(self) -> None:
-        assert self._task is not None
-        if not self.gently():
+        if self._task is not None and not self.gently():
             self._task.cancel()
 
     def _late(self) -> None:

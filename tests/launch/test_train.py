@@ -1,0 +1,125 @@
+"""A run from Python: the same checks as a YAML's, in a notebook's event loop, and interruptible."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+import trireme
+from trireme.registry import REWARDS, WORKFLOWS
+from trireme.task import Task
+
+ROWS = [{"question": f"{n} + 1?", "answer": n + 1, "level": n % 3} for n in range(8)]
+SMALL = {"max_response_tokens": 8, "max_model_len": 64}
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is its own."""
+    for registry in (REWARDS, WORKFLOWS):
+        monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+def varied(task: Task, answer: str, *, level: int) -> float:
+    assert task.truth == str(int(task.question[0]) + 1)
+    return level + (sum(map(ord, answer)) % 17) / 16
+
+
+async def twice(task: Task, model: trireme.Model) -> list[trireme.Experience]:
+    chat = [{"role": "user", "content": task.prompt}]
+    chat.append((await model.chat(chat)).message)
+    await model.chat([*chat, {"role": "user", "content": "again"}])
+    return model.experiences(reward=1.0)
+
+
+def start(tiny_dir: Path, tmp_path: Path, **more: Any) -> trireme.Run:
+    values = {"model": SMALL, "checkpoint_root_dir": str(tmp_path), **more}
+    return trireme.train(**{"model": tiny_dir, "tasks": ROWS, **options_of(values)})
+
+
+def options_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The model's section by its keys, since `model` is the model's path."""
+    section = values.pop("model")
+    return values | {f"model.{key}": value for key, value in section.items()}
+
+
+def test_a_run_in_a_running_event_loop(tiny_dir: Path, tmp_path: Path) -> None:
+    async def cell() -> trireme.Run:
+        steps = {"total_steps": 2, "batch_size": 4}
+        return start(tiny_dir, tmp_path, reward=varied, eval_tasks=ROWS[:2], buffer=steps)
+
+    run = asyncio.run(cell())
+    assert run.folder == tmp_path / "python" / "grpo"
+    assert run.model is not None and (run.model / "model.safetensors").is_file()
+    frame = pandas.DataFrame(run.metrics).set_index("step")
+    assert list(frame.index) == [0, 1, 2]
+    assert frame["rollout/reward/mean"].notna().tolist() == [False, True, True]
+    assert frame["actor/grad_norm"].notna().tolist() == [False, True, True]
+    assert len(run.rollouts()) == 64 and len(run.rollouts(2)) == 32
+    assert run.summary.evaluations["run"]["last"]["held_out"]["tasks"] == 2
+
+
+def test_a_workflow_and_a_frame(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = pandas.DataFrame(ROWS[:2])
+    run = start(tiny_dir, tmp_path, tasks=rows, workflow=twice, **{"algorithm.repeat_times": 2})
+    assert {e.reward for e in run.rollouts()} == {1.0}
+    assert run.plans[0].batch_size == 2
+
+
+def test_what_cannot_run_is_said_as_of_a_yaml(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(trireme.ConfigError) as caught:
+        start(tiny_dir, tmp_path, reward="math_rewad", algorithm="grpo", mode="both")
+    assert "did you mean 'math_reward'?" in str(caught.value)
+    with pytest.raises(trireme.ConfigError, match=r"did you mean 'trainer\.grad_clip'\?"):
+        start(tiny_dir, tmp_path, reward=varied, trainer={"grad_clipp": 1})
+    with pytest.raises(ValueError, match=r"tasks\[1\] is 7: expected a row"):
+        start(tiny_dir, tmp_path, reward=varied, tasks=["1 + 1?", 7])
+    with pytest.raises(ValueError, match="tasks is empty"):
+        start(tiny_dir, tmp_path, reward=varied, tasks=[])
+    assert not (tmp_path / "python" / "grpo").exists()
+
+
+def test_a_function_of_the_same_name_is_another_reward(tiny_dir: Path, tmp_path: Path) -> None:
+    from trireme.launch.train import _named
+
+    def accuracy(task: Task, answer: str) -> float:
+        return 1.0
+
+    first = _named(REWARDS, accuracy)
+    assert first == "accuracy_2", "the built-in one keeps its name"
+    assert _named(REWARDS, accuracy) == first
+    assert _named(REWARDS, lambda task, answer: 0.0) == "reward"
+    assert _named(REWARDS, lambda task, answer: 0.0) == "reward_2"
+
+
+def test_an_interrupted_run_saves_and_goes_on(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = 0
+
+    def stopping(task: Task, answer: str) -> float:
+        nonlocal seen
+        seen += 1
+        if seen == 70:  # in the third step
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return float(len(answer))
+
+    options = {"reward": stopping, "name": "mine", "buffer": {"total_steps": 20, "batch_size": 4}}
+    with pytest.raises(KeyboardInterrupt, match=r"step \d+ is saved; the same call goes on"):
+        start(tiny_dir, tmp_path, **options)
+    saved = trireme_steps(tmp_path)
+    assert saved and saved[-1] < 20
+    run = start(tiny_dir, tmp_path, **options)
+    assert f"global_step_{saved[-1]}" in capsys.readouterr().out
+    assert run.metrics["step"] == [float(step) for step in range(1, 21)]
+
+
+def trireme_steps(root: Path) -> list[int]:
+    folders = (root / "python" / "mine").glob("global_step_*")
+    return sorted(int(folder.name.rpartition("_")[2]) for folder in folders)

@@ -1,0 +1,255 @@
+"""Train: trains a model from Python, by the same Plan, checks and errors as a YAML.
+
+The run has a thread of its own, so that it works where an event loop runs already (a notebook), and
+so that Ctrl-C, or a notebook's stop button, ends it at its next safe point with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trireme.algorithms.recipes import row_of
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+from trireme.config.load import config_of
+from trireme.config.schema import Config
+from trireme.experience import Experience
+from trireme.files import write_text
+from trireme.launch.check import checked
+from trireme.launch.stages import job_folder, run_stages
+from trireme.launch.stop import Stop
+from trireme.monitor.console import Console
+from trireme.monitor.figures import Summary
+from trireme.monitor.monitor import FILE_NAME, read_metrics
+from trireme.registry import ORMS, REWARDS, WORKFLOWS, Registry
+from trireme.serialize import decode
+
+BATCH_SIZE = 32
+REPEAT_TIMES = 8
+WAKE_S = 0.2
+"""A signal may reach another thread than the one that waits, which then sees it when it wakes."""
+PROMPTS = ("prompt", "question", "messages")
+TRUTHS = ("response", "answer", "solution", "truth")
+"""The columns that are looked for where no `format` names them, the first that is there."""
+Tasks = str | Path | Iterable[Any]
+
+
+@dataclass
+class Run:
+    """What a run came to, and where it lies."""
+
+    folder: Path
+    """The job's folder: `trireme view <folder>`."""
+    model: Path | None
+    """The folder of the trained model, for `from_pretrained`; None where none was saved."""
+    summary: Summary = field(repr=False)
+    """What `summary.json` says: accuracies, seconds, warnings."""
+    plans: list[Plan] = field(repr=False)
+    """What ran, a Plan a stage."""
+
+    @property
+    def metrics(self) -> dict[str, list[float | None]]:
+        """Every figure of the last stage as a column, for `pandas.DataFrame(run.metrics)`.
+
+        Each step is a row. None stands where a step has no such figure.
+        """
+        steps: dict[int, dict[str, float]] = {}
+        for row in read_metrics(self._last.monitor / FILE_NAME):
+            steps.setdefault(row["step"], {}).update(row["metrics"])
+        names = dict.fromkeys(name for figures in steps.values() for name in figures)
+        columns: dict[str, list[float | None]] = {"step": [float(step) for step in sorted(steps)]}
+        return columns | {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
+
+    def rollouts(self, step: int | None = None) -> list[Experience]:
+        """What the model tried in an explore step of the last stage; None: in all that is kept."""
+        store = self._last.buffer / "explorer_output.db"
+        if not store.is_file():
+            return []
+        where, values = ("", ()) if step is None else ("WHERE batch = ?", (step,))
+        with sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True) as connection:
+            query = f"SELECT experience_bytes FROM experiences {where} ORDER BY id"
+            found = [row[0] for row in connection.execute(query, values)]
+        return [experience for data in found for experience in decode(data)]
+
+    @property
+    def _last(self) -> JobFolder:
+        return JobFolder(self.plans[-1].job_dir, self.plans[-1].explorer_name)
+
+
+def train(
+    *,
+    model: str | Path,
+    tasks: Tasks,
+    reward: str | Callable[..., Any] | None = None,
+    workflow: str | Callable[..., Any] | None = None,
+    algorithm: str = "grpo",
+    eval_tasks: Tasks | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train a model, and wait until it is trained.
+
+    `model` is a folder or a hub id. `tasks` (and `eval_tasks`) are the path of a data set, rows as
+    dictionaries, prompts as text, a `datasets.Dataset` or a pandas frame. `reward` and `workflow`
+    are functions or names. `overrides` are the YAML's keys: a section as a dictionary
+    (`trainer={"total_steps": 20}`), or a whole key (`**{"trainer.total_steps": 20}`).
+
+    Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run goes on where
+    an earlier one of the same `name` ended; without a name each run begins anew.
+
+    Raises ConfigError with all that is wrong before anything starts, and KeyboardInterrupt where it
+    was interrupted.
+    """
+    plans = checked(_config(model, tasks, reward, workflow, algorithm, eval_tasks, overrides)).plans
+    if plans[-1].launcher == "ray" and any(callable(part) for part in (reward, workflow)):
+        raise ValueError(
+            "Ray's processes cannot see a function of this one: put it into a file, and name it as "
+            "my_file:name"
+        )
+    summary = _in_thread(plans)
+    saved = Path(summary.model_dir) if summary.model_dir else None
+    return Run(job_folder(plans), saved, summary, plans)
+
+
+def _config(
+    model: str | Path,
+    tasks: Tasks,
+    reward: str | Callable[..., Any] | None,
+    workflow: str | Callable[..., Any] | None,
+    algorithm: str,
+    eval_tasks: Tasks | None,
+    overrides: Mapping[str, Any],
+) -> Config:
+    """What a YAML with these keys says."""
+    root = Path(str(overrides.get("checkpoint_root_dir") or Config().checkpoint_root_dir))
+    named = bool(overrides.get("name"))
+    data, first, count = _data_set(tasks, root, "tasks")
+    values: dict[str, Any] = {
+        "project": "python",
+        "name": f"{algorithm}",
+        "continue_from_checkpoint": named,
+        "model": {"model_path": str(model)},
+        "algorithm": {"algorithm_type": algorithm},
+    }
+    buffer: dict[str, Any] = {}
+    if row_of(algorithm).from_data:
+        values["mode"] = "train"
+        buffer["train_batch_size"] = min(BATCH_SIZE, count or BATCH_SIZE)
+        buffer["trainer_input"] = {"experience_buffer": {"path": data}}
+    else:
+        values["algorithm"]["repeat_times"] = REPEAT_TIMES
+        buffer["batch_size"] = min(BATCH_SIZE, count or BATCH_SIZE)
+        inputs: dict[str, Any] = {"taskset": {"path": data, "format": _columns(first)}}
+        inputs["default_workflow_type"] = _named(WORKFLOWS, workflow) or "simple_workflow"
+        if reward is not None:
+            inputs["default_reward_fn_type"] = _named(REWARDS, reward)
+        if eval_tasks is not None:
+            held_out, first, _ = _data_set(eval_tasks, root, "eval_tasks")
+            greedy = {"temperature": 0.0}
+            inputs["eval_tasksets"] = [
+                {"name": "held_out", "path": held_out, "format": _columns(first),
+                 "rollout_args": greedy}
+            ]  # fmt: skip
+        buffer["explorer_input"] = inputs
+    return config_of(values | {"buffer": buffer}, overrides)
+
+
+def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any], int | None]:
+    """Path of the tasks, their first row, and how many they are where that is known here.
+
+    Rows that have no file yet are written to one, which is named by what it holds.
+    """
+    if isinstance(tasks, str | Path):
+        return str(tasks), {}, None
+    records = getattr(tasks, "to_dict", None)
+    given = records(orient="records") if hasattr(tasks, "iloc") and records else list(tasks)
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in given]
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"{what}[{number}] is {row!r:.60}: expected a row (a dictionary) or a prompt (text)"
+            )
+    if not rows:
+        raise ValueError(f"{what} is empty: expected at least one row")
+    lines = "".join(json.dumps(dict(row), default=_plain) + "\n" for row in rows)
+    name = hashlib.sha256(lines.encode()).hexdigest()[:16]
+    path = root.expanduser().absolute() / "python" / "data" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, lines)
+    return str(path), dict(rows[0]), len(rows)
+
+
+def _plain(value: Any) -> Any:
+    """A number or array of numpy's as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise ValueError(f"{value!r:.60} of type {type(value).__name__} cannot be written as JSON")
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Which columns hold prompt and truth, as far as a row shows it."""
+    found = {
+        key: next((name for name in names if name in row), None)
+        for key, names in (("prompt_key", PROMPTS), ("response_key", TRUTHS))
+    }
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | None:
+    """A name by which the YAML can speak of a function: its own, unless that means another."""
+    if thing is None or isinstance(thing, str):
+        return thing
+    own = getattr(thing, "__name__", type(thing).__name__)
+    own = own if own.isidentifier() else registry.name
+    name, number = own, 1
+    while name in registry.built_in() or name in ORMS.names() or name in registry:
+        if name in registry and name not in registry.built_in() and registry.get(name) is thing:
+            return name
+        number += 1
+        name = f"{own}_{number}"
+    registry.register_module(name, thing)
+    return name
+
+
+def _in_thread(plans: list[Plan]) -> Summary:
+    """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended."""
+    stop, found, failed = Stop(), list[Summary](), list[BaseException]()
+    ended = threading.Event()  # an interrupted `Thread.join` takes a thread that lives for ended
+
+    def work() -> None:
+        console = Console()
+        try:
+            for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+                console.note(note)
+            found.append(run_stages(plans, console=console, stop=stop))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            console.close()
+            ended.set()
+
+    threading.Thread(target=work, name="trireme.train", daemon=True).start()
+    try:
+        while not ended.wait(WAKE_S):
+            pass
+    except KeyboardInterrupt:
+        stop.request()
+        print(f"interrupted: ending at the next safe point, in {stop.limit:g} s at most "
+              "(cluster.stop_timeout)", flush=True)  # fmt: skip
+        ended.wait(stop.limit)
+    if failed and isinstance(failed[0], KeyboardInterrupt):
+        raise KeyboardInterrupt(stop.what_is_left().replace("command", "call")) from None
+    if failed:
+        raise failed[0]
+    if not found:
+        raise KeyboardInterrupt(
+            f"not ended after {stop.limit:g} s (cluster.stop_timeout): it waits for "
+            f"{stop.waits_for()}"
+        )
+    return found[0]
