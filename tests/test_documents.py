@@ -85,8 +85,8 @@ def test_every_dependency_has_an_upper_bound_that_its_pin_keeps() -> None:
     extras = project["optional-dependencies"].values()
     pins = dict(
         line.strip().lower().replace("_", "-").split("==")
-        for path in (ROOT / "constraints-megatron.txt", ROOT / "constraints.txt")
-        for line in path.read_text().splitlines()
+        for name in ("constraints-trackers.txt", "constraints-megatron.txt", "constraints.txt")
+        for line in (ROOT / name).read_text().splitlines()
         if "==" in line
     )
     for text in [*project["dependencies"], *(each for extra in extras for each in extra)]:
