@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.aio import OwnThread
 from trireme.files import write_json
+from trireme.monitor.metrics import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options, tracker
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
@@ -34,19 +35,6 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "trackers.json"
 CLOSE_S = 60.0
 """Seconds that a tracker has at the end to send what it holds."""
-USUAL_NAMES = {
-    "rollout/reward/mean": "reward",
-    "rollout/reward/std": "reward_std",
-    "rollout/response_length/mean": "completions/mean_length",
-    "rollout/response_length/min": "completions/min_length",
-    "rollout/response_length/max": "completions/max_length",
-    "rollout/truncated/mean": "completions/clipped_ratio",
-    "actor/kl_loss": "kl",
-    "actor/entropy": "entropy",
-    "actor/grad_norm": "grad_norm",
-    "actor/lr": "learning_rate",
-}
-"""Ours, and the name that other trainers give the same figure."""
 Rollout = Mapping[str, Any]
 """A rollout to look at: step, task, prompt, completion, reward, truth."""
 
@@ -127,7 +115,8 @@ class Apart:
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
         """Send one step's metrics, under the field's names too, when the thread comes to it."""
-        usual = {USUAL_NAMES[name]: value for name, value in metrics.items() if name in USUAL_NAMES}
+        names = usual_names()
+        usual = {names[name]: value for name, value in metrics.items() if name in names}
         self._send(lambda tracker: tracker.log({**metrics, **usual}, step, part))
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:

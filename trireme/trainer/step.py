@@ -152,9 +152,9 @@ def batch_loss(
         for name, values in corrected.items():
             tally.mean(f"rollout_correction/{name}", values)
     total = policy
-    tally.sum("actor/pg_loss", policy * weights)
-    if recipe.schema != "experience":  # its own name: there is no policy gradient
-        tally.sum(f"actor/{recipe.schema}_loss", policy * weights)
+    # without a policy gradient the loss has the name of what it is
+    kind = "pg" if recipe.schema == "experience" else recipe.schema
+    tally.sum(f"actor/{kind}_loss", policy * weights)
     if recipe.kl:
         divergence = recipe.kl(lookup, has)
         total = total + learning.coefficients["kl_loss_fn"] * divergence
