@@ -40,7 +40,10 @@ def test_the_alfworld_seed_lacks_nothing_but_its_data():
     ("replay", "message"),
     [
         ("priority_fn_args.decay=fast", "decay is 'fast': expected a number"),
-        ("priority_fn_args.speed=2", "has 'speed': linear_decay knows decay"),
+        (
+            "priority_fn_args.speed=2",
+            "priority_fn 'linear_decay' has no option 'speed'. It has: decay",
+        ),
         ("priority_fn=newest", "priority_fn"),
     ],
 )

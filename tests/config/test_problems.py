@@ -438,14 +438,17 @@ def test_two_tasksets_of_one_name(tmp_path, sets):
     ]
 
 
-@pytest.mark.parametrize("value", [-1, "x", float("nan")])
-def test_a_priority_of_no_use(tmp_path, value):
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(-1, "at least 0"), ("x", "a number"), (float("nan"), "a number")],
+)
+def test_a_priority_of_no_use(tmp_path, value, says):
     tree = values(tmp_path)
     replay = {"enable": True, "priority_fn_args": {"decay": value}}
     tree["buffer"]["trainer_input"] = {"experience_buffer": {"replay_buffer": replay}}
     problems = draft(config_of(tmp_path, tree)).problems
     (found,) = [str(problem) for problem in problems]
-    assert found.endswith(f"priority_fn_args.decay is {value!r}: expected a number at least 0")
+    assert found.endswith(f"priority_fn 'linear_decay': decay is {value!r}: expected {says}")
 
 
 def test_a_reward_is_suggested_also_where_it_is_one_of_groups(tmp_path):

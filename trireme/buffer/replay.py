@@ -15,7 +15,9 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, OtherSideFailed, WallClock
 from trireme.buffer.record import Record
@@ -28,16 +30,22 @@ Priority = Callable[[int, int, str], tuple[float, bool]]
 this use. A function of these alone: a resume asks again.
 """
 
+AtLeast0 = Annotated[float, Ge(0)]
+
 logger = get_logger("queue_experience_buffer")
 
 
-def linear_decay(*, decay: float = 2.0) -> Priority:
+def linear_decay(*, decay: AtLeast0 = 2.0) -> Priority:
     """version - decay * use_count: the newest first, each use costs as much as `decay` versions."""
     return lambda version, used, _: (version - decay * used, True)
 
 
 def decay_limit_randomization(
-    *, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0, seed: int = 0
+    *,
+    decay: AtLeast0 = 2.0,
+    use_count_limit: Annotated[int, Ge(0)] = 3,
+    sigma: AtLeast0 = 0.0,
+    seed: int = 0,
 ) -> Priority:
     """`linear_decay` plus N(0, sigma); no more than `use_count_limit` uses (0: any number)."""
 

@@ -34,10 +34,6 @@ _STYLES: dict[str, SyncStyle] = {
 }
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
-_REPLAY_OPTIONS = {
-    "linear_decay": ("decay",),
-    "decay_limit_randomization": ("decay", "use_count_limit", "sigma"),
-}
 _KEY = "buffer.trainer_input.experience_buffer"
 
 
@@ -409,7 +405,6 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
             f"each goes to the file"
         )
         kind = "queue"
-    _check_replay(stage)
     if kind == "sql" and is_url and not path.startswith(("sqlite://", "postgresql")):
         stage.problem(
             f"{_KEY}.path",
@@ -433,22 +428,6 @@ def _check_explorer(stage: Stage) -> None:
             f"is {name!r}: expected letters, digits, '_', '-' or '.', and neither trainer nor "
             "stage, since files are named after it",
         )
-
-
-def _check_replay(stage: Stage) -> None:
-    """Priority replay's options are those of its priority."""
-    replay = stage.config.buffer.trainer_input.experience_buffer.replay_buffer
-    key = f"{_KEY}.replay_buffer"
-    if not replay.enable:
-        return
-    known = _REPLAY_OPTIONS[replay.priority_fn]
-    for name, value in replay.priority_fn_args.items():
-        if name not in known:
-            text = f"has '{name}': {replay.priority_fn} knows {', '.join(known)}"
-            stage.problem(f"{key}.priority_fn_args", text)
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            text = f"is {value!r}: expected a number at least 0"
-            stage.problem(f"{key}.priority_fn_args.{name}", text)
 
 
 def _placed(path: str, job_dir: Path) -> str:

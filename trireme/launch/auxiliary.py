@@ -9,21 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer
 
 from trireme.config import Plan
 from trireme.config.lookup import located
 from trireme.config.schema_rollout import RolloutModelConfig
-from trireme.engines.device import Device
 from trireme.engines.engine import Engine, Sampling
-from trireme.engines.remote import RemoteEngine
-from trireme.explorer.runner import Key
 from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.asker import refuse_silent
+
+if TYPE_CHECKING:
+    from trireme.engines.device import Device
+    from trireme.explorer.runner import Key
 
 LONGEST = 8192
 """Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
@@ -106,6 +107,8 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     longest = config.max_model_len or max(plan.max_model_len, min(_positions(path), LONGEST))
     engine: Engine
     if config.engine_type == "remote":
+        from trireme.engines.remote import RemoteEngine  # as below
+
         timeout = plan.config.explorer.max_timeout
         engine = RemoteEngine(
             tuple(config.base_urls), api_key=config.api_key, timeout=timeout, seed=plan.seed

@@ -45,6 +45,7 @@ from trireme.launch.data import (
     examine_taskset,
     make_eval_tasksets,
     make_file_buffer,
+    make_priority,
     make_taskset,
     make_text,
     make_training_taskset,
@@ -205,6 +206,10 @@ def make_parts(stage: Stage, *, names_are_known: bool = True) -> Parts:
         _read_data(parts, f"buffer.trainer_input.auxiliary_buffers.{name}", data, "sft")
     if names_are_known:
         _make_operators(parts)
+    store = stage.config.buffer.trainer_input.experience_buffer
+    if store.replay_buffer.enable and not stage.reads_file:
+        key = "buffer.trainer_input.experience_buffer.replay_buffer"
+        parts.tried(lambda: make_priority(store.replay_buffer, stage.config.seed), key)
     model = check_model(stage)
     if model is not None:
         _check_template(parts, model)

@@ -11,21 +11,16 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trireme.buffer.buffer import Buffer
-from trireme.buffer.claims import Reuse
 from trireme.buffer.file import FileBuffer
-from trireme.buffer.queue import QueueBuffer
-from trireme.buffer.record import Record, record_for
-from trireme.buffer.replay import PRIORITIES, ReplayBuffer
-from trireme.buffer.sql import SqlBuffer
-from trireme.buffer.table import resolve_url
 from trireme.buffer.trained import TrainedTokens
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.config.options import accepted, fitting_options
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
 from trireme.config.stages import UsedTaskset, used_tasksets
@@ -40,6 +35,13 @@ from trireme.pipeline.pipeline import prepared
 from trireme.registry import OPERATORS
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
+
+if TYPE_CHECKING:
+    from trireme.buffer.claims import Reuse
+    from trireme.buffer.record import Record
+    from trireme.buffer.replay import Priority
+
+# The stores of experiences are imported where one is made: `check` does without SQLAlchemy.
 
 OPERATORS_KEY = "data_processor.experience_pipeline.operators"
 
@@ -180,6 +182,12 @@ def make_buffer(
     config = plan.config.buffer.trainer_input.experience_buffer
     if plan.buffer_type == "file":
         return make_file_buffer(plan, config, text, end_ids, schema=schema), None
+    from trireme.buffer.queue import QueueBuffer
+    from trireme.buffer.record import record_for
+    from trireme.buffer.replay import ReplayBuffer
+    from trireme.buffer.sql import SqlBuffer
+    from trireme.buffer.table import resolve_url
+
     if plan.buffer_type == "sql":
         roles: dict[str, Any] = {"explore": "explore", "serve": "explore", "train": "train"}
         role = roles.get(plan.mode, "both")
@@ -200,11 +208,9 @@ def make_buffer(
     record = record_for(config.path, folder.buffer, **_copy_limits(plan))
     replay = config.replay_buffer
     if replay.enable:
-        seed = {"seed": plan.seed} if replay.priority_fn == "decay_limit_randomization" else {}
-        priority = PRIORITIES[replay.priority_fn](**replay.priority_fn_args, **seed)
         buffer = ReplayBuffer(
             config.name,
-            priority=priority,
+            priority=make_priority(replay, plan.seed),
             reuse_cooldown_time=replay.reuse_cooldown_time,
             capacity=config.capacity,
             max_read_timeout=config.max_read_timeout,
@@ -220,8 +226,20 @@ def make_buffer(
     return queue, record
 
 
+def make_priority(replay: ReplayBufferConfig, seed: int) -> Priority:
+    """The priority of a replay. Raises ValueError for an option that it does not have."""
+    from trireme.buffer.replay import PRIORITIES
+
+    make = PRIORITIES[replay.priority_fn]
+    whose = f"priority_fn '{replay.priority_fn}'"
+    options = fitting_options(whose, make, replay.priority_fn_args, given=("seed",))
+    return make(**options, **accepted(make, {"seed": seed}))
+
+
 def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
     """Priority replay in a database."""
+    from trireme.buffer.claims import Reuse
+
     if not replay.enable:
         return None
     limit = 3 if replay.priority_fn == "decay_limit_randomization" else 0
@@ -274,6 +292,9 @@ def make_raw_record(plan: Plan, folder: JobFolder) -> Record | None:
     pipeline = plan.config.data_processor.experience_pipeline
     if not pipeline.save_input:
         return None
+    from trireme.buffer.record import Record, record_for
+    from trireme.buffer.table import resolve_url
+
     path = pipeline.input_save_path or "sqlite:///explorer_output.db"
     if path.endswith((".jsonl", ".json")):
         return record_for(path, folder.buffer, **_copy_limits(plan))

@@ -18,10 +18,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trireme.algorithms.recipes import Recipe
-from trireme.buffer.record import Record
 from trireme.data.rows import Rows, load_rows
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
@@ -29,14 +28,14 @@ from trireme.pipeline.operators import Operator, OperatorFailed, make_operator, 
 from trireme.registry import TASK_OPERATORS
 from trireme.usercode import UserCode, fault_of
 
-logger = get_logger("explorer_experience_pipeline")
+if TYPE_CHECKING:
+    from trireme.buffer.record import Record
 
 PASS_RATES = "pass_rate_calculator"
 LARGEST = 1e18
 """Rewards are float32 numbers, whose squares end at 3e38."""
 
 
-logger = get_logger("pipeline")
 logger = get_logger("explorer_experience_pipeline")
 
 KEY = "data_processor.task_pipeline.operators"
