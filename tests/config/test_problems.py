@@ -270,7 +270,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
     [
         ("explorer.rollout_model.engine_type=tinker", "explorer.rollout_model.engine_type"),
         ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
-        ("monitor.monitor_type=wandb", "monitor.monitor_type"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
         (
             "data_processor.task_pipeline={priority_weights: {difficulty: 1.0}}",
