@@ -43,6 +43,8 @@ def test_a_block_parses(language: str, text: str, tmp_path: Path) -> None:
     elif language == "bash":
         commands = re.sub(r"<[\w ]+>", "placeholder", text)
         subprocess.run(["bash", "-n", "-c", commands], check=True)
+    elif language == "toml":
+        assert tomllib.loads(text)
     else:
         assert language == "text", f"a block needs a language; this one has '{language}'"
 

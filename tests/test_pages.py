@@ -147,6 +147,7 @@ COMMANDS = [
 NOT_RUN = {
     "ray": "Ray's own command line",
     "alfworld-download": "ALFWorld's own",
+    "python3": "verl's command line",
     "docker": "not on every machine; tests/test_package.py lints the images",
     **dict.fromkeys(("cd", "export", "source", "git"), "the shell's"),
 }
