@@ -46,13 +46,33 @@ def gsm8k_of_verl(folder: Path) -> Path:
     return folder / "gsm8k.parquet"
 
 
+def gsm8k_of_swift(folder: Path) -> Path:
+    """The same as conversations, the result beside them."""
+    return write_jsonl(
+        folder / "gsm8k.jsonl",
+        [
+            {
+                "messages": [{"role": "user", "content": row["question"]}],
+                "solution": row["answer"].partition("#### ")[2],
+            }
+            for row in rows(4)
+        ],
+    )
+
+
 @pytest.mark.timeout(400)  # some 10 s of work
 @pytest.mark.parametrize(
     ("page", "data"),
-    [("trl", gsm8k), ("verl", gsm8k_of_verl), ("prime_rl", gsm8k), ("trinity", gsm8k)],
+    [
+        ("migrate/trl", gsm8k),
+        ("migrate/verl", gsm8k_of_verl),
+        ("migrate/prime_rl", gsm8k),
+        ("migrate/trinity", gsm8k),
+        ("ms_swift", gsm8k_of_swift),
+    ],
 )
 def test_the_run_of_a_migration_page_runs_as_pasted(page: str, data: Any, tmp_path: Path) -> None:
-    text = (ROOT / f"docs/migrate/{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     [config] = [code for language, code in BLOCK.findall(text) if language == "yaml"]
     for name, code in FILE.findall(text):
         (tmp_path / name).write_text(code)
