@@ -15,8 +15,15 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from trireme.config.lookup import located
-from trireme.data.splits import SPLIT, chosen_rows, data_files
-from trireme.data.tables import BUILDERS, FilePlaces, load_tables, quiet_datasets
+from trireme.data.files import (
+    BUILDERS,
+    SPLIT,
+    FilePlaces,
+    chosen_rows,
+    data_files,
+    load_tables,
+    quiet_datasets,
+)
 from trireme.log import get_logger
 from trireme.registry import did_you_mean
 

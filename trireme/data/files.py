@@ -1,14 +1,17 @@
-"""Splits: finds which files of a folder, and which of their rows, a split of a data set is.
+"""Files: finds the files and rows that a split of a data set has, and reads those with tables.
 
 A folder is in the Hugging Face layout: its README lists the files of each split, or their names
-tell it.
+tell it. Tables are Parquet, CSV and Arrow files.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from trireme.registry import did_you_mean
 
 SPLIT = re.compile(r"^(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?$")
 """A split, with or without a slice of it: `train`, `train[:100]`, `train[10%:]`."""
+BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+"""Suffix of a file with a table -> the builder of `datasets` that reads it."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -118,3 +123,80 @@ def _split_of(relative: Path) -> str | None:
         if fnmatch.fnmatch(part, "*-[0-9]*-of-[0-9]*"):
             return part.split("-")[0]
     return None
+
+
+class FilePlaces(Sequence[str]):
+    """Of each row its file and its number there, from 0. Files are counted when first asked."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = list(files)
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return self._counted()[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        ends = self._counted()
+        file = bisect_right(ends, index)
+        return f"{self._files[file]}, row {index - (ends[file - 1] if file else 0)}"
+
+    def _counted(self) -> list[int]:
+        if not self._ends:
+            self._ends = list(accumulate(_count(file) for file in self._files))
+        return self._ends
+
+
+def load_tables(files: Sequence[str], *, progress: bool = False) -> Any:
+    """The rows of files of one kind, in their order. Errors continue the sentence `dataset 'x' …`.
+
+    Raises ValueError naming the file that is broken, or whose columns are others.
+    """
+    datasets = quiet_datasets(progress)
+    try:
+        return _load(datasets, files)
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        first: dict[str, Any] = {}
+        for file in files:
+            try:
+                columns = dict(_load(datasets, [file]).features)
+            except (ValueError, datasets.exceptions.DatasetsError) as broken:
+                cause = str(broken.__cause__ or broken).splitlines()[0]
+                raise ValueError(f"has a broken file: {file}: {cause}") from error
+            first = first or columns
+            if columns != first:
+                raise ValueError(
+                    f"has a file with other columns: {file}: {_told(columns)}; {files[0]} has "
+                    f"{_told(first)}"
+                ) from error
+        raise
+
+
+def quiet_datasets(progress: bool) -> Any:
+    """The `datasets` library, imported when first needed, without its bars and notes."""
+    import datasets
+
+    datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs it also raises
+    (datasets.enable_progress_bars if progress else datasets.disable_progress_bars)()
+    return datasets
+
+
+def _load(datasets: Any, files: Sequence[str]) -> Any:
+    kind = BUILDERS["." + files[0].rpartition(".")[2]]
+    return datasets.load_dataset(kind, data_files=list(files), split="train")
+
+
+def _count(file: str) -> int:
+    """How many rows a file has."""
+    if file.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(file).metadata.num_rows
+    datasets = quiet_datasets(False)
+    return len(
+        datasets.Dataset.from_file(file) if file.endswith(".arrow") else _load(datasets, [file])
+    )
+
+
+def _told(columns: dict[str, Any]) -> str:
+    types = ((name, getattr(kind, "dtype", None)) for name, kind in columns.items())
+    return ", ".join(f"{name} ({kind or 'nested'})" for name, kind in types)
