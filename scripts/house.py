@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 242,
+    "trireme files": 244,
     "trireme lines": 44_900,
     "trinity files": 3,
     "longest file": 500,

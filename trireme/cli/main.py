@@ -104,6 +104,28 @@ def check(
 
 
 @app.command()
+def debug(
+    words: Words = None,
+    config: OptionalConfig = None,
+    task: Annotated[int, typer.Option(min=0, help="Which row of the taskset.")] = 0,
+    rollouts: Annotated[int, typer.Option(min=1, help="How many of it.")] = 1,
+    reply: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--reply", help="What the model says, call by call: no weights are loaded."),
+    ] = None,
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """Run a YAML's workflow on one task, and print every token and what would be trained."""
+    from trireme.cli.debug import debug as command
+
+    config, keys = yaml_and_keys(config, words, {})
+    if config is None:
+        raise typer.BadParameter("expected a YAML: trireme debug my.yaml")
+    options = {"task": task, "rollouts": rollouts, "replies": reply or []}
+    raise typer.Exit(command(config, keys, plugin_dir or [], **options))
+
+
+@app.command()
 def convert(
     checkpoint_dir: Annotated[
         list[Path],

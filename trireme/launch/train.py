@@ -106,7 +106,9 @@ def train(
     Raises ConfigError with all that is wrong before anything starts, and KeyboardInterrupt where it
     was interrupted.
     """
-    plans = checked(_config(model, tasks, reward, workflow, algorithm, eval_tasks, overrides)).plans
+    plans = checked(
+        config_from(model, tasks, reward, workflow, algorithm, eval_tasks, overrides)
+    ).plans
     if plans[-1].launcher == "ray" and any(callable(part) for part in (reward, workflow)):
         raise ValueError(
             "Ray's processes cannot see a function of this one: put it into a file, and name it as "
@@ -117,7 +119,7 @@ def train(
     return Run(job_folder(plans), saved, summary, plans)
 
 
-def _config(
+def config_from(
     model: str | Path,
     tasks: Tasks,
     reward: str | Callable[..., Any] | None,

@@ -1,0 +1,74 @@
+"""One workflow on one task: the exchange with its tokens, from Python and from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import trireme
+from tests.e2e.job import small_config
+from trireme.cli.main import app
+from trireme.launch.trial import TrialFailed
+from trireme.task import Task
+
+SMALL: dict[str, Any] = {"model.max_model_len": 64, "model.max_response_tokens": 8}
+
+
+async def twice(task: Task, model: trireme.Model) -> list[trireme.Experience]:
+    chat: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+    chat.append((await model.chat(chat)).message)
+    await model.chat([*chat, {"role": "user", "content": "again"}])
+    return model.experiences(reward=1.0)
+
+
+def broken(task: Task, answer: str) -> float:
+    return 1 / len(task.prompt[len(task.prompt) :])
+
+
+def test_what_was_said_and_what_would_be_trained(
+    tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["3", "4"]
+    trial = trireme.try_workflow(twice, "1 + 2?", model=tiny_dir, replies=said, **SMALL)
+    [experience] = trial.experiences
+    told = capsys.readouterr().out
+    assert told == f"{trial}\n"
+    trained = [line.split()[0] for line in told.splitlines() if " yes " in line]
+    assert [int(place) for place in trained] == experience.mask.nonzero().flatten().tolist()
+    assert f"{len(trained)} of {len(experience.tokens)} tokens would be trained" in told
+    assert "  user       again" in told and "reward 1 " in told
+
+
+def test_the_model_s_own_engine_answers_also_in_a_running_loop(tiny_dir: Path) -> None:
+    async def cell() -> trireme.Trial:
+        row = {"question": "1 + 2?", "answer": 3}
+        return trireme.try_workflow(
+            None, row, model=tiny_dir, reward="accuracy_reward", rollouts=3, show=False, **SMALL
+        )
+
+    trial = asyncio.run(cell())
+    assert [e.eid.run for e in trial.experiences] == [0, 1, 2]
+    assert "truth: '3'" in trial.text
+
+
+def test_a_reward_that_fails_is_named_with_its_line(tiny_dir: Path) -> None:
+    with pytest.raises(TrialFailed, match="reward 'broken' failed: ZeroDivisionError") as caught:
+        trireme.try_workflow(None, "?", model=tiny_dir, reward=broken, replies=["1"], **SMALL)
+    assert "test_trial.py" in str(caught.value) and "Traceback" in caught.value.trace
+
+
+def test_debug_takes_a_yaml_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(small_config(tmp_path)))
+    words = ["debug", str(path), "model.max_model_len=96", "--task", "2", "--reply", "#### 7"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "task 2: " in done.output and "assistant  #### 7" in done.output
+    assert not (tmp_path / "checkpoints").exists()
+    done = CliRunner().invoke(app, [*words[:4], "99", "--reply", "1"])
+    assert done.exit_code == 2 and "there is no task 99: the taskset has 0 to 15" in done.output

@@ -1,0 +1,42 @@
+"""`trireme debug`: a YAML's workflow on one task, with every token and what would be trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trireme.cli.run import add_plugin_dirs, complain
+from trireme.config import load_config
+
+
+def debug(
+    config: Path,
+    overrides: Sequence[str],
+    plugin_dirs: Sequence[Path],
+    *,
+    task: int = 0,
+    rollouts: int = 1,
+    replies: Sequence[str] = (),
+) -> int:
+    """Print the exchange; returns the exit code: 1 the workflow failed, 2 nothing could run."""
+    add_plugin_dirs(plugin_dirs)
+    try:
+        loaded = load_config(config, overrides)
+        from trireme.launch.check import checked
+        from trireme.launch.trial import TrialFailed, try_plan
+
+        plans = [plan for plan in checked(loaded).plans if plan.mode in ("both", "explore")]
+        if not plans:
+            raise ValueError("no stage explores: expected mode both or explore")
+        plan = plans[-1]
+        try:
+            print(try_plan(plan, place=task, rollouts=rollouts, replies=list(replies) or None))
+        except TrialFailed as error:
+            complain(str(error))
+            print(error.trace, file=sys.stderr)
+            return 1
+    except (ValueError, OSError) as error:
+        complain(str(error))
+        return 2
+    return 0

@@ -1,0 +1,180 @@
+"""Trial: runs a workflow on one task, and shows the exchange, token by token.
+
+Nothing is trained and nothing is kept. A model's own engine answers, or a list of replies does,
+which takes no weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from trireme.config import Plan
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.engines.scripted import ScriptedEngine
+from trireme.experience import Experience
+from trireme.launch.auxiliary import Auxiliary, make_auxiliary
+from trireme.launch.check import checked
+from trireme.launch.data import Text, make_text, make_training_taskset
+from trireme.launch.rollout import make_engine, make_scheduler
+from trireme.launch.train import config_from
+from trireme.log import ROOT
+
+Replies = Sequence[str] | Callable[[str], str]
+
+
+class TrialFailed(RuntimeError):
+    """The workflow, or its reward, failed; `trace` is the first traceback."""
+
+    def __init__(self, sentence: str, trace: str) -> None:
+        super().__init__(sentence)
+        self.trace = trace
+
+
+@dataclass
+class Trial:
+    """What rollouts of one task came to; its text is the whole exchange."""
+
+    experiences: list[Experience]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def try_workflow(
+    workflow: str | Callable[..., Any] | None,
+    task: Mapping[str, Any] | str,
+    *,
+    model: str | Path,
+    reward: str | Callable[..., Any] | None = None,
+    replies: Replies | None = None,
+    rollouts: int = 1,
+    show: bool = True,
+    **overrides: Any,
+) -> Trial:
+    """Run a workflow on one task, print the exchange, and return it with its experiences.
+
+    `task` is a row, or a prompt. `workflow`, `reward`, `model` and `overrides` are as of
+    `trireme.train`. With `replies` (the texts in the order of the calls, or a function of the
+    prompt's text) no model is loaded; its tokenizer is. Raises ConfigError for what cannot run, and
+    TrialFailed with the line that failed.
+    """
+    with tempfile.TemporaryDirectory() as root:
+        given = overrides | {"checkpoint_root_dir": root}
+        config = config_from(model, [task], reward, workflow, "grpo", None, given)
+        trial = try_plan(checked(config).plans[-1], replies=replies, rollouts=rollouts)
+    if show:
+        print(trial)
+    return trial
+
+
+def try_plan(
+    plan: Plan, *, place: int = 0, replies: Replies | None = None, rollouts: int = 1
+) -> Trial:
+    """Run rollouts of the task in one row of a plan's taskset. Works in a running event loop too.
+
+    Raises ValueError for a row that there is not, TrialFailed where a rollout fails.
+    """
+
+    def work() -> Trial:
+        return asyncio.run(_try(plan, place, replies, rollouts))
+
+    if not _in_a_loop():
+        return work()  # in this thread, so that a debugger's prompt works in a workflow
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -> Trial:
+    taskset = make_training_taskset(plan)
+    if taskset is None:
+        raise ValueError(f"mode {plan.mode} tries no task: expected a stage that explores")
+    tasks = taskset.all()
+    if not 0 <= place < len(tasks):
+        raise ValueError(f"there is no task {place}: the taskset has 0 to {len(tasks) - 1}")
+    disable_progress_bar()
+    quiet = logging.getLogger(ROOT)
+    if not quiet.handlers:  # a failure is raised, and so not logged as well
+        quiet.addHandler(logging.NullHandler())
+    task = dataclasses.replace(tasks[place], repeat_times=rollouts, is_eval=False)
+    text, device = make_text(plan, plan.model_path), Device()
+    engine: Engine
+    if replies is None:
+        engine = make_engine(plan, plan.model_path, text, device, None)
+    else:
+        length = plan.max_model_len
+        engine = ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)
+    others = make_auxiliary(plan, device)
+    scheduler = make_scheduler(plan, plan.model_path, engine, text, None, auxiliary=others)
+    try:
+        scheduler.start()
+        await scheduler.submit(1, [task])
+        [outcome] = await scheduler.results(1)
+    finally:
+        await scheduler.close()
+        for other in others:
+            if isinstance(other, Auxiliary):
+                await other.engine.close()
+        await engine.close()
+        device.close()
+    if outcome.failures:
+        failed = outcome.failures[0]
+        raise TrialFailed(str(failed.fault), failed.trace)
+    row = json.dumps(task.raw_task, ensure_ascii=False, default=str)
+    lines = [f"task {place}: {row}", f"truth: {task.truth!r}"]
+    for experience in outcome.experiences:
+        lines += ["", *described(experience, text)]
+    return Trial(outcome.experiences, "\n".join(lines))
+
+
+def described(experience: Experience, text: Text) -> Iterator[str]:
+    """An experience in lines: reward, messages, and its tokens with what is trained of them."""
+    e = experience
+    parts = ", ".join(f"{name} {value:g}" for name, value in e.metrics.items())
+    reward = "none" if e.reward is None else f"{e.reward:g}"
+    trained, size = int(e.mask.sum()), len(e.tokens)
+    yield (
+        f"rollout {e.eid.run}, step {e.eid.step}: reward {reward}{f' ({parts})' * bool(parts)}; "
+        f"{trained} of {size} tokens would be trained; ended by {e.stop_reason or 'the workflow'}"
+    )
+    for message in e.messages or []:
+        content = message.get("content")
+        shown = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        yield f"  {message.get('role', '?'):<10} {shown}"
+    yield "  token     id  trained  logprob  text"
+    for is_trained, places in groupby(range(size), key=lambda place: bool(e.mask[place])):
+        span = list(places)
+        if is_trained:
+            for at in span:
+                piece = text.tokenizer.decode([int(e.tokens[at])])
+                yield f"  {at:>5} {int(e.tokens[at]):>6}      yes {_logprob(e, at):>8}  {piece!r}"
+        else:
+            piece = text.tokenizer.decode(e.tokens[span[0] : span[-1] + 1].tolist())
+            yield f"  {f'{span[0]}-{span[-1]}':>12}       no           {piece!r}"
+
+
+def _logprob(experience: Experience, place: int) -> str:
+    if experience.logprobs is None:
+        return ""
+    return f"{float(experience.logprobs[place]):.3f}"
