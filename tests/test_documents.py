@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "README.zh.md",
     ROOT / "SECURITY.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",

@@ -5,15 +5,52 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.test_documents import ROOT
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+FENCED = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
+CHINESE = {
+    "README.zh.md": "README.md",
+    "docs/zh/migrate/ms_swift.md": "docs/ms_swift.md",
+    **{
+        f"docs/zh/{name}.md": f"docs/{name}.md"
+        for name in (
+            "migrate/trinity",
+            "tutorials/101_first_run",
+            "tutorials/201_own_reward",
+            "tutorials/301_own_environment",
+            "tutorials/302_tools",
+        )
+    },
+}
+"""A page in Chinese -> the same in English."""
+
+
+@pytest.mark.parametrize(("chinese", "english"), CHINESE.items())
+def test_both_languages_have_the_same_headings_blocks_and_tables(
+    chinese: str, english: str
+) -> None:
+    one, other = ((ROOT / name).read_text(encoding="utf-8") for name in (chinese, english))
+    assert FENCED.findall(one) == FENCED.findall(other), f"the blocks of {chinese} differ"
+    for what in (r"^#+ ", r"^\|[-|]+$"):  # headings by their levels, tables by their columns
+        left, right = (re.findall(what, FENCED.sub("", text), re.M) for text in (one, other))
+        assert left == right, f"{chinese}: {what}"
+    rows = [len(re.findall(r"^\|", FENCED.sub("", text), re.M)) for text in (one, other)]
+    assert rows[0] == rows[1], f"{chinese} has {rows[0]} rows of tables, {english} {rows[1]}"
+
+
+def test_every_chinese_page_has_its_english_one() -> None:
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "docs/zh").rglob("*.md")} <= set(CHINESE)
 
 
 def pages(entry: Any) -> Iterator[str]:
