@@ -109,9 +109,14 @@ class Batch:
 
 def flatten(experiences: Sequence[Experience]) -> Batch:
     """The batch of these experiences: entries where `mask` is true, index 0 left out."""
-    masks = [_trained(e) for e in experiences]
-    counts = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
-    positions = [mask.nonzero().squeeze(1) for mask in masks]
+    masks = [_mask(e) for e in experiences]
+    lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    trained = _joined(masks)
+    trained[torch.from_numpy(starts)] = False  # nothing predicts index 0
+    entries = trained.nonzero().squeeze(1)  # where they are, all samples end to end
+    sample_ids = np.searchsorted(starts, entries.numpy(), side="right") - 1
+    counts = np.bincount(sample_ids, minlength=len(experiences))
     temperatures = torch.tensor([e.temperature or 1.0 for e in experiences], dtype=torch.float32)
     fields: dict[str, Tensor] = {}
     missing: dict[str, str] = {}
@@ -121,16 +126,16 @@ def flatten(experiences: Sequence[Experience]) -> Batch:
         if lacking:
             missing[name] = lacking[0]
         else:
-            fields[name] = _cat([r[m] for r, m in zip(rows, masks, strict=True)])
+            fields[name] = _joined(rows)[entries]
     return Batch(
         tokens=tuple(e.tokens.numpy() for e in experiences),
         eids=tuple(e.eid.uid for e in experiences),
         groups=tuple(e.eid.tid for e in experiences),
         counts=counts,
-        sample_ids=torch.from_numpy(np.repeat(np.arange(len(experiences)), counts)),
-        positions=_cat(positions),
-        targets=_cat([e.tokens[m] for e, m in zip(experiences, masks, strict=True)]),
-        temperatures=temperatures.repeat_interleave(torch.from_numpy(counts)),
+        sample_ids=torch.from_numpy(sample_ids),
+        positions=entries - torch.from_numpy(starts[sample_ids]),
+        targets=_joined([e.tokens for e in experiences])[entries],
+        temperatures=temperatures[torch.from_numpy(sample_ids)],
         fields=fields,
         missing=missing,
     )
@@ -143,16 +148,14 @@ def of_tokens(rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Bat
     )
 
 
-def _trained(e: Experience) -> Tensor:
-    """`mask` without index 0, which nothing predicts."""
+def _mask(e: Experience) -> Tensor:
     if e.multi_modal_inputs:
         raise ValueError(
             f"experience {e.eid.uid} has multi_modal_inputs: only text is trained here"
         )
-    mask = e.mask.clone()
-    mask[0] = False
-    return mask
+    return e.mask
 
 
-def _cat(rows: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(rows)) if rows else torch.empty(0)
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    """A new tensor, of one row too."""
+    return torch.cat([*rows, rows[0][:0]]) if rows else torch.empty(0)

@@ -80,7 +80,7 @@ def experience_table(name: str, metadata: MetaData) -> Table:
 
 def row_of(experience: Experience) -> dict[str, Any]:
     """The columns of an experience."""
-    eid = experience.eid
+    eid, version = experience.eid, experience.version
     return {
         "timestamp": time.time(),
         "batch": batch_number(eid),
@@ -88,11 +88,11 @@ def row_of(experience: Experience) -> dict[str, Any]:
         "task_id": eid.tid,
         "run_id": eid.rid,
         "msg_id": eid.uid,
-        "model_version": experience.version,
+        "model_version": version,
         "reward": experience.reward,
         "prompt_text": experience.prompt_text,
         "response_text": experience.response_text,
-        "priority": float(experience.version),
+        "priority": float(version),
         "consumed": 0,
         "used": 0,
         "ready_at": 0.0,

@@ -10,9 +10,11 @@ long, so that a rise by reinforcement cannot be a weak warm-up's.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from trireme.monitor.figures import Summary, values
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 NAME = "more_sft"
+THRESHOLDS = (100_000, 50, 20)
+"""Objects made until the youngest are looked at, and collections until the older ones are."""
 
 
 def more_supervised(
@@ -56,6 +60,24 @@ def more_supervised(
     return stop.run(run_plan(plan, supervised.model_dir, console, stop=stop))
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Have Python's garbage collector leave out all that is there now, and collect rarely.
+
+    A full collection of what torch, transformers and a run's parts hold takes a quarter of a second
+    and holds the interpreter's lock; with Python's own thresholds one comes every few steps.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 def run_stages(
     plans: Sequence[Plan], *, console: Console, stop: Stop, compare_sft: bool = False
 ) -> Summary:
@@ -75,8 +97,9 @@ def run_stages(
         total = plan.train_steps if by == "trainer" else plan.explore_steps
         console.stage(plan.stage_name, total, by=by)
         model, last = model_of(plan, results), plan is plans[-1]
-        work = run_plan(plan, model, console, stop=stop, measure_end=last)
-        results.append(stop.run(work))
+        with rare_collections():
+            work = run_plan(plan, model, console, stop=stop, measure_end=last)
+            results.append(stop.run(work))
         if len(plans) > 1:
             rows = [dataclasses.asdict(result) for result in results]
             meta = {"latest_stage": len(results) - 1, "finished": rows}
