@@ -38,6 +38,7 @@ def own_reward(rewards):
 
 
 algorithm("own_rank", advantage="own_rank", policy_loss="ppo", kl="none")
+algorithm("own_eight", like="own_rank", group_size=8)
 algorithm("own_reward", advantage="own_reward", policy_loss="ppo", kl="none")
 
 
@@ -125,6 +126,20 @@ def test_an_own_advantage_that_asks_for_groups_needs_two_rollouts(checked: Any) 
     sentence = "expected at least 2, since own_rank compares the rollouts of one task"
     assert sentence in checked("algorithm.algorithm_type=own_rank", one)
     assert "no problems" in checked("algorithm.algorithm_type=own_reward", one)
+
+
+def test_the_group_size_of_an_own_algorithm_holds_where_the_file_says_nothing(
+    checked: Any, tmp_path: Path, plugin: Path
+) -> None:
+    own = "algorithm.algorithm_type=own_eight"
+    assert "8 tasks x 4 rollouts" in checked(own)
+    tree = values(tmp_path)
+    del tree["algorithm"]["repeat_times"]
+    [plan], problems, _ = draft(config_of(tmp_path, tree, f"plugins=[{plugin}]", own))
+    assert not problems and (plan.repeat_times, plan.train_batch_size) == (8, 64)
+    tree["stages"] = [{"stage_name": "a"}, {"stage_name": "b", "algorithm": {"repeat_times": 2}}]
+    plans = draft(config_of(tmp_path, tree, f"plugins=[{plugin}]", own)).plans
+    assert [plan.repeat_times for plan in plans] == [8, 2]
 
 
 def test_a_part_that_is_exchanged_decides_whether_groups_are_needed(checked: Any) -> None:

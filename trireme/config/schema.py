@@ -62,7 +62,8 @@ class AlgorithmConfig(Section):
     algorithm_type: str = "ppo"
     """A name that `trireme algorithms` lists, or the path of a user's own, `file:name`."""
     repeat_times: Count = 1
-    """Rollouts of each task: the group that group-relative advantages compare."""
+    """Rollouts of each task: the group that group-relative advantages compare. Not given: the
+    algorithm's `group_size`, which is 1 for most."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Learning rate, schedule, optimizer."""
     critic: CriticConfig = CriticConfig()

@@ -34,6 +34,8 @@ class Stage:
     """What was mapped onto this machine, and what has no effect on it."""
     file_notes: list[str] = field(default_factory=list)
     """What is noted of model and data: these lines come last."""
+    gives_repeats: bool = False
+    """The file says `algorithm.repeat_times`; if not, the algorithm's `group_size` holds."""
     reads_file: bool = False
     """The trainer reads a data set instead of what an explorer makes."""
     sample_strategy: str = "default"
@@ -127,15 +129,18 @@ def stages_of(config: Config) -> list[Stage]:
         model_from = trained[-1] if trained and not own_model else None
         name = stage.stage_name or f"stage_{index}"
         out.append(_stage(Config.model_validate(values), index, name, model_from))
+        algorithms = [config.algorithm, *([stage.algorithm] if stage.algorithm else [])]
+        out[-1].gives_repeats = any("repeat_times" in a.model_fields_set for a in algorithms)
     return out or [_stage(config)]
 
 
 def _stage(config: Config, *rest: Any) -> Stage:
     """A stage whose mode says what runs, and not where."""
-    if config.mode != "colocate":
-        return Stage(config, *rest)
-    stage = Stage(config.model_copy(update={"mode": "both"}), *rest)
-    stage.colocated = True
+    stage = Stage(config, *rest)
+    stage.gives_repeats = "repeat_times" in config.algorithm.model_fields_set
+    if config.mode == "colocate":
+        stage.config = config.model_copy(update={"mode": "both"})
+        stage.colocated = True
     return stage
 
 

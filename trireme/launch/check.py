@@ -225,6 +225,9 @@ def _make_recipe(parts: Parts) -> None:
         return
     stage.reads_file = row.from_data
     stage.sample_strategy = algorithm.sample_strategy or row.sample_strategy
+    if not stage.gives_repeats:
+        algorithm = algorithm.model_copy(update={"repeat_times": row.group_size})
+        stage.config = stage.config.model_copy(update={"algorithm": algorithm})
     before = len(stage.problems)
     for kind, registry in PARTS.items():
         parts.tried(lambda kind=kind, registry=registry: registry.get(getattr(algorithm, kind)))
