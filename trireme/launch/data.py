@@ -310,6 +310,8 @@ def make_shown_record(plan: Plan, folder: JobFolder, name: str, most: float) -> 
     if not plan.config.data_processor.experience_pipeline.save_input:
         return None
     limits = _copy_limits(plan)
+    from trireme.buffer.record import Record
+
     return Record(lines=folder.buffer / name, **limits | {"limit": min(limits["limit"], most)})
 
 
