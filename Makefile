@@ -1,5 +1,5 @@
 # make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-trackers | test-ray | test-fuzz | test-matrix | test-extras | faults | test-python | audit |
+# test-trackers | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
 # lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
@@ -15,7 +15,7 @@ MEGATRON := .venv-megatron
 TRACKERS := .venv-trackers
 VLLM := .venv-vllm
 
-.PHONY: setup demo demo-cluster docs test test-gpu test-extras test-fuzz test-matrix test-megatron \
+.PHONY: setup demo demo-cluster docs test test-gpu test-page test-extras test-fuzz test-matrix test-megatron \
     test-vllm test-trackers test-postgres test-ray test-python audit faults lint format clean
 
 setup: $(STAMP)
@@ -104,8 +104,15 @@ test-fuzz: setup
 test-matrix: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py
 
+# the page in a browser: Debian's chromium, driven by playwright
+test-page: setup
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	    { apt-get update -qq && apt-get install -y -qq chromium; }
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,page]'
+	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rs tests/e2e/test_page.py
+
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-trackers test-postgres test-ray test-matrix
+test-extras: setup test-vllm test-megatron test-trackers test-postgres test-ray test-matrix test-page
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py

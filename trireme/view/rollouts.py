@@ -18,6 +18,7 @@ import re
 import sqlite3
 import threading
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ LINES = {
 """Where the rollouts of each kind lie in a run's `buffer` folder."""
 DATABASE = "explorer_output.db"
 ORDERS = ("newest", "oldest", "best", "worst", "longest", "random")
+CHUNK = 2**24
+"""Bytes that a search holds at once."""
 SNIPPET = 160
 """Characters of a reply that a list shows."""
 _COLUMNS = {
@@ -234,8 +237,7 @@ class Rollouts:
     def _holding(self, text: str, columns: dict[str, np.ndarray[Any, Any]]) -> Any:
         """Which rollouts have a text in prompt or reply."""
         found = np.zeros(len(columns["offset"]), bool)
-        escaped = json.dumps(text, ensure_ascii=False)[1:-1].encode()
-        pattern = re.compile(re.escape(escaped), re.IGNORECASE)
+        needle = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
         for source in self._sources:
             own = np.flatnonzero(
                 (columns["kind"] == KINDS.index(source.kind)) & (columns["offset"] >= 0)
@@ -243,14 +245,8 @@ class Rollouts:
             if not len(own) or not source.path.exists():
                 continue
             starts = columns["offset"][own]
-            hits = np.fromiter(_hits(source.path, pattern), np.int64)
-            line = np.searchsorted(starts, hits, side="right") - 1
-            hits, line = hits[line >= 0], line[line >= 0]
-            within = hits - starts[line]
-            inside = (within >= columns["text"][own][line]) & (
-                within < columns["text_end"][own][line]
-            )
-            found[own[line[inside]]] = True
+            begins, ends = starts + columns["text"][own], starts + columns["text_end"][own]
+            found[own[_lines_holding(source.path, needle, starts, begins, ends)]] = True
         if (columns["offset"] < 0).any():
             query = (
                 "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
@@ -339,18 +335,36 @@ def _group_and_run(eid: str) -> tuple[str, int]:
     return "/".join(parts[:cut]), int(run) if run.isdigit() else 0
 
 
-def _hits(path: Path, pattern: re.Pattern[bytes]) -> Iterator[int]:
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            yield from (match.start() for match in pattern.finditer(data))
+def _lines_holding(
+    path: Path, needle: bytes, starts: Selection, begins: Selection, ends: Selection
+) -> list[int]:
+    """Which lines of a file have `needle` (lower case) between their `begins` and `ends`."""
+    found: list[int] = []
+    at_line, begin, end = starts.tolist(), begins.tolist(), ends.tolist()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        first = 0
+        while first < len(starts):
+            base = at_line[first]
+            last = max(bisect_left(at_line, base + CHUNK), first + 1)
+            low = data[base : end[last - 1]].lower()
+            line, at = first, low.find(needle)
+            while at >= 0:
+                place = base + at
+                line = bisect_right(at_line, place, line, last) - 1
+                if begin[line] <= place < end[line]:
+                    found.append(line)
+                    line += 1  # one is enough
+                    at = low.find(needle, at_line[line] - base) if line < last else -1
+                else:
+                    at = low.find(needle, at + 1)
+            first = last
+    return found
 
 
 def _ordered(
     places: Selection, columns: dict[str, np.ndarray[Any, Any]], wanted: Filter
 ) -> Selection:
-    """Places in the wanted order; rollouts without a reward are neither best nor worst."""
+    """Places in the wanted order; rollouts without a reward come after the best and the worst."""
     if wanted.order == "random":
         shuffled = places.tolist()
         random.Random(wanted.seed).shuffle(shuffled)
@@ -363,7 +377,6 @@ def _ordered(
         return places[::-1]
     if wanted.order == "longest":
         return places[np.argsort(-columns["length"][places], kind="stable")]
-    places = places[~np.isnan(columns["reward"][places])]
     sign = -1 if wanted.order == "best" else 1
     return places[np.argsort(sign * columns["reward"][places], kind="stable")]
 

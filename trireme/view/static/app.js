@@ -84,7 +84,7 @@ async function route() {
   document.title = `${state.run} · Trireme`;
   try {
     await VIEWS.find(([name]) => name === state.view)[2](main, state);
-    main.dataset.ready = state.view;
+    Object.assign(main.dataset, { ready: state.view, run: state.run });
   } catch (error) {
     fill(main, h("div.card.error", { role: "alert" }, error.message));
   }
@@ -120,7 +120,7 @@ function help() {
 
 addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range";
-  if (event.key === "Escape" && typing) { event.target.blur(); return; }
+  if (event.key === "Escape" && typing) { event.preventDefault(); event.target.blur(); return; } // a search field would empty itself
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key >= "1" && event.key <= String(VIEWS.length)) state.go(VIEWS[event.key - 1][0], {});
   else if (event.key === "?") help();

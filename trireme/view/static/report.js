@@ -16,16 +16,16 @@ export function searched(run, query) {
     && (!query.cut || row.cut === (query.cut === "1"))
     && (!text || `${row.prompt}\n${row.response}`.toLowerCase().includes(text)));
   rows = rows.map((row, place) => ({ row, place }));
-  const reward = ({ row }) => row.reward ?? null;
+  const reward = ({ row }) => row.reward ?? 0;
+  const unknown = ({ row }) => Number((row.reward ?? null) === null);
   const orders = {
     newest: (a, b) => b.row.step - a.row.step || b.place - a.place,
     oldest: (a, b) => a.row.step - b.row.step || a.place - b.place,
-    best: (a, b) => reward(b) - reward(a) || a.place - b.place,
-    worst: (a, b) => reward(a) - reward(b) || a.place - b.place,
+    best: (a, b) => unknown(a) - unknown(b) || reward(b) - reward(a) || a.place - b.place,
+    worst: (a, b) => unknown(a) - unknown(b) || reward(a) - reward(b) || a.place - b.place,
     longest: (a, b) => (b.row.response_length ?? 0) - (a.row.response_length ?? 0),
     random: (a, b) => mixed(a.place, query.seed) - mixed(b.place, query.seed),
   };
-  if (query.order === "best" || query.order === "worst") rows = rows.filter((one) => reward(one) !== null);
   rows.sort(orders[query.order || "newest"]);
   const offset = Number(query.offset ?? 0);
   const page = rows.slice(offset, offset + Number(query.limit ?? 100)).map(({ row }) => row);

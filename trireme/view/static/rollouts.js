@@ -6,6 +6,7 @@ import { reader } from "./reader.js";
 const PAGE = 100;
 const FILTERS = ["kind", "step", "task", "least", "most", "cut", "text", "order", "seed"];
 const NAMES = { train: "Training", eval: "Held out", failed: "Failed" };
+let asked = 0; // questions so far: the answer to an older one is not shown
 let view = null; // {state, found, items, list, reader}
 
 const filters = (query) => Object.fromEntries(FILTERS.map((name) => [name, query[name] ?? ""]));
@@ -14,7 +15,10 @@ export async function rollouts(main, state) {
   const query = { ...filters(state.query), run: state.run };
   const same = view && view.main === main && main.contains(view.list) && JSON.stringify(query) === JSON.stringify(view.asked);
   if (!same) {
+    asked += 1;
+    const own = asked;
     const found = await ask("rollouts", { ...query, kind: query.kind || "train", limit: PAGE });
+    if (own !== asked) return;
     if (!Object.keys(found.facts).length) {
       fill(main, empty("No rollouts are stored", "A run keeps a copy of what its model said in buffer/. This one reads a data set, has just begun, or was told to keep none (data_processor.experience_pipeline.save_input)."));
       return;
@@ -49,7 +53,8 @@ function build(main) {
 function bar(facts, state) {
   const query = state.query;
   const kind = query.kind || "train";
-  const set = (changes) => state.go("rollouts", { ...query, ...changes, eid: "", tab: query.tab }, true);
+  // of the query as it is then: a typed word may arrive after the next click
+  const set = (changes) => state.go("rollouts", { ...state.query, ...changes, eid: "" }, true);
   const steps = facts[kind]?.steps ?? [];
   let waiting = null;
   const typed = (name) => (event) => { clearTimeout(waiting); waiting = setTimeout(() => set({ [name]: event.target.value }), 250); };

@@ -1,0 +1,218 @@
+"""The page in a real browser: what a reader clicks and types, over the command that serves it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.view.made import experience, make_run
+from trireme.buffer.record import Record
+from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.view.report import write_report
+
+api = pytest.importorskip("playwright.sync_api", reason="playwright: make test-page installs it")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no browser: make test-page needs chromium"),
+]
+EVIL = "<img src=x onerror='document.title=1'><script>document.title = 1</script>"
+MOST_MS = 30_000
+"""How long a busy machine may take for a step of a test."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "job/first", steps=2)
+    run = make_run(root / "job/second", steps=3)
+    record = Record(lines=run / "buffer/experience_buffer.jsonl")
+    record._write([experience(3, 9, 0, 5.0, response_text=EVIL, messages=None)])
+    record.close()
+    return root
+
+
+@pytest.fixture(scope="module")
+def url(root: Path) -> Iterator[str]:
+    words = [sys.executable, "-u", "-m", "trireme", "view", str(root), "--no-open"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        lines = []
+        while not (lines and lines[-1].startswith("open ")):
+            lines.append(server.stdout.readline())
+            assert server.poll() is None, lines
+        yield lines[-1].split()[1]
+        server.terminate()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab in which nothing may fail, and nothing may be asked of another host."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(MOST_MS)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page.on(
+        "request",
+        lambda request: (
+            None
+            if re.match(r"(http://127\.0\.0\.1:|file://|data:|blob:)", request.url)
+            else wrong.append(request.url)
+        ),
+    )
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def opened(tab: Any, url: str, view: str = "", run: str = "job/second") -> Any:
+    tab.goto(url)
+    tab.wait_for_selector("main[data-ready]")
+    if view:
+        name, _, query = view.partition("?")
+        tab.evaluate("hash => { location.hash = hash }", f"#/{name}?run={run}&{query}")
+        tab.wait_for_selector(f"main[data-ready={name}][data-run='{run}']")
+    return tab
+
+
+def test_is_it_learning_and_what_is_wrong(tab: Any, url: str) -> None:
+    opened(tab, url, "overview")
+    assert "token=" not in tab.url
+    assert tab.locator(".tile", has_text="Held-out accuracy").inner_text().split()[-4:-2] == [
+        "30.0%",
+        "from",
+    ]
+    warning = tab.locator(".warning").inner_text()
+    assert "all rewards are equal." in warning and "What to do: make tasks easier" in warning
+    tab.wait_for_selector(".panel .plot svg.main-svg")
+    titles = tab.locator(".panel h3").all_inner_texts()
+    assert titles[:2] == ["Reward", "Held-out tasks"] and "Entropy" in titles
+    assert "KL to the reference" not in titles  # all of it was no number
+    tab.get_by_label("Show job/first").check()
+    tab.wait_for_function("() => document.querySelector('.bar h2').textContent === '2 runs'")
+    plot = tab.locator(".panel", has_text="Reward").first.locator(".plot")
+    tab.wait_for_function(
+        "plot => plot.data?.filter((t) => t.name).length === 2", arg=plot.element_handle()
+    )
+
+
+def test_a_step_that_ends_appears_without_a_click(tab: Any, url: str, root: Path) -> None:
+    opened(tab, url, "overview", run="job/first")
+    step = tab.locator(".tile .value").first
+    assert step.inner_text() == "2"
+    JsonLinesMonitor(root / "job/first/monitor").log({"rollout/reward/mean": 0.9}, 3, "explorer")
+    tab.wait_for_function("() => document.querySelector('.tile .value').textContent === '3'")
+
+
+def test_what_it_says(tab: Any, url: str) -> None:
+    opened(tab, url, "rollouts")
+    assert tab.locator(".count").inner_text() == "25 rollouts"
+    tab.select_option("select[name=order]", "best")
+    tab.wait_for_selector(".reader h2:text-is('3/9/0/0')")
+    assert tab.locator(".reader .turn.assistant .said").inner_text() == EVIL  # as text
+    assert tab.title() != "1"
+    tab.fill("input[name=text]", "reply 2 of step 2")
+    tab.wait_for_function("() => document.querySelector('.count').textContent === '2 rollouts'")
+    assert tab.evaluate("document.activeElement.name") == "text"
+    assert tab.locator(".reader .turn.tool .said").inner_text() == "the sum"
+    assert 'add({"a": 1})' in tab.locator(".reader .call").inner_text()
+    first = tab.locator(".reader h2").inner_text()
+    tab.keyboard.press("Escape")
+    tab.keyboard.press("j")
+    tab.wait_for_function(
+        "id => document.querySelector('.reader h2').textContent !== id", arg=first
+    )
+    tab.keyboard.press("g")
+    tab.wait_for_selector(".answers .answer >> nth=3")
+    assert "4 answers to the same task in step 2. Mean reward 0.500" in tab.inner_text(".reader")
+    tab.fill("input[name=text]", "")
+    tab.get_by_role("button", name="Held out 6").click()
+    tab.wait_for_function("() => document.querySelector('.count').textContent.startsWith('6')")
+    tab.get_by_role("button", name="Through the steps").click()
+    tab.wait_for_selector(".answers .answer >> nth=2")
+    tab.get_by_role("button", name="Failed 1").click()
+    tab.wait_for_selector(".reader .error")
+    assert "ValueError: no" in tab.inner_text(".reader")
+
+
+def test_each_token_says_its_numbers(tab: Any, url: str) -> None:
+    opened(tab, url, "rollouts?tab=tokens&eid=2/1/1/0")
+    tab.wait_for_selector(".tokens .token >> nth=5")
+    tab.locator(".tokens").focus()
+    for _ in range(6):
+        tab.keyboard.press("ArrowRight")
+    said = " ".join(tab.inner_text(".probe").split())
+    for fact in ("5 · id 10", "trained yes", "log-probability -0.400", "new -0.250",
+                 "ratio 1.1618", "advantage 1", "weights 1"):  # fmt: skip
+        assert fact in said
+    tab.get_by_role("button", name="Ratio").click()
+    colours = tab.locator(".token").evaluate_all("all => all.map((t) => t.style.background)")
+    assert colours[0] == "transparent" != colours[5]
+    tab.get_by_role("button", name="Table").click()
+    assert tab.locator("tbody tr").count() == 6
+
+
+def test_a_selection_is_saved(tab: Any, url: str) -> None:
+    opened(tab, url, "rollouts?least=1&step=2")
+    tab.wait_for_function("() => document.querySelector('.count').textContent === '4 rollouts'")
+    with tab.expect_download() as given:
+        tab.get_by_role("link", name="JSONL").click()
+    rows = [json.loads(line) for line in Path(given.value.path()).read_text().splitlines()]
+    assert len(rows) == 4 and all(row["reward"] == 1 and row["step"] == 2 for row in rows)
+
+
+def test_where_the_time_goes_and_what_it_was(tab: Any, url: str) -> None:
+    opened(tab, url, "timeline")
+    lanes = tab.locator("svg.lanes").text_content()
+    for lane in ("Model", "Environment", "Evaluation", "Training", "Weights", "Waiting"):
+        assert lane in lanes
+    assert tab.locator("svg.lanes rect").count() == 18
+    opened(tab, url, "run")
+    told = tab.inner_text("main")
+    assert "algorithm.optimizer.lr" in told and "0.001" in told and "went on from step 2" in told
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_screens_scroll_down_and_never_sideways(browser: Any, url: str, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    tab = context.new_page()
+    tab.set_default_timeout(MOST_MS)
+    for view in ("overview", "rollouts", "rollouts?tab=tokens&eid=2/1/1/0", "timeline", "run"):
+        opened(tab, url, view)
+        sideways = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert tab.evaluate(sideways) <= 0, view
+    ground = tab.evaluate("getComputedStyle(document.body).getPropertyValue('--ground')")
+    assert (ground == "#101417") == (scheme == "dark")
+    context.close()
+
+
+def test_a_report_shows_the_same_without_a_server(tab: Any, root: Path, tmp_path: Path) -> None:
+    report = write_report(root, tmp_path / "report.html").as_uri()
+    opened(tab, report, "overview")
+    tab.wait_for_selector(".panel .plot svg.main-svg")
+    opened(tab, report, "rollouts?order=best&tab=tokens&eid=2/1/1/0")
+    tab.wait_for_selector(".tokens .token >> nth=5")
+    tab.fill("input[name=text]", "reply 3")
+    tab.wait_for_function("() => document.querySelector('.count').textContent === '6 rollouts'")
+    opened(tab, report, "timeline")
+    assert tab.locator("svg.lanes rect").count() == 18
+    opened(tab, report, "run")
+    assert "algorithm.optimizer.lr" in tab.inner_text("main")
