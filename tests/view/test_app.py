@@ -60,6 +60,8 @@ def test_what_a_page_asks_for(client: TestClient) -> None:
     (run,) = client.get("/api/runs").json()
     assert run["name"] == "run" and run["warnings"][0]["step"] == 2
     assert client.get("/api/curves", params=RUN).json()["trainer"]["steps"] == [1, 2, 3]
+    meanings = client.get("/api/meanings", params=RUN).json()
+    assert "wait" in meanings["time/wait"]["meaning"] and meanings["actor/entropy"]["healthy"]
     assert len(client.get("/api/about", params=RUN).json()["starts"]) == 2
     found = client.get("/api/rollouts", params={**RUN, "kind": "train", "limit": "5"}).json()
     assert found["total"] == 24 and len(found["rows"]) == 5

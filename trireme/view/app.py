@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trireme.view.rollouts import Filter, Rollouts, as_item, export
-from trireme.view.runs import Curves, Run, about, find_runs, overview
+from trireme.view.runs import Curves, Run, about, find_runs, meanings, overview
 from trireme.view.tokens import Tokens
 
 COOKIE = "trireme_view_{port}"
@@ -83,6 +83,10 @@ class Page:
             if run.name not in self._rollouts:
                 self._rollouts[run.name] = Rollouts(run.folder)
             return self._rollouts[run.name]
+
+    def meanings(self, query: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """What the metrics of a run mean."""
+        return meanings(self.curves.of(self.run(query.get("run", ""))))
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the rollouts that a filter wants."""
@@ -174,6 +178,7 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/plotly.js", _plotly),
         Route("/api/runs", answer(lambda query: page.list())),
         Route("/api/curves", answer(lambda query: page.curves.of(page.run(query.get("run", ""))))),
+        Route("/api/meanings", answer(page.meanings)),
         Route("/api/about", answer(lambda query: about(page.run(query.get("run", ""))))),
         Route("/api/rollouts", answer(page.search)),
         Route("/api/rollout", answer(page.rollout)),

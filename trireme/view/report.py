@@ -68,6 +68,7 @@ def _held(page: Page, run: Run) -> dict[str, Any]:
     }
     return {
         "curves": page.curves.of(run),
+        "meanings": page.meanings({"run": run.name}),
         "about": about(run),
         "rollouts": rows,
         "tokens": found,

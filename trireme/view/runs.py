@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from trireme.monitor import figures
+from trireme.monitor.metrics import metric_of
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 DEPTH = 5
@@ -142,6 +143,16 @@ def _thinned_columns(by_step: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]
 def _short(value: float | None) -> float | None:
     """Six digits are more than a curve shows."""
     return None if value is None else float(f"{value:.6g}")
+
+
+def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What each metric of a run's curves means, where that is known."""
+    names = {name for part in curves.values() for name in part["metrics"]}
+    known = {name: metric for name in names if (metric := metric_of(name)) is not None}
+    return {
+        name: {"meaning": m.meaning, "healthy": m.healthy, "otherwise": m.otherwise}
+        for name, m in known.items()
+    }
 
 
 def warnings_of(run: Run) -> list[dict[str, Any]]:

@@ -107,12 +107,15 @@ function warnings(info) {
   });
 }
 
+const meanings = {}; // of metrics, by their names
+const asked = new Set();
 let watcher = null;
 
 export async function overview(main, state) {
   const chosen = await Promise.all(state.shown.map(async (info) => ({
     info, name: info.name, place: state.runs.indexOf(info), curves: await ask("curves", { run: info.name }),
   })));
+  for (const { name } of chosen) if (!asked.has(name)) { asked.add(name); Object.assign(meanings, await ask("meanings", { run: name })); }
   const principal = chosen.find((run) => run.name === state.run) ?? chosen[0];
   const panels = PANELS.map((panel) => ({ ...panel, lines: linesOf(panel, chosen) })).filter((panel) => panel.lines.length);
   if (!panels.length) {
@@ -151,13 +154,15 @@ function panelCard(panel, principal) {
   const share = panel.share || /accuracy/.test(main.metric);
   const plot = h("div.plot", { role: "img", "aria-label": `${panel.title}, now ${number(now)}` });
   plot.draw = () => draw(plot, panel.lines, { log: panel.log, time: settings.axis === "time", weight: settings.weight, share });
-  return h("section.card.panel", {}, h("div.head", {}, h("h3", {}, panel.title), h("span.now", {}, share ? percent(now) : number(now))), h("div.what", {}, panel.what), plot);
+  const known = meanings[main.metric];
+  const told = known && [known.meaning, known.healthy && `Healthy: ${known.healthy}.`, known.otherwise && `Otherwise: ${known.otherwise}.`].filter(Boolean).join("\n");
+  return h("section.card.panel", { title: told || null }, h("div.head", {}, h("h3", {}, panel.title), h("span.now", {}, share ? percent(now) : number(now))), h("div.what", {}, panel.what), plot);
 }
 
 function showAll(element, chosen) {
   const names = new Map();
   for (const { curves } of chosen) for (const [part, { metrics }] of Object.entries(curves)) for (const metric of Object.keys(metrics)) names.set(`${part} ${metric}`, [part, metric]);
   const wanted = [...names.values()].filter(([part, metric]) => `${part} ${metric}`.includes(settings.all)).sort((a, b) => a[1].localeCompare(b[1]));
-  fill(element, wanted.map(([part, metric]) => panelCard({ title: metric, what: part, part, lines: linesOf({ part, metrics: [metric] }, chosen) }, chosen[0].name)));
+  fill(element, wanted.map(([part, metric]) => panelCard({ title: metric, what: meanings[metric]?.meaning ?? part, part, lines: linesOf({ part, metrics: [metric] }, chosen) }, chosen[0].name)));
   for (const plot of element.querySelectorAll(".plot")) watcher.observe(plot);
 }
