@@ -3,7 +3,7 @@
     python scripts/pictures.py curves OUT.svg LABEL=RUN_FOLDER ...   # held-out accuracy and reward
     python scripts/pictures.py console OUT.svg LOG.txt                # a console, line after line
 
-The curves are read from `monitor/metrics.jsonl` of each folder. A console's lines appear at an even
+The curves are read from `monitor/metrics.jsonl` of each folder. A console's lines light up at an even
 pace: the picture shows what is printed, and not when.
 """
 
@@ -20,7 +20,7 @@ from trireme.files import write_text
 _COLORS = (("#3b55d9", "#93a1ff"), ("#c0561a", "#f0a267"), ("#1e8a5a", "#63c795"))
 _WIDTH, _HEIGHT, _LEFT, _TOP, _SPAN_X, _SPAN_Y = 860, 380, 60, 30, 640, 290
 _EVALUATION, _REWARD = "eval/held_out/accuracy/mean@1", "rollout/reward/mean"
-_LINE, _PACE = 19, 0.35
+_LINE, _PACE = 19, 0.2
 
 
 def series(folder: Path, metric: str) -> list[tuple[int, float]]:
@@ -88,7 +88,7 @@ def curves(runs: Sequence[tuple[str, Path]]) -> str:
 
 
 def console(text: str) -> str:
-    """A console's window; its lines appear one after the other, and stay."""
+    """A console's window; its lines light up one after the other."""
     lines = text.rstrip("\n").splitlines()
     width = max(map(len, lines)) * 8.1 + 40
     height = len(lines) * _LINE + 62
@@ -96,7 +96,7 @@ def console(text: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
         'aria-label="The console of a run">',
         "<style>text{font:13.5px ui-monospace,monospace;fill:#dfe4f2;white-space:pre;"
-        "animation:a .01s both}.c{fill:#8fd694}@keyframes a{from{opacity:0}to{opacity:1}}"
+        "animation:a .01s both}.c{fill:#8fd694}@keyframes a{from{opacity:.25}to{opacity:1}}"
         "@media(prefers-reduced-motion:reduce){text{animation:none}}</style>",
         f'<rect width="{width:.0f}" height="{height}" rx="10" fill="#171b28"/>',
         *(f'<circle cx="{20 + 18 * i}" cy="20" r="6" fill="#3b435c"/>' for i in range(3)),
