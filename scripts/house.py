@@ -27,8 +27,8 @@ CEILING = {
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
-    "import circles": 2,
-    "methods called by a string": 36,
+    "import circles": 1,
+    "methods called by a string": 0,
 }
 """What must not grow."""
 

@@ -92,7 +92,7 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
 
 @pytest.mark.parametrize(
     "victim",
-    ["node", *(pytest.param(n, marks=LARGE) for n in ("engine_0", "coordinator", "explorer"))],
+    ["node", *(pytest.param(n, marks=LARGE) for n in ("engine_0", "trainer", "explorer"))],
 )
 def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     tmp_path: Path, cluster: Any, victim: str

@@ -35,7 +35,7 @@ POINTS = {
     "manifest": "trireme.checkpoint.save:write_manifest",
     "pointers": "trireme.checkpoint.save:_move_pointers",
     "old checkpoints": "trireme.checkpoint.save:_drop_old",
-    "resume": "trireme.launch.session:load_checkpoint",
+    "resume": "trireme.launch.stage:load_checkpoint",
     "bring to disk": "trireme.files:sync",
     "explore step begins": "trireme.explorer.explorer:Explorer._begin_step",
     "explore step ends": "trireme.explorer.explorer:Explorer._finish_step",

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from trireme.launch.ray.run import Crew
+from trireme.launch.ray.run import Actors
 
 
 class Standing:
-    """What the crew asks of its session."""
+    """What the actors ask of their stage."""
 
     plan = None
 
@@ -23,12 +23,12 @@ def test_a_rank_that_fails_before_the_meeting_ends_the_opening() -> None:
         async def fails() -> None:
             raise ValueError("no module named plugin")
 
-        session: Any = Standing()
-        crew = Crew(session)
-        crew._following = [asyncio.ensure_future(fails())]
+        stage: Any = Standing()
+        actors = Actors(stage)
+        actors._following = [asyncio.ensure_future(fails())]
         opening: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(60))
         with pytest.raises(RuntimeError, match="trainer rank 1 failed: no module named plugin"):
-            await asyncio.wait_for(crew._while_following(opening), 5)
+            await asyncio.wait_for(actors._while_following(opening), 5)
         assert opening.cancelled()
 
     asyncio.run(main())

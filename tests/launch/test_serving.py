@@ -16,7 +16,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.launch import serving
 
 
-def session(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
+def stage(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
     explorer = SimpleNamespace(proxy_port=port, service_status_check_interval=0.01)
     plan = SimpleNamespace(listen_address=host, config=SimpleNamespace(explorer=explorer))
     notes: list[str] = []
@@ -25,7 +25,6 @@ def session(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
         folder=JobFolder(folder),
         model_path="model",
         console=SimpleNamespace(note=notes.append),
-        engine=SimpleNamespace(health=lambda: None),
     )
 
 
@@ -34,14 +33,14 @@ def test_a_port_that_is_taken_is_told_before_anything_is_served(tmp_path: Path) 
         port = other.getsockname()[1]
         with (
             pytest.raises(OSError, match=rf"port {port} .*set explorer.proxy_port"),
-            serving._listening(session(tmp_path, port=port)),
+            serving._listening(stage(tmp_path, port=port)),
         ):
             pass
     assert not (tmp_path / serving.URL_FILE).exists()
 
 
 def test_a_folder_has_one_server(tmp_path: Path) -> None:
-    here = session(tmp_path)
+    here = stage(tmp_path)
     for _ in range(2):
         with (
             serving._alone(here),
@@ -52,7 +51,7 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 
 
 def test_the_address_is_in_the_folder_while_it_is_served(tmp_path: Path) -> None:
-    with serving._listening(session(tmp_path)) as own:
+    with serving._listening(stage(tmp_path)) as own:
         url = (tmp_path / serving.URL_FILE).read_text()
         assert url == f"http://127.0.0.1:{own.getsockname()[1]}"
     assert not (tmp_path / serving.URL_FILE).exists()
@@ -74,7 +73,7 @@ async def served(folder: Path, ended: asyncio.Event, *, stop: bool) -> str:
     async def watch() -> None:
         await ended.wait()
 
-    here, server = session(folder), serving.Server(config)
+    here, server = stage(folder), serving.Server(config)
     with serving._listening(here) as own:
         url = (folder / serving.URL_FILE).read_text()
         running = asyncio.ensure_future(serving._serve(server, own, watch()))
@@ -113,9 +112,10 @@ def test_a_server_ends_when_the_trainer_stops_or_with_its_failure(tmp_path: Path
         sync: Any = Sync()
         sessions: Any = SimpleNamespace(drop_quiet=lambda: 0)
         server = serving.Server(uvicorn.Config(slow, lifespan="off", log_level="warning"))
-        here = session(tmp_path)
+        here = stage(tmp_path)
+        engine: Any = SimpleNamespace(health=lambda: None)
         with serving._listening(here) as own:
-            await serving._serve(server, own, serving._watch(here, sync, sessions))
+            await serving._serve(server, own, serving._watch(here, engine, sync, sessions))
         return sync.looks
 
     broken = False

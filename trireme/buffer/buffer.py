@@ -30,11 +30,8 @@ class OtherSideFailed(RuntimeError):
     """Who puts or takes cannot go on, because of what is its `__cause__`."""
 
 
-class Buffer(Protocol):
-    """Three verbs, and what a resume needs."""
-
-    demand: Demand
-    """Whether a take waits."""
+class Puts(Protocol):
+    """What an explorer asks of a buffer, in this process or another."""
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """Add the experiences of one explore step, whole groups, in one transaction.
@@ -42,6 +39,21 @@ class Buffer(Protocol):
         Waits while the buffer is full (back-pressure). Raises Closed after `close`.
         """
         ...
+
+    async def fail(self, error: BaseException) -> None:
+        """The run has failed: everyone who waits, here or in another process, gets the cause."""
+        ...
+
+    async def close(self) -> None:
+        """No more `put`; wakes everyone who waits."""
+        ...
+
+
+class Buffer(Puts, Protocol):
+    """Three verbs, and what a resume needs."""
+
+    demand: Demand
+    """Whether a take waits."""
 
     async def take(self, n: int) -> list[Experience]:
         """n experiences; fewer only when the buffer is closed and these are its last.
@@ -53,14 +65,6 @@ class Buffer(Protocol):
 
     async def take_step(self) -> list[Experience]:
         """All experiences of one `put`, in a store that keeps them apart; waits like `take`."""
-        ...
-
-    async def fail(self, error: BaseException) -> None:
-        """The run has failed: everyone who waits, here or in another process, gets the cause."""
-        ...
-
-    async def close(self) -> None:
-        """No more `put`; wakes everyone who waits."""
         ...
 
     def __len__(self) -> int:

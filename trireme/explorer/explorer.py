@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trireme.buffer.buffer import Buffer, Closed
+from trireme.buffer.buffer import Closed, Puts
 from trireme.buffer.record import Record, summary
 from trireme.checkpoint.layout import JobFolder
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
@@ -70,7 +70,7 @@ class Explorer:
         eval_tasksets: Sequence[Taskset],
         scheduler: Scheduler,
         pipeline: Pipeline,
-        buffer: Buffer | None,
+        buffer: Puts | None,
         sync: ExplorerSync,
         eval_interval: int,
         eval_on_startup: bool,

@@ -67,6 +67,13 @@ def make_text(plan: Plan, model_path: str) -> Text:
     return Text(tokenizer, chat, template)
 
 
+def end_ids_of(model_path: str, text: Text) -> Collection[int]:
+    """Where the model's generation stops: what supervised replies have to end with."""
+    from trireme.engines.torch.shell import end_tokens_of  # 1 s that `check` does without
+
+    return end_tokens_of(model_path, text.tokenizer)
+
+
 def make_training_taskset(plan: Plan) -> Taskset | Mixture | None:
     """The tasks to explore; None in the modes that only measure or only train."""
     used = [item for item in used_tasksets(plan.config) if not item.is_eval]

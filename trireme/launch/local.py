@@ -1,17 +1,11 @@
-"""Local: runs one plan in this process: explorer, trainer and engine on one event loop.
-
-`run_both` is the whole main: two coroutines, `explore` and `train`, that meet in the buffer and at
-the synchronizer.
-"""
+"""Local: runs one plan in this process: explorer, trainer and engine on one event loop."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from trireme.buffer.buffer import OtherSideFailed
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
@@ -19,13 +13,16 @@ from trireme.engines.device import Device, Turns
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, EngineKeeper, engine_hosts, start_all, stop_all
-from trireme.launch.session import Session
-from trireme.launch.stage_result import StageResult
+from trireme.launch.modes import result_of, run_both, run_explore, run_train
+from trireme.launch.opening import open_run
+from trireme.launch.rollout import make_remote_engine
+from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine, load_models
+from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
+from trireme.launch.training import make_polled_sync
 from trireme.monitor.console import Console
 from trireme.sync.checkpoint import PolledSync
 from trireme.sync.synchronizer import Synchronizer
-from trireme.trainer.trainer import Stopped, Trainer
 
 T = TypeVar("T")
 
@@ -38,33 +35,30 @@ async def run_plan(
     `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
     begins with the same evaluation.
     """
-    stop.plan, stop.limit = plan, plan.config.cluster.stop_timeout
+    stop.begin(plan)
     if plan.launcher == "ray":
         from trireme.launch.ray.run import run_on_ray
 
         return await run_on_ray(plan, model_path, console, stop=stop, measure_end=measure_end)
     started = time.monotonic()
-    modes = {"both": run_both, "train": run_train, "explore": run_explore, "bench": run_bench}
-    if plan.mode == "serve":
-        from trireme.launch.serving import run_serve  # a web server, which no other mode needs
-
-        modes["serve"] = run_serve
     device = Device()
-    folder = JobFolder(plan.job_dir, plan.explorer_name)
-    hosts = engine_hosts(plan, model_path, folder.log)
+    hosts = engine_hosts(plan, model_path, JobFolder(plan.job_dir, plan.explorer_name).log)
     try:
-        with Session(plan, model_path, console, device, measure_end, hosts=hosts) as session:
-            stop.gently, stop.waits_for = session.stop, session.doing
+        with open_run(plan, model_path, device, console) as (stage, monitored):
             await start_all(hosts)
-            if plan.takes_turns and isinstance(engine := session.engine, RemoteEngine):
+            engine = _remote_engine(plan, hosts)
+            if plan.takes_turns and engine is not None:
                 device.turns = engine.turns = Turns(engine)
-            result = await kept(session, hosts, modes[plan.mode](session))
-            result.warnings = session.alarm.end()
+            work = _run_mode(stage, engine, stop, measure_end)
+            if hosts and engine is not None:
+                work = _kept(work, plan, hosts, engine)
+            result = await work
+            result.warnings = monitored.warnings()
     finally:
         await stop_all(hosts)
         device.close()
     result.seconds = time.monotonic() - started
-    if session.resumed is not None and result.steps == session.resumed.step:
+    if stage.resumed is not None and result.steps == stage.resumed.step:
         console.note(nothing_left(plan, result.steps))
     return result
 
@@ -81,141 +75,101 @@ def nothing_left(plan: Plan, steps: int) -> str:
     return f"nothing was left to do: step {steps} was this run's last. To train on, raise {more}"
 
 
-async def kept(session: Session, hosts: Sequence[EngineHost], work: Awaitable[T]) -> T:
-    """The result of `work`, while engines that die are started again where weights come by sync."""
-    if not hosts:
-        return await work
-    engine, restarts = session.engine, session.plan.config.cluster.engine_restarts
-    assert isinstance(engine, RemoteEngine)
-    if session.plan.mode == "bench":
-        restarts = 0
+def _remote_engine(plan: Plan, hosts: Sequence[EngineHost]) -> RemoteEngine | None:
+    """The engine processes, or the user's rollout servers; None: the engine is embedded."""
+    urls = tuple(host.url for host in hosts) or plan.engine_urls
+    key = hosts[0].key if hosts else None
+    return make_remote_engine(plan, urls, key or plan.engine_key) if urls else None
+
+
+async def _kept(
+    work: Awaitable[T], plan: Plan, hosts: Sequence[EngineHost], engine: RemoteEngine
+) -> T:
+    """Run `work`; restart engines that die where weights come by sync."""
+    restarts = 0 if plan.mode == "bench" else plan.config.cluster.engine_restarts
     return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
 
 
-def restarts_by(sync: Synchronizer | PolledSync, engine: Engine) -> None:
+def _restarts_by(sync: Synchronizer | PolledSync, engine: Engine) -> None:
     """Engines that are started again get their weights by `sync`."""
     if isinstance(engine, RemoteEngine):
         sync.persist = engine.servers.persist
         engine.servers.renew = sync.renew
 
 
-async def run_both(session: Session) -> StageResult:
-    """Explorer and trainer, each in its coroutine."""
-    sync = session.synchronizer
-    explorer, trainer = session.explorer(sync), session.trainer(sync)
-    restarts_by(sync, session.engine)
+async def _run_mode(
+    stage: Stage, remote: RemoteEngine | None, stop: Stop, measure_end: bool
+) -> StageResult:
+    """The plan's mode, with an embedded engine where there is no `remote` one."""
+    if stage.trains:
+        return await _run_trainer(stage, remote, stop, measure_end)
+    if stage.plan.mode == "explore":
+        return await _run_explore(stage, remote or embedded_engine(stage))
+    if stage.plan.mode == "bench":
+        return await _run_bench(stage, remote)
+    from trireme.launch.serving import run_serve  # a web server, which no other mode needs
 
-    async def explore() -> None:
-        await explorer.explore()
-        sync.explored()
+    return await run_serve(stage, remote, stop)
 
+
+async def _run_trainer(
+    stage: Stage, remote: RemoteEngine | None, stop: Stop, measure_end: bool
+) -> StageResult:
+    """Modes `both` and `train`. The engine is made after the models whose tensors it may read."""
+    both = stage.plan.mode == "both"
+    evaluates = stage.recipe.from_data and bool(stage.eval_tasksets)
+    models = load_models(stage)
+    engine = explorer = None
+    if both or evaluates:
+        engine = remote or embedded_engine(stage, models.backend)
+    trainer = TrainerSide(stage, models, engine)
+    stop.gently, stop.waits_for = trainer.trainer.stop, lambda: trainer.trainer.doing
+    if engine is not None:
+        explorer = ExplorerSide(stage, engine, trainer.buffer if both else None, trainer.sync)
+    if engine is None or explorer is None:
+        return await run_train(stage, trainer, None, measure_end=measure_end)
     try:
-        if session.resumed or session.engine_urls:
-            await sync.persist(lambda: session.refresh_engine(sync.version))
-        await first_failure_ends_all(explore(), trainer.train())
-        await sync.final_push()
-        await explorer.evaluate_last(trainer.step)
+        if not both:
+            return await run_train(stage, trainer, explorer, measure_end=measure_end)
+        trainer.explorer_state = explorer.explorer.state
+        _restarts_by(trainer.sync, engine)
+        refresh = stage.resumed is not None or remote is not None
+        return await run_both(stage, trainer, explorer, refresh=refresh)
     finally:
         await explorer.close()
-        await session.close_engines()
-    return StageResult.of(session, explorer, trainer)
+        await engine.close()
 
 
-async def run_train(session: Session) -> StageResult:
-    """The trainer alone: on a data set (SFT, DPO), or on what explorers of other processes put."""
-    if session.recipe.from_data:
-        return await run_supervised(session)
-    trainer = session.trainer(session.synchronizer)
-    await train_for_others(session, trainer)
-    return StageResult.of(session, None, trainer)
-
-
-async def train_for_others(session: Session, trainer: Trainer) -> None:
-    """Train on what explorers of other processes put, and tell them how it stands."""
-    session.announce("running", trainer.step)
-    try:
-        await trainer.train()
-        await session.synchronizer.final_push()
-    except Stopped:
-        raise  # they wait until it is started again
-    except Exception as error:
-        # explorers of other processes wait for us, for room or for weights
-        session.announce(f"failed: {type(error).__name__}: {error}", trainer.step)
-        await session.buffer.fail(error)
-        raise
-    session.announce("stopped", trainer.step)
-
-
-async def run_supervised(session: Session) -> StageResult:
-    """The trainer on a data set, and the evaluations before the first stage and after the last."""
-    trainer = session.trainer(None)
-    if not session.eval_tasksets:
-        await trainer.train()
-        return StageResult.of(session, None, trainer)
-    explorer = session.explorer(session.synchronizer)
-    try:
-        if session.measures_start:
-            await explorer.evaluate(0)
-        await trainer.train()
-        if session.measure_end:
-            await session.refresh_engine(trainer.step)
-            await explorer.evaluate(trainer.step)
-    finally:
-        await explorer.close()
-        await session.close_engines()
-    return StageResult.of(session, explorer, trainer)
-
-
-async def run_explore(session: Session) -> StageResult:
-    """The explorer alone: experiences go into the SQL store, weights come from the job folder."""
-    sync = session.polled_sync()
-    restarts_by(sync, session.engine)
-    explorer = session.explorer(sync)
+async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
+    """Mode `explore`, from the newest weights."""
+    sync = make_polled_sync(stage.plan, engine, stage.folder)
+    _restarts_by(sync, engine)
+    explorer = ExplorerSide(stage, engine, stage.buffer, sync)
     try:
         await sync.load_latest()
-        await explorer.explore()
-        await explorer.evaluate_last(explorer.step)
+        return await run_explore(stage, explorer)
     finally:
         await explorer.close()
-        await session.close_engines()
-    return StageResult.of(session, explorer, None)
+        await engine.close()
 
 
-async def run_bench(session: Session) -> StageResult:
+async def _run_bench(stage: Stage, remote: RemoteEngine | None) -> StageResult:
     """Evaluate the base model and every checkpoint of the job, or its newest one alone."""
-    folder, steps = session.folder, session.folder.steps()
-    only_newest = session.plan.config.explorer.bench_on_latest_checkpoint
+    folder, steps = stage.folder, stage.folder.steps()
+    only_newest = stage.plan.config.explorer.bench_on_latest_checkpoint
     if only_newest and not steps:
         raise ValueError(f"mode bench: there is no checkpoint in {folder.root}")
-    explorer = session.explorer(session.polled_sync(), prefix="bench")
+    engine = remote or embedded_engine(stage)
+    sync = make_polled_sync(stage.plan, engine, folder)
+    explorer = ExplorerSide(stage, engine, None, sync, prefix="bench")
     try:
         if not only_newest:
-            await explorer.evaluate(0)
+            await explorer.explorer.evaluate(0)
         for step in steps[-1:] if only_newest else steps:
             prove(weights := folder.weights_dir(step))
-            await session.engine.update_weights(weights, step)
-            await explorer.evaluate(step)
+            await engine.update_weights(weights, step)
+            await explorer.explorer.evaluate(step)
     finally:
         await explorer.close()
-        await session.close_engines()
-    return StageResult.of(session, explorer, None)
-
-
-async def first_failure_ends_all(*work: Awaitable[Any]) -> None:
-    """Wait for all; the first that raises cancels the others and is raised.
-
-    What one says only because the other has failed gives way to the other's own error: which of
-    the two ends first is chance.
-    """
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            try:
-                task.result()
-            except OtherSideFailed as error:
-                raise error.__cause__ or error from None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.close()
+    return await result_of(stage, explorer)

@@ -15,12 +15,16 @@ from typing import Any
 import uvicorn
 
 from trireme.aio import LoopWatch
+from trireme.engines.engine import Engine
+from trireme.engines.remote import RemoteEngine
 from trireme.explorer.intake import Intake
 from trireme.explorer.scheduler import LEAST_BLOCKED_S
 from trireme.files import alone, write_text
 from trireme.launch.rollout import sampling_of
-from trireme.launch.session import Session
-from trireme.launch.stage_result import StageResult
+from trireme.launch.sides import embedded_engine
+from trireme.launch.stage import Stage, StageResult
+from trireme.launch.stop import Stop
+from trireme.launch.training import make_polled_sync
 from trireme.server.app import create_app
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
@@ -49,21 +53,21 @@ class Server(uvicorn.Server):
         return True
 
 
-async def run_serve(session: Session) -> StageResult:
+async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> StageResult:
     """Serve until a signal or the trainer's end. Raises the first cause of a failure."""
-    with _alone(session):
-        return await _run(session)
+    with _alone(stage):
+        return await _run(stage, remote or embedded_engine(stage), stop)
 
 
-async def _run(session: Session) -> StageResult:
-    plan, sync = session.plan, session.polled_sync()
+async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
+    plan, sync = stage.plan, make_polled_sync(stage.plan, engine, stage.folder)
     sync.forget()
     watch = LoopWatch(max(plan.config.explorer.max_timeout, LEAST_BLOCKED_S))
     try:
         await sync.load_latest()
-        rollouts = _rollouts(session)
+        rollouts = _rollouts(stage, engine)
         sessions = Sessions(rollouts.session_model, keep=plan.config.explorer.max_timeout)
-        intake = _intake(session, sync, sessions)
+        intake = _intake(stage, sync, sessions)
         sessions.ship = intake.ship
         key = plan.config.explorer.rollout_model.api_key
         app = create_app(rollouts, key=key, sessions=sessions)
@@ -73,48 +77,49 @@ async def _run(session: Session) -> StageResult:
             timeout_graceful_shutdown=max(1, int(plan.config.cluster.stop_timeout * GRACE)),
             timeout_keep_alive=KEEP_ALIVE,
         )
-        session.stops.append((server := Server(config)).stop)
-        with _listening(session) as own_socket:
-            await _serve(server, own_socket, _watch(session, sync, sessions))
-        session.console.note(
+        server = Server(config)
+        stop.gently = server.stop
+        with _listening(stage) as own_socket:
+            await _serve(server, own_socket, _watch(stage, engine, sync, sessions))
+        stage.console.note(
             f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped, "
             f"{len(sessions)} open ones forgotten"
         )
         if intake.unstored:
             raise RuntimeError(f"{intake.unstored} experiences of unanswered commits are lost")
     except Exception as error:
-        await session.buffer.fail(error)
+        await stage.buffer.fail(error)
         raise
     finally:
         watch.stop()
-        await session.close_engines()
-    await session.buffer.close()
-    result = StageResult.of(session, None, None)
+        await engine.close()
+    await stage.buffer.close()
+    result = stage.result()
     result.steps = intake.step
     return result
 
 
-def _rollouts(session: Session) -> Rollouts:
+def _rollouts(stage: Stage, engine: Engine) -> Rollouts:
     """What is done with requests, by the model section's defaults and limits."""
-    plan, model = session.plan, session.plan.config.model
+    plan, model = stage.plan, stage.plan.config.model
     limits = {"enable_prompt_truncation": model.enable_prompt_truncation}
     return Rollouts(
-        session.engine,
-        session.text.chat,
-        session.model_path,
+        engine,
+        stage.text.chat,
+        stage.model_path,
         plan.max_model_len,
         sampling=sampling_of(plan, {}),
         limits={"max_prompt_tokens": plan.max_prompt_tokens, **limits},
     )
 
 
-def _intake(session: Session, sync: PolledSync, sessions: Sessions) -> Intake:
+def _intake(stage: Stage, sync: PolledSync, sessions: Sessions) -> Intake:
     return Intake(
-        pipeline=session.pipeline,
-        buffer=session.buffer,
+        pipeline=stage.pipeline(),
+        buffer=stage.buffer,
         sync=sync,
-        folder=session.folder,
-        report=session.report,
+        folder=stage.folder,
+        report=stage.console.step,
         dropped=lambda: sessions.dropped,
     )
 
@@ -140,25 +145,25 @@ async def _serve(
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _watch(session: Session, sync: PolledSync, sessions: Sessions) -> None:
+async def _watch(stage: Stage, engine: Engine, sync: PolledSync, sessions: Sessions) -> None:
     """New weights, also while requests are under way, until the trainer stops."""
     while not sync.finished:
-        session.engine.health()
+        engine.health()
         await sync.load_latest()
         sessions.drop_quiet()
-        await asyncio.sleep(session.plan.config.explorer.service_status_check_interval)
+        await asyncio.sleep(stage.plan.config.explorer.service_status_check_interval)
 
 
-def _alone(session: Session) -> contextlib.AbstractContextManager[None]:
+def _alone(stage: Stage) -> contextlib.AbstractContextManager[None]:
     """Two servers on one folder would give the same numbers to their commits."""
-    root = session.folder.root
+    root = stage.folder.root
     return alone(root / ".serve.lock", f"{root} is served by another process already")
 
 
 @contextlib.contextmanager
-def _listening(session: Session) -> Iterator[socket.socket]:
+def _listening(stage: Stage) -> Iterator[socket.socket]:
     """A socket that clients may connect to already, its address in the job's folder."""
-    host, port = session.plan.listen_address, session.plan.config.explorer.proxy_port
+    host, port = stage.plan.listen_address, stage.plan.config.explorer.proxy_port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         own = socket.create_server((host, port), family=family)
@@ -169,10 +174,10 @@ def _listening(session: Session) -> Iterator[socket.socket]:
         ) from error
     reached = socket.gethostname() if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{own.getsockname()[1]}"
-    path = session.folder.root / URL_FILE
+    path = stage.folder.root / URL_FILE
     with own:
         write_text(path, url)
-        session.console.note(f"serving {session.model_path} on {url} ({path})")
+        stage.console.note(f"serving {stage.model_path} on {url} ({path})")
         try:
             yield own
         finally:

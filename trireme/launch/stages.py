@@ -26,7 +26,7 @@ from trireme.config import Plan
 from trireme.explorer.explorer import Evaluation
 from trireme.files import write_json
 from trireme.launch.local import run_plan
-from trireme.launch.stage_result import StageResult
+from trireme.launch.stage import StageResult
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary, values

@@ -44,13 +44,19 @@ class Stop:
         self.plan: Plan | None = None
         """What runs."""
         self.limit = GRACE_S
-        self.waits_for: Callable[[], str] = lambda: "the parts of the run to end"
+        self.waits_for: Callable[[], str] = lambda: ""
+        """What the work would end after, as a noun; nothing where it does not say."""
         self.gently: Callable[[], bool] = lambda: False
         """Asks the work to end by itself; False where it has nothing to save."""
         self._left = 0
         """Coroutines that did not end."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
+
+    def begin(self, plan: Plan) -> None:
+        """`plan` runs from now on."""
+        self.plan, self.limit = plan, plan.config.cluster.stop_timeout
+        self.waits_for = lambda: ""
 
     @property
     def name(self) -> str:
@@ -152,9 +158,10 @@ class Stop:
         calls = traceback.extract_stack(frames) if frames else []
         busy = [f for f in calls if not f.filename.startswith(PYTHON)][-1:]
         where = "".join(f"; the event loop is at {f.filename}:{f.lineno}" for f in busy)
+        awaited = self.waits_for() or "the parts of the run to end"
         self._end(
             f"{self.name}: ended after {self.limit:g} s (cluster.stop_timeout), which was too "
-            f"short for {self.waits_for()}{where}; {self.what_is_left()}"
+            f"short for {awaited}{where}; {self.what_is_left()}"
         )
 
     def _end(self, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from trireme.algorithms.recipes import Recipe
@@ -12,7 +11,7 @@ from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
-from trireme.sync.checkpoint import CheckpointPush, PolledSync
+from trireme.sync.checkpoint import PolledSync
 from trireme.sync.memory import MemorySync
 from trireme.sync.process_group import GroupSync
 from trireme.sync.synchronizer import Push, Synchronizer
@@ -121,26 +120,6 @@ def make_polled_sync(plan: Plan, engine: Engine, folder: JobFolder) -> PolledSyn
         offset=plan.sync_offset,
         timeout=plan.config.synchronizer.sync_timeout,
         dtype=plan.dtype,
-    )
-
-
-def make_checkpoint_push(
-    plan: Plan,
-    backend: Backend,
-    engine: Engine | None,
-    device: Device,
-    folder: JobFolder,
-    step: Callable[[], int],
-) -> CheckpointPush:
-    """Through files of the job folder; without an engine explorers elsewhere read them."""
-    return CheckpointPush(
-        backend,
-        device,
-        folder,
-        step=step,
-        vocabulary=backend.module.config.vocab_size,
-        dtype=plan.dtype,
-        engine=engine,
     )
 
 

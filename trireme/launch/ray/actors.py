@@ -1,96 +1,72 @@
-"""Actors: the parts of a run as Ray's actors. `Host` is the one actor class; it holds a part.
-
-A part is a plain async class, made empty, so that all processes start side by side, and gets its
-plan by `open`. Ray gives each concurrency group an event loop of its own; a part is not made for
-several. So its work runs on one loop in a thread of ours, and Ray's only hand calls over and wait.
-Long calls and bytes (`data`), short ones (`control`) and the heartbeat (`ping`) do not wait for
-each other.
+"""Actors: the parts of a run that Ray starts, each a plain async class.
 
 - Engine: an engine process on one of the cluster's machines, watched and ended with its actor.
-- Explorer: made of the same parts as in one process. It knows the coordinator by proxies and the
-  engines by their addresses in the plan.
-- Trainer: rank 0. It pushes the weights when the coordinator asks for it, straight to the engines.
+- Trainer: rank 0, with the buffer and the synchronizer. It sends the weights to the engines.
+- Explorer: made of the same side as in one process. It reaches the trainer's buffer and
+  synchronizer by a link, and the engines by their addresses in the plan.
 - Follower: a trainer rank after the first, which does what rank 0 tells it until rank 0 ends it.
+
+What a put carries and where the explorer goes on after it become known in one go: a checkpoint
+holds a step's experiences or says that the step is to be done again, never both.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import os
 import sys
-import threading
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.engines.device import Device
-from trireme.explorer.explorer import Explorer
-from trireme.launch.elsewhere import Elsewhere
+from trireme.engines.remote import RemoteEngine
+from trireme.experience import Experience
 from trireme.launch.engine_host import EngineHost, engine_spec
-from trireme.launch.local import train_for_others
-from trireme.launch.ray.made import Made
-from trireme.launch.ray.proxies import (
-    ExplorerSide,
-    Peer,
-    PutSide,
-    Relay,
-    State,
-    TakeSide,
-    TrainerSide,
-)
-from trireme.launch.session import Session
-from trireme.launch.stage_result import StageResult
+from trireme.launch.ray.remote import Event, Part, Reports, remote
+from trireme.launch.rollout import make_remote_engine
+from trireme.launch.sides import ExplorerSide, TrainerSide, load_models
+from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_ranks import follow_plan, place_of
+from trireme.launch.training import make_polled_sync
 from trireme.log import setup_logging
-from trireme.sync.synchronizer import Push
+from trireme.serialize import decode, encode
+from trireme.sync.synchronizer import is_due
 from trireme.trainer.ranks import free_address
-from trireme.trainer.trainer import Trainer
 from trireme.workflows.plugins import load_plugins
 
-
-class Host:
-    """One part in a process of its own."""
-
-    def __init__(self, part: type, folder: str) -> None:
-        """`folder`: where the command was given, to which the YAML's paths are relative."""
-        with suppress(FileNotFoundError):  # another machine may lack it, and need it for nothing
-            os.chdir(folder)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="part", daemon=True).start()
-        self._part = part()
-
-    @ray.method(concurrency_group="control")
-    async def control(self, name: str, *args: Any) -> Any:
-        """A call that carries no experiences."""
-        return await self._do(getattr(self._part, name)(*args))
-
-    @ray.method(concurrency_group="data")
-    async def data(self, name: str, *args: Any) -> Any:
-        """A call that carries experiences, or lasts as long as the run."""
-        return await self._do(getattr(self._part, name)(*args))
-
-    @ray.method(concurrency_group="beat")
-    async def ping(self) -> dict[str, Any]:
-        """Where this process is; raises what the part says is wrong with it."""
-        if health := getattr(self._part, "health", None):
-            health()
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
-
-    async def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+State = dict[str, Any]
+Side = TypeVar("Side", TrainerSide, ExplorerSide)
 
 
-_actor: Any = ray.remote
-HostActor: Any = _actor(concurrency_groups={"control": 32, "data": 32, "beat": 4})(Host)
+@dataclass(frozen=True)
+class RunSpec:
+    """The run, as far as it stands when the parts are opened."""
+
+    plan: Plan
+    """With the addresses of its engines."""
+    model_path: str
+    plugins: tuple[str, ...]
+    """Users' files, loaded in every process."""
+    trainer: Any = None
+    """The trainer's actor; None where the trainer is another command's."""
+    rank0: str | None = None
+    """HOST:PORT where the trainer's ranks meet; None where there is one."""
 
 
-class EnginePart:
+class Status(NamedTuple):
+    """What the synchronizer's answers tell an explorer."""
+
+    finished: bool
+    metrics: dict[str, float]
+
+
+class EnginePart(Part):
     """One engine host; Ray gives this process, and so its child, the engine's GPUs."""
 
     def __init__(self) -> None:
@@ -123,185 +99,187 @@ class EnginePart:
             await host.stop()
 
 
-class ExplorerPart:
-    """The explorer, told by the launcher what to do."""
+class SidePart(Part, Generic[Side]):
+    """One side of the run, whose own methods can be called too: `remote(TrainerSide, handle)`."""
 
     def __init__(self) -> None:
+        self.side: Side | None = None
+        self._reports = Reports()
         self._device = Device()
-        self._session: Session | None = None
-        self._explorer: Explorer | None = None
+        self._held = ExitStack()
+        self._engine: RemoteEngine | None = None
 
-    async def open(self, made: Made) -> None:
-        """Load tokenizer and tasks."""
-        load_plugins(made.plugins)
-        plan, coordinator = made.plan, Peer(made.coordinator)
-        self._relay = Relay(coordinator)
-        side = ExplorerSide(coordinator, plan)
-        buffer = PutSide(coordinator, side, self._state) if plan.mode == "both" else None
-        elsewhere = Elsewhere(buffer=buffer)
-        session = Session(
-            plan, made.model_path, self._relay, self._device, True, elsewhere=elsewhere
-        )
-        self._session = await asyncio.to_thread(session.__enter__)
-        if plan.mode == "explore":
-            sync = session.polled_sync()
-            await sync.load_latest()
-            self._explorer = session.explorer(sync)
-            return
-        if session.resumed is not None:
-            side.begin_at(session.resumed.run_state["version"])
-        self._explorer = session.explorer(side)
-        if plan.mode == "both":
-            await coordinator.control("begin", self._explorer.state())
+    async def _open(self, spec: RunSpec) -> Stage:
+        load_plugins(spec.plugins)
+        plan = spec.plan
+        opening = open_stage(plan, spec.model_path, self._device, self._reports)
+        stage = await asyncio.to_thread(self._held.enter_context, opening)
+        if plan.engine_urls:
+            self._engine = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
+        return stage
 
-    async def explore(self) -> None:
-        """See Explorer."""
-        await self.explorer.explore()
-        await self._relay.flush()
+    def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """The part's own method, or else the side's."""
+        return getattr(self if hasattr(type(self), name) else self.opened, name)
 
-    async def evaluate(self, step: int | None) -> None:
-        """All evaluation tasksets; None: as of the explorer's own last step."""
-        await self.explorer.evaluate_last(self.explorer.step if step is None else step)
-        await self._relay.flush()
-
-    async def result(self) -> StageResult:
-        """What the explorer came to."""
-        assert self._session is not None
-        return StageResult.of(self._session, self.explorer, None)
-
-    async def stop(self) -> None:
-        """End the runners, leave the engines, close the files."""
-        if self._explorer is not None:
-            await self._explorer.close()
-        if self._session is not None:
-            await self._session.close_engines()
-            self._session.__exit__(None, None, None)
-        self._device.close()
+    async def events(self, heard: int, wait: float) -> list[Event]:
+        """See Reports."""
+        return await self._reports.events(heard, wait)
 
     @property
-    def explorer(self) -> Explorer:
-        """The explorer, once it is open."""
-        assert self._explorer is not None
-        return self._explorer
+    def opened(self) -> Side:
+        """The side, once it is open."""
+        assert self.side is not None, "the side is not open yet"
+        return self.side
 
-    def _state(self) -> State:
-        return self.explorer.state(putting=True)
+    async def stop(self) -> None:
+        """Leave the engines and close the files."""
+        if self._engine is not None:
+            await self._engine.close()
+        self._held.close()
+        self._device.close()
 
 
-class TrainerPart:
-    """The trainer, told by the launcher what to do."""
+class TrainerPart(SidePart[TrainerSide]):
+    """The trainer's side, with the explorer's way into it."""
 
     def __init__(self) -> None:
-        self._device = Device()
-        self._opened: Session | None = None
-        self._sync: TrainerSide | None = None
-        self._trainer: Trainer | None = None
-        self._push: Push | None = None
+        super().__init__()
+        self._explorer_state: State | None = None
 
     async def meeting_place(self) -> str:
         """HOST:PORT on this machine that the other ranks can reach."""
         return free_address(ray.util.get_node_ip_address())
 
-    async def open(self, made: Made) -> None:
+    async def open(self, spec: RunSpec) -> None:
         """Load the model, where the checkpoint left it."""
-        load_plugins(made.plugins)
-        plan, coordinator = made.plan, Peer(made.coordinator)
-        self._relay = Relay(coordinator)
-        elsewhere = Elsewhere(host=ray.util.get_node_ip_address())
+        stage, plan = await self._open(spec), spec.plan
+        place = place_of(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
+        models = await self._device.run(load_models, stage, place)
+        side = TrainerSide(stage, models, self._engine, host=ray.util.get_node_ip_address())
         if plan.mode == "both":
-
-            async def snapshot() -> State:
-                return await coordinator.control("snapshot")
-
-            supply = TakeSide(coordinator)
-            elsewhere = dataclasses.replace(elsewhere, supply=supply, snapshot=snapshot)
-        place = place_of(plan, 0, plan.trainer_ranks, made.rank0) if made.rank0 else None
-        session = Session(
-            plan, made.model_path, self._relay, self._device, True, place, elsewhere=elsewhere
-        )
-        self._opened = await asyncio.to_thread(session.__enter__)
-        await self._device.run(lambda: session.backend)
-        if plan.mode == "both":
-            saved = session.resumed
-            version = saved.run_state["version"] if saved else 0
-            step = saved.step if saved else 0
-            self._sync = TrainerSide(coordinator, version=version, step=step)
-        if plan.engine_urls:
-            self._push = session.push()
-        self._for_others = plan.mode == "train" and not session.recipe.from_data
-        own = session.synchronizer if self._for_others else self._sync
-        self._trainer = session.trainer(own)
-
-    async def standing(self) -> tuple[int, bool]:
-        """The train step that it has come to, and whether the model is as the user gave it."""
-        return self.trainer.step, self._session.measures_start
-
-    async def train(self) -> None:
-        """See Trainer; explorers of other commands are told how it stands."""
-        if self._for_others:
-            await train_for_others(self._session, self.trainer)
-        else:
-            await self.trainer.train()
-        await self._relay.flush()
+            side.explorer_state = self._where_the_explorer_is
+        self.side = side
 
     async def stop_training(self) -> bool:
         """See Trainer.stop."""
-        return self.trainer.stop()
+        return self.opened.trainer.stop()
 
-    async def push(self, version: int) -> dict[str, float]:
-        """The weights to the engines, and the proof that they arrived."""
-        assert self._push is not None and self._sync is not None
-        step = self.trainer.step
-        metrics = await self._push(version)
-        self._sync.version, self._sync.pushed_step = version, step
-        return metrics
+    async def begin(self, state: State) -> None:
+        """The explorer begins where `state` says."""
+        self._explorer_state = state
 
-    async def refresh(self) -> None:
-        """The engines get the weights as they are, without a push."""
-        version = self._sync.version if self._sync else self.trainer.step
-        await self._session.refresh_engine(version)
+    async def put(self, data: bytes, state: State) -> Status:
+        """Experiences of one explore step, and where the explorer goes on after it."""
+        await self.opened.buffer.put(decode(data))
+        self._explorer_state = state
+        return self._status()
 
-    async def result(self) -> StageResult:
-        """What the trainer came to."""
-        return StageResult.of(self._session, None, self.trainer)
+    async def pull(self, step: int) -> Status:
+        """See ExplorerSync."""
+        await self.opened.sync.pull(step)
+        return self._status()
+
+    async def end_of_puts(self, failure: str | None) -> None:
+        """The buffer's `close`, or its `fail` where the explorer has failed."""
+        buffer = self.opened.buffer
+        await (buffer.close() if failure is None else buffer.fail(RuntimeError(failure)))
+
+    def _where_the_explorer_is(self) -> State:
+        assert self._explorer_state is not None, "the explorer has not begun"
+        return self._explorer_state
+
+    def _status(self) -> Status:
+        sync = self.opened.sync
+        return Status(sync.finished, sync.metrics())
+
+
+class Link:
+    """The trainer's buffer and synchronizer, as the explorer knows them: Puts and ExplorerSync."""
+
+    def __init__(self, trainer: TrainerPart, stage: Stage) -> None:
+        """A resumed run goes on from the version of its checkpoint."""
+        self._trainer = trainer
+        self._plan = stage.plan
+        version = stage.resumed.run_state["version"] if stage.resumed else 0.0
+        self._metrics = {"sync/version": version, "sync/skipped": 0.0, "time/sync_wait": 0.0}
+        self.finished = False
+        self.state: Callable[[], State] = dict
+        """Where the explorer goes on after what is being put."""
+
+    async def put(self, experiences: Sequence[Experience]) -> None:
+        """See Puts."""
+        self._hear(await self._trainer.put(encode(experiences), self.state()))
+
+    async def fail(self, error: BaseException) -> None:
+        """See Puts."""
+        await self._trainer.end_of_puts(f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """See Puts."""
+        await self._trainer.end_of_puts(None)
+
+    def due(self, step: int) -> bool:
+        """See ExplorerSync."""
+        plan = self._plan
+        meets = plan.sync_style in ("fixed", "explorer_driven")
+        return meets and is_due(step, plan.sync_interval, plan.sync_offset)
+
+    async def pull(self, step: int) -> None:
+        """See ExplorerSync."""
+        self._hear(await self._trainer.pull(step))
+
+    def metrics(self) -> dict[str, float]:
+        """See ExplorerSync."""
+        return dict(self._metrics)
+
+    def _hear(self, status: Status) -> None:
+        self.finished = status.finished
+        self._metrics |= status.metrics
+
+
+class ExplorerPart(SidePart[ExplorerSide]):
+    """The explorer's side."""
+
+    async def open(self, spec: RunSpec) -> None:
+        """Load tokenizer and tasks, and the newest weights where another command trains."""
+        stage, plan = await self._open(spec), spec.plan
+        engine = self._engine
+        assert engine is not None
+        if plan.mode == "both":
+            trainer = remote(TrainerPart, spec.trainer)
+            link = Link(trainer, stage)
+            side = self.side = ExplorerSide(stage, engine, link, link)
+            link.state = lambda: side.explorer.state(putting=True)
+            await trainer.begin(side.explorer.state())
+            return
+        sync = make_polled_sync(plan, engine, stage.folder)
+        if plan.mode == "explore":
+            await sync.load_latest()
+        buffer = stage.buffer if plan.mode == "explore" else None
+        self.side = ExplorerSide(stage, engine, buffer, sync)
 
     async def stop(self) -> None:
-        """Leave the engines and close the files."""
-        if self._opened is not None:
-            if self._opened.plan.engine_urls:
-                await self._opened.engine.close()
-            self._opened.__exit__(None, None, None)
-        self._device.close()
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer, once it is open."""
-        assert self._trainer is not None
-        return self._trainer
-
-    @property
-    def _session(self) -> Session:
-        assert self._opened is not None
-        return self._opened
+        """End the runners, leave the engines, close the files."""
+        if self.side is not None:
+            await self.side.close()
+        await super().stop()
 
 
-class FollowerPart:
-    """One rank in a process of its own."""
+class FollowerPart(Part):
+    """One rank in a process of its own. Rank 0 says when it stops."""
 
-    async def follow(self, made: Made, rank: int) -> None:
+    async def follow(self, spec: RunSpec, rank: int) -> None:
         """Be rank `rank`, from loading to the end. Raises what went wrong here."""
-        load_plugins(made.plugins)
-        assert made.rank0 is not None
-        plan = made.plan
+        load_plugins(spec.plugins)
+        assert spec.rank0 is not None
+        plan = spec.plan
         close_log = setup_logging(plan.job_dir / "log", plan.config.log.level)
-        place = place_of(plan, rank, plan.trainer_ranks, made.rank0)
+        place = place_of(plan, rank, plan.trainer_ranks, spec.rank0)
         try:
-            await asyncio.to_thread(follow_plan, plan, made.model_path, place)
+            await asyncio.to_thread(follow_plan, plan, spec.model_path, place)
         except Exception:
             logging.getLogger("trireme.trainer").exception("rank %d has failed", rank)
             raise
         finally:
             close_log()
-
-    async def stop(self) -> None:
-        """Rank 0 says when to stop; nothing is left to do."""

@@ -1,6 +1,7 @@
-"""Run: one plan as actors: engines, coordinator, trainer and explorer, from start to end.
+"""Run: one plan as actors: engines, trainer and explorer, from start to end.
 
-The whole main is `_both`; what dies on the way is said in one sentence, and nothing stays behind.
+What they do together is said in `launch/modes.py`, as for one process. What dies on the way is said
+in one sentence, and nothing stays behind.
 """
 
 from __future__ import annotations
@@ -13,30 +14,35 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from trireme.buffer.buffer import OtherSideFailed
 from trireme.config import Plan
 from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
-from trireme.launch.ray.actors import EnginePart, ExplorerPart, FollowerPart, HostActor, TrainerPart
+from trireme.launch.modes import GRACE_S, first_failure, run_both, run_explore, run_train
+from trireme.launch.opening import open_run
+from trireme.launch.ray.actors import (
+    EnginePart,
+    ExplorerPart,
+    FollowerPart,
+    RunSpec,
+    SidePart,
+    TrainerPart,
+)
 from trireme.launch.ray.cluster import Places, cluster
-from trireme.launch.ray.coordinator import Coordinator, Events
-from trireme.launch.ray.made import Made
-from trireme.launch.ray.proxies import Peer
+from trireme.launch.ray.remote import Part, RayActor, remote
 from trireme.launch.ray.watch import Watched, meet_all, watch, who_died
-from trireme.launch.session import Session
-from trireme.launch.stage_result import StageResult
+from trireme.launch.sides import ExplorerSide, TrainerSide
+from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.serialize import decode
 
-GRACE_S = 3.0
-"""Seconds in which a failure's consequences come in, so that the cause can be told from them."""
 STOP_S = 15.0
+T = TypeVar("T")
 
 
 async def run_on_ray(
@@ -47,160 +53,150 @@ async def run_on_ray(
     device = Device()
     try:
         with (
-            Session(plan, model_path, console, device, measure_end) as session,
+            open_run(plan, model_path, device, console) as (stage, monitored),
             cluster(plan) as own,
         ):
             stop.listen()  # Ray takes SIGTERM for itself
-            crew = Crew(session)
-            session.stops.append(crew.stop_training)
-            stop.gently, stop.waits_for = session.stop, crew.doing
+            actors = Actors(stage)
+            stop.gently, stop.waits_for = actors.stop_training, actors.doing
             try:
-                await crew.start(may_grow=not own)
-                result = await crew.run()
-                result.warnings = session.alarm.end()
+                await actors.start(may_grow=not own)
+                result = await actors.run(measure_end)
+                result.warnings = monitored.warnings()
             finally:
-                await crew.stop()
+                await actors.stop()
     finally:
         device.close()
     result.seconds = time.monotonic() - started
     return result
 
 
-class Crew:
+class Actors:
     """All processes of one stage."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._plan = session.plan
-        self._parts: list[Watched] = []
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._plan = stage.plan
+        self._watched: list[Watched] = []
         self._places: Places | None = None
-        self._explorer: Peer | None = None
-        self._trainer: Peer | None = None
-        self._engines: list[Peer] = []
-        self._followers: list[Peer] = []
+        self._trainer: Any = None
+        self._explorer: Any = None
+        self._engines: list[Any] = []
+        self._followers: list[Any] = []
+        """Handles of the actors."""
         self._following: list[asyncio.Future[None]] = []
-        self._training = False
-        self._asked: asyncio.Future[bool] | None = None
+        self._heard: dict[Any, int] = {}
+        """How much of what a part has said is shown."""
+        self._work: asyncio.Future[StageResult] | None = None
+        self._asked: asyncio.Future[None] | None = None
 
     async def start(self, *, may_grow: bool) -> None:
         """Places, all processes side by side, engines, and the parts that know their addresses."""
-        plan, session = self._plan, self._session
+        plan, stage = self._plan, self._stage
         places = self._places = Places(plan)
-        await places.ready(may_grow=may_grow, note=session.console.note)
+        await places.ready(may_grow=may_grow, note=stage.console.note)
         engines = 0 if plan.engine_urls else plan.num_engines
         for index in range(engines):
-            self._engines.append(self._host(f"engine_{index}", places.engine(index), EnginePart))
-        control = {"num_cpus": 0}
-        middle = Coordinator if plan.mode == "both" else Events
-        self._coordinator = self._host("coordinator", control, middle)
-        if plan.mode in ("both", "train"):
-            self._trainer = self._host("trainer", places.rank(0), TrainerPart)
+            self._engines.append(self._actor(f"engine_{index}", places.engine(index), EnginePart))
+        if stage.trains:
+            self._trainer = self._actor("trainer", places.rank(0), TrainerPart)
         for rank in range(1, plan.trainer_ranks):
             name = f"trainer_rank_{rank}"
-            self._followers.append(self._host(name, places.rank(rank), FollowerPart))
-        measures = session.recipe.from_data and session.eval_tasksets
+            self._followers.append(self._actor(name, places.rank(rank), FollowerPart))
+        measures = stage.recipe.from_data and stage.eval_tasksets
         if plan.mode in ("both", "explore") or measures:
-            self._explorer = self._host("explorer", control, ExplorerPart)
+            self._explorer = self._actor("explorer", {"num_cpus": 0}, ExplorerPart)
         await self._guarded(self._open())
 
-    async def run(self) -> StageResult:
-        """The mode's work, watched."""
-        modes = {"both": self._both, "train": self._train, "explore": self._explore}
-        pump = asyncio.ensure_future(self._pump())
-        work = asyncio.ensure_future(self._guarded(modes[self._plan.mode]()))
+    async def run(self, measure_end: bool) -> StageResult:
+        """The mode's work, watched; meanwhile what the parts say is shown."""
+        sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
+        pumps = [asyncio.ensure_future(self._pump(handle)) for handle in sides]
+        work = self._work = asyncio.ensure_future(self._guarded(self._run_mode(measure_end)))
+        work.add_done_callback(lambda _: [pump.cancel() for pump in pumps])
+        tasks: list[asyncio.Future[Any]] = [work, *pumps]
         try:
-            await asyncio.wait({pump, work}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done() and not isinstance(pump.exception(), RayError):
-                pump.result()  # a monitor has failed; a coordinator that is gone, `work` says
-            await work
-            schema = self._session.recipe.schema
-            result = StageResult(self._plan.stage_name, self._plan.mode, schema)
-            for peer in filter(None, (self._explorer, self._trainer)):
-                result.add(await peer.control("result"))
-            return result
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for pump in pumps:
+                if pump.done() and not pump.cancelled():
+                    pump.result()  # a monitor has failed
+            return await work
         finally:
-            for task in (pump, work):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(pump, work, return_exceptions=True)
-            await self._last_events()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for handle in sides:
+                with suppress(asyncio.TimeoutError, RayError):  # of a part that is gone
+                    await asyncio.wait_for(self._show(handle, 0.0), GRACE_S)
 
     def stop_training(self) -> bool:
-        """Ask the trainer to save and end after its train step; False where it does not train."""
-        if self._training and self._trainer is not None:
-            self._asked = asyncio.ensure_future(self._trainer.control("stop_training"))
-        return self._training
+        """Ask the trainer to save and end after its train step; one that does not train has nothing
+        to save, and the work is cancelled. False where there is no trainer at work.
+        """
+        if self._trainer is None or self._work is None or self._work.done():
+            return False
+        self._asked = asyncio.ensure_future(self._stop_trainer(self._work))
+        return True
 
     def doing(self) -> str:
         """What the run would end after, as a noun."""
-        return "the trainer's next step and checkpoint" if self._training else "processes to end"
+        return "the trainer's next step and checkpoint" if self._asked else "processes to end"
 
     async def stop(self) -> None:
         """End every process, by force where it does not end, and give the places back."""
-        asked = [asyncio.ensure_future(part.peer.control("stop")) for part in self._parts]
+        asked = [asyncio.ensure_future(remote(Part, w.handle).stop()) for w in self._watched]
         if asked:
             await asyncio.wait(asked, timeout=STOP_S)
         for call in (*asked, *self._following):
             call.cancel()
         # what a rank fails of, rank 0 raises too
         await asyncio.gather(*asked, *self._following, return_exceptions=True)
-        for part in self._parts:
-            ray.kill(part.peer.handle, no_restart=True)
+        for watched in self._watched:
+            ray.kill(watched.handle, no_restart=True)
         if self._places is not None:
             self._places.release()
 
-    async def _both(self) -> None:
-        explorer, trainer = self._explorer, self._trainer
-        assert explorer is not None and trainer is not None
-        step, _ = await trainer.control("standing")
-        if step:
-            await trainer.control("refresh")
-        self._training = True
-        await self._all(explorer.data("explore"), trainer.data("train"))
-        self._training = False
-        await self._coordinator.control("final_push")
-        step, _ = await trainer.control("standing")
-        await explorer.data("evaluate", step)
+    async def _run_mode(self, measure_end: bool) -> StageResult:
+        """The same as in one process, with sides that are elsewhere."""
+        stage = self._stage
+        explorer = None if self._explorer is None else remote(ExplorerSide, self._explorer)
+        if not stage.trains:
+            assert explorer is not None
+            return await run_explore(stage, explorer)
+        trainer = remote(TrainerSide, self._trainer)
+        if stage.plan.mode == "train":
+            return await run_train(stage, trainer, explorer, measure_end=measure_end)
+        assert explorer is not None
+        return await run_both(stage, trainer, explorer, refresh=stage.resumed is not None)
 
-    async def _train(self) -> None:
-        assert self._trainer is not None
-        _, measures_start = await self._trainer.control("standing")
-        if self._explorer is not None and measures_start:
-            await self._explorer.data("evaluate", 0)
-        self._training = True
-        await self._trainer.data("train")
-        self._training = False
-        if self._explorer is not None and self._session.measure_end:
-            await self._trainer.control("refresh")
-            step, _ = await self._trainer.control("standing")
-            await self._explorer.data("evaluate", step)
-
-    async def _explore(self) -> None:
-        assert self._explorer is not None
-        await self._explorer.data("explore")
-        await self._explorer.data("evaluate", None)
+    async def _stop_trainer(self, work: asyncio.Future[StageResult]) -> None:
+        with suppress(RayError):  # it is gone: `work` says so
+            if not await remote(TrainerPart, self._trainer).stop_training():
+                self._asked = None
+                work.cancel()
 
     async def _open(self) -> None:
         """The engines first: the others are told where they are."""
-        plan, model_path = self._plan, self._session.model_path
+        plan, model_path = self._plan, self._stage.model_path
         if self._engines:
             plan = dataclasses.replace(plan, engine_key=secrets.token_hex(16))
-            opened = (e.data("open", plan, model_path, i) for i, e in enumerate(self._engines))
+            parts = [remote(EnginePart, handle) for handle in self._engines]
+            opened = [part.open(plan, model_path, index) for index, part in enumerate(parts)]
             urls = await asyncio.gather(*opened)
             plan = self._plan = dataclasses.replace(plan, engine_urls=tuple(urls))
         plugins = tuple(str(p.resolve()) for p in plugin_files(plan.config.plugins))
-        trainer = self._trainer.handle if self._trainer else None
-        rank0 = None
-        if self._trainer and self._followers:
-            rank0 = await self._trainer.control("meeting_place")
-        made = Made(plan, model_path, plugins, self._coordinator.handle, trainer, rank0)
-        for rank, peer in enumerate(self._followers, 1):
-            self._following.append(asyncio.ensure_future(peer.data("follow", made, rank)))
-        await self._coordinator.data("open", made)
-        others = filter(None, (self._trainer, self._explorer))
-        opening = asyncio.ensure_future(self._all(*(peer.data("open", made) for peer in others)))
-        await self._while_following(opening)
+        trainer = remote(TrainerPart, self._trainer)
+        rank0 = await trainer.meeting_place() if self._followers else None
+        spec = RunSpec(plan, model_path, plugins, self._trainer, rank0)
+        for rank, handle in enumerate(self._followers, 1):
+            follows = remote(FollowerPart, handle).follow(spec, rank)
+            self._following.append(asyncio.ensure_future(follows))
+        opens = [trainer.open(spec)] if self._trainer is not None else []
+        if self._explorer is not None:
+            opens.append(remote(ExplorerPart, self._explorer).open(spec))
+        await self._while_following(asyncio.ensure_future(first_failure(*opens)))
 
-    async def _while_following(self, opening: asyncio.Future[None]) -> None:
+    async def _while_following(self, opening: asyncio.Future[Any]) -> None:
         """Until `opening` is done. A rank that fails before it meets rank 0 cannot tell it."""
         try:
             await asyncio.wait({opening, *self._following}, return_when=asyncio.FIRST_COMPLETED)
@@ -215,20 +211,18 @@ class Crew:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
 
-    def _host(self, name: str, options: dict[str, Any], part: type) -> Peer:
-        """A part in an actor of its own."""
-        actor = HostActor.options(**options, runtime_env={"env_vars": _environment()})
+    def _actor(self, name: str, options: dict[str, Any], part: type[Part]) -> Any:
+        """The handle of a part in an actor of its own."""
+        actor = RayActor.options(**options, runtime_env={"env_vars": _environment()})
         handle = actor.remote(part, os.getcwd())
-        file = next((log for start, log in LOG_OF.items() if name.startswith(start)), name)
-        log = self._session.folder.log / f"{file}.log"
-        peer = Peer(handle)
-        self._parts.append(Watched(name, peer, log))
-        return peer
+        file = "trainer" if name.startswith("trainer_rank") else name
+        self._watched.append(Watched(name, handle, self._stage.folder.log / f"{file}.log"))
+        return handle
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def _guarded(self, work: Awaitable[T]) -> T:
         """`work`, while all parts live. Raises who has died before what came of that."""
         timeout = self._plan.config.cluster.heartbeat_timeout
-        parts = list(self._parts)
+        parts = list(self._watched)
         task = asyncio.ensure_future(work)
         guard = asyncio.ensure_future(self._guard(parts, timeout))
         try:
@@ -241,6 +235,7 @@ class Crew:
                 if dead is not None:
                     raise dead from failure
                 raise failure
+            return task.result()
         finally:
             for each in (task, guard):
                 each.cancel()
@@ -257,44 +252,23 @@ class Crew:
             ) from error
         await watch(parts, timeout)
 
-    async def _all(self, *work: Awaitable[Any]) -> None:
-        """Wait for all; of several failures the one that is no other's consequence is raised."""
-        tasks = [asyncio.ensure_future(w) for w in work]
-        try:
-            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if any(isinstance(task.exception(), OtherSideFailed) for task in done) and pending:
-                await asyncio.wait(pending, timeout=GRACE_S)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        failures = [t.exception() for t in tasks if not t.cancelled() and t.exception()]
-        failures.sort(key=lambda failure: isinstance(failure, OtherSideFailed))
-        for failure in filter(None, failures):
-            raise failure
+    async def _pump(self, handle: Any) -> None:
+        """What a part says, to the monitors and the console, until the part is gone."""
+        with suppress(RayError):
+            while True:
+                await self._show(handle, 5.0)
 
-    async def _pump(self) -> None:
-        """What the parts report, to the monitors and the console; for ever."""
-        while True:
-            await self._show(5.0)
-
-    async def _last_events(self) -> None:
-        with suppress(asyncio.TimeoutError, RayError):  # of a coordinator that is gone
-            await asyncio.wait_for(self._show(0.0), GRACE_S)
-
-    async def _show(self, wait: float) -> None:
-        console = self._session.console
+    async def _show(self, handle: Any, wait: float) -> None:
+        console = self._stage.console
         show: dict[str, Callable[..., None]] = {
             "note": console.note,
-            "step": self._session.report,
-            "rollout": lambda data: self._session.show(decode(data)[0]),
+            "step": console.step,
+            "rollout": lambda data: console.rollout(decode(data)[0]),
         }
-        for kind, *values in await self._coordinator.control("events", wait):
+        heard = self._heard.get(handle, 0)
+        for kind, *values in await remote(SidePart, handle).events(heard, wait):
+            self._heard[handle] = heard = heard + 1
             show[kind](*values)
-
-
-LOG_OF = {"coordinator": "synchronizer", "trainer_rank": "trainer"}
-"""Log files that are not named like the part."""
 
 
 def _environment() -> dict[str, str]:

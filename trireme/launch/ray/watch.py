@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from trireme.launch.ray.proxies import Peer
+from trireme.launch.ray.remote import answer
 from trireme.log import get_logger
 
 logger = get_logger("launcher")
@@ -31,7 +31,8 @@ class Watched:
     """A part, and what people know it by."""
 
     name: str
-    peer: Peer
+    handle: Any
+    """Ray's, of its actor."""
     log: Path
     node: str = ""
     pid: int = 0
@@ -62,7 +63,7 @@ class Watched:
         """An answer; what cannot be reached for a moment is asked again."""
         while True:
             try:
-                found = await self.peer.ping()
+                found = await answer(self.handle.ping.remote())
                 self.out_of_reach = False
                 return found
             except ActorUnavailableError:

@@ -1,9 +1,10 @@
-"""Session: what it holds while it is open, and lets go of where it cannot be opened."""
+"""Stage: what it holds while it is open, and lets go of where it cannot be opened."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.e2e.job import small_config
 from trireme.config import Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
-from trireme.launch.session import Session
+from trireme.launch.opening import Monitored, open_run
+from trireme.launch.stage import Stage
 from trireme.monitor.console import Console
 
 
@@ -24,11 +26,11 @@ def plan_of(folder: Path) -> Plan:
     return plan
 
 
-def session_of(plan: Plan, device: Device) -> Session:
-    return Session(plan, str(plan.model_path), Console(), device, True)
+def opened(plan: Plan, device: Device) -> AbstractContextManager[tuple[Stage, Monitored]]:
+    return open_run(plan, str(plan.model_path), device, Console())
 
 
-def test_a_session_that_cannot_be_opened_leaves_nothing_behind(
+def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, device = plan_of(tmp_path), Device()
@@ -36,12 +38,12 @@ def test_a_session_that_cannot_be_opened_leaves_nothing_behind(
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr("trireme.launch.opening.add_start", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), session_of(plan, device):
+        with pytest.raises(ZeroDivisionError), opened(plan, device):
             pass
     assert logging.getLogger("trireme").handlers == handlers
     assert set(threading.enumerate()) == threads
-    with session_of(plan, device) as session:
-        assert session.resumed is None
+    with opened(plan, device) as (stage, _):
+        assert stage.resumed is None
     device.close()
 
 
@@ -55,9 +57,9 @@ def test_a_file_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> Non
 
         def rewind(self, step: int) -> None: ...
 
-    with pytest.raises(OSError, match="no space left"), session_of(plan, device) as session:
-        session.keep(Broken())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OSError, match="no space left"), opened(plan, device) as (stage, _):
+        stage.keep(Broken())  # pyright: ignore[reportArgumentType]
     assert logging.getLogger("trireme").handlers == handlers
-    with session_of(plan, device):
+    with opened(plan, device):
         pass
     device.close()

@@ -1,0 +1,79 @@
+"""Parts under Ray: called by their own methods, and what they say is heard once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from trireme.launch.ray.actors import SidePart
+from trireme.launch.ray.remote import Actor, Part, Reports, remote
+
+
+class Adder(Part):
+    async def add(self, one: int, other: int) -> int:
+        if other < 0:
+            raise ValueError("expected a number that is not negative")
+        return one + other
+
+
+def in_process(actor: Any) -> Any:
+    """A handle like Ray's of an actor that lives in this process."""
+    return SimpleNamespace(call=SimpleNamespace(remote=actor.call))
+
+
+def test_a_part_elsewhere_returns_and_raises_what_it_does_there(tmp_path: Any) -> None:
+    async def main() -> int:
+        part = remote(Adder, in_process(Actor(Adder, str(tmp_path / "not_there"))))
+        with pytest.raises(ValueError, match="expected a number"):
+            await part.add(1, -1)
+        return await part.add(1, 2)
+
+    assert asyncio.run(main()) == 3
+
+
+def test_what_stands_for_a_part_can_be_copied() -> None:
+    assert copy.copy(remote(Adder, None)) is not None
+
+
+def test_a_side_answers_what_its_part_does_not() -> None:
+    class Sided(SidePart[Any]):
+        async def own(self) -> str:
+            return "part"
+
+    async def both(part: SidePart[Any]) -> list[str]:
+        return [await part.method("own")(), await part.method("train")()]
+
+    async def train() -> str:
+        return "side"
+
+    part = Sided()
+    with pytest.raises(AssertionError, match="the side is not open yet"):
+        part.method("train")
+    part.side = SimpleNamespace(train=train, own=train)
+    assert asyncio.run(both(part)) == ["part", "side"]
+
+
+def test_what_is_said_is_kept_until_it_was_heard() -> None:
+    async def main() -> None:
+        reports = Reports()
+        reports.note("first")
+        reports.step("trainer", 1, {"loss": 2})
+        assert await reports.events(0, 5.0) == [
+            ("note", "first"),
+            ("step", "trainer", 1, {"loss": 2.0}),
+        ]
+        lost = await reports.events(1, 5.0)
+        assert lost == await reports.events(1, 5.0)  # an answer that was lost takes nothing along
+        waiting = asyncio.ensure_future(reports.events(2, 5.0))
+        await asyncio.sleep(0)
+        reports.note("second")
+        assert await waiting == [("note", "second")]
+        assert await reports.events(3, 0.0) == []
+
+    asyncio.run(main())

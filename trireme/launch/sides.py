@@ -1,0 +1,333 @@
+"""Sides: the two halves of a run, trainer and explorer, which take their neighbours as arguments.
+
+The trainer's side has the trained models, the buffer and the synchronizer. The explorer's side is
+given an engine, what it puts experiences into and who brings new weights, in this process or
+another: neither side knows where the other runs. `launch/modes.py` says what they do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from trireme.buffer.buffer import Buffer, Puts
+from trireme.checkpoint.layout import EVALUATED, FAILED
+from trireme.checkpoint.save import save_checkpoint
+from trireme.engines.engine import Engine
+from trireme.engines.remote import RemoteEngine
+from trireme.explorer.explorer import Explorer
+from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
+from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer, make_trained_tokens
+from trireme.launch.rollout import make_engine, make_scheduler
+from trireme.launch.stage import Stage, StageResult
+from trireme.launch.trainer_ranks import TrainerRanks
+from trireme.launch.training import make_backend, make_learning, make_push, make_synchronizer
+from trireme.log import get_logger
+from trireme.sync.checkpoint import CheckpointPush
+from trireme.sync.synchronizer import ExplorerSync, Push
+from trireme.trainer.backend import Backend
+from trireme.trainer.learning import Learning
+from trireme.trainer.ranks import Place
+from trireme.trainer.trainer import BufferSupply, Stopped, Trainer
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is trained: the policy, and what train steps share beside it."""
+
+    backend: Backend
+    learning: Learning
+
+
+def load_models(stage: Stage, place: Place | None = None) -> Models:
+    """The trained models, where the checkpoint left them.
+
+    `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
+    """
+    parts = stage.plan, stage.model_path, stage.recipe
+    if place is not None:
+        ranks = TrainerRanks(*parts, place)
+        stage.held.callback(ranks.close)
+        models = Models(ranks.backend, ranks.learning)
+    else:
+        models = Models(make_backend(*parts), make_learning(*parts))
+    if (saved := stage.resumed) is not None:
+        models.backend.load(saved.actor)
+        if state := saved.run_state.get("learning"):
+            models.learning.load_state(state)
+        if models.learning.critic is not None:
+            models.learning.load_critic(models.backend, stage.folder.critic_dir(saved.step))
+    tokens = models.learning.tokens = make_trained_tokens(stage.plan, stage.folder)
+    if tokens is not None:
+        stage.held.callback(tokens.close)
+        tokens.rewind(saved.step if saved else 0)
+    return models
+
+
+def shares_tensors(stage: Stage, backend: Backend) -> bool:
+    """Whether an engine of this process may read the trainer's tensors: nothing trains while it
+    generates.
+    """
+    return (stage.plan.share_tensors or stage.recipe.from_data) and backend.adapter is None
+
+
+def embedded_engine(stage: Stage, backend: Backend | None = None) -> Engine:
+    """The engine of this process, over the trainer's tensors where nothing trains meanwhile."""
+    share = backend.module if backend is not None and shares_tensors(stage, backend) else None
+    return make_engine(stage.plan, stage.model_path, stage.text, stage.device, stage.gate, share)
+
+
+class TrainerSide:
+    """Trainer, buffer and synchronizer of one plan; explorers are here, in an actor, or elsewhere.
+
+    Without an `engine` nothing is measured here, and explorers of other commands read files.
+    """
+
+    def __init__(
+        self, stage: Stage, models: Models, engine: Engine | None, *, host: str = "127.0.0.1"
+    ) -> None:
+        """`host`: this machine, as the engines see it."""
+        plan, saved = stage.plan, stage.resumed
+        if (adapter := models.backend.adapter) is not None:
+            get_logger("trainer").info(line := adapter.trains())
+            stage.console.note(line)
+        self.stage = stage
+        self.models = models
+        self.engine = engine
+        self.explorer_state: Callable[[], dict[str, Any]] | None = None
+        """Where an explorer of the same run stands: checkpoints hold it too."""
+        self._files = CheckpointPush(
+            models.backend,
+            stage.device,
+            stage.folder,
+            step=lambda: self.trainer.step,
+            vocabulary=models.backend.module.config.vocab_size,
+            dtype=plan.dtype,
+            engine=engine if plan.mode == "both" else None,
+        )
+        push = self._push(host)
+        self.buffer = stage.buffer
+        state = saved.run_state if saved else {"version": 0}
+        self.sync = make_synchronizer(
+            plan,
+            push,
+            demand=self.buffer.demand,
+            version=state["version"],
+            step=saved.step if saved else 0,
+            pushed_step=state.get("pushed_step"),
+        )
+        self.auxiliary = self._auxiliary()
+        self.trainer = self._trainer()
+
+    async def refresh(self) -> None:
+        """Give the engine the weights as they are, without a push."""
+        assert self.engine is not None
+        engine, from_data = self.engine, self.stage.recipe.from_data
+        version = self.trainer.step if from_data else self.sync.version
+        backend = self.models.backend
+        is_here = not isinstance(engine, RemoteEngine)
+
+        async def give() -> None:
+            shared = is_here and shares_tensors(self.stage, backend)
+            source = None if shared else await self.stage.device.run(backend.weights)
+            await engine.update_weights(source, version)
+
+        await self.sync.persist(give)
+
+    async def train(self) -> int:
+        """To the last step, which is returned. Explorers of other commands are told how it goes."""
+        if self.stage.plan.mode == "both" or self.stage.recipe.from_data:
+            await self.trainer.train()
+        else:
+            await self._train_for_others()
+        return self.trainer.step
+
+    async def explored(self) -> None:
+        """The explorer has ended."""
+        self.sync.explored()
+
+    async def final_push(self) -> None:
+        """Give the engine the last weights, for the evaluation at the end."""
+        if self.stage.recipe.from_data:
+            await self.refresh()
+        else:
+            await self.sync.final_push()
+
+    async def result(self) -> StageResult:
+        """What the trainer came to."""
+        result, step = self.stage.result(), self.trainer.step
+        result.steps = step
+        result.phases["train"] = self.trainer.seconds
+        result.model_dir = str(self.stage.folder.hf_dir(step))
+        return result
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Where explorer, buffer and synchronizer stand now."""
+        state: dict[str, Any] = {
+            "buffer": self.buffer.state(),
+            "auxiliary": {name: buffer.state() for name, buffer in self.auxiliary.items()},
+            "version": 0,
+        }
+        if not self.stage.recipe.from_data:
+            state["version"] = self.sync.version
+            state["pushed_step"] = self.sync.pushed_step
+        if self.explorer_state is not None:
+            state["explorer"] = self.explorer_state()
+        return state | {"learning": self.models.learning.state()}
+
+    def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+        """A whole checkpoint of `step`."""
+        trainer = self.stage.plan.config.trainer
+        when = trainer.save_hf_checkpoint
+        hf = when == "always" or (when == "last" and last)
+        backend, learning = self.models.backend, self.models.learning
+        save_checkpoint(
+            self.stage.folder,
+            step,
+            save=partial(backend.save, hf=hf),
+            run_state=run_state,
+            model_dir=self.stage.model_path,
+            keep=trainer.max_checkpoints_to_keep,
+            save_critic=partial(learning.save_critic, backend) if learning.critic else None,
+        )
+
+    async def _train_for_others(self) -> None:
+        """Train on what explorers of other commands put, and tell them how it stands."""
+        trainer, announce = self.trainer, self._files.announce
+        announce("running", trainer.step)
+        try:
+            await trainer.train()
+            await self.sync.final_push()
+        except Stopped:
+            raise  # they wait until it is started again
+        except Exception as error:
+            # explorers of other processes wait for us, for room or for weights
+            announce(f"failed: {type(error).__name__}: {error}", trainer.step)
+            await self.buffer.fail(error)
+            raise
+        announce("stopped", trainer.step)
+
+    def _push(self, host: str) -> Push:
+        """How weights travel from here to an engine, or to explorers of other commands."""
+        plan = self.stage.plan
+        if plan.mode == "train" or plan.sync_method == "checkpoint":
+            return self._files.push
+        assert self.engine is not None
+        return make_push(plan, self.models.backend, self.engine, self.stage.device, host)
+
+    def _auxiliary(self) -> dict[str, Buffer]:
+        """Data sets that are mixed into the batches, where the checkpoint left them."""
+        stage, saved = self.stage, self.stage.resumed
+        buffers: dict[str, Buffer] = {}
+        for name, config in stage.plan.config.buffer.trainer_input.auxiliary_buffers.items():
+            ends = end_ids_of(stage.model_path, stage.text)
+            buffers[name] = make_file_buffer(stage.plan, config, stage.text, ends, endless=True)
+            if saved is not None:
+                buffers[name].load_state(saved.run_state["auxiliary"][name])
+        return buffers
+
+    def _trainer(self) -> Trainer:
+        """The trainer, where the checkpoint left it."""
+        stage, plan = self.stage, self.stage.plan
+        sync = None if stage.recipe.from_data else self.sync
+        trainer = Trainer(
+            backend=self.models.backend,
+            recipe=stage.recipe,
+            supply=BufferSupply(
+                self.buffer,
+                stage.recipe,
+                plan.train_batch_size,
+                auxiliary=self.auxiliary,
+                turn=None if stage.reads_file else self.sync.trainers_turn,
+            ),
+            device=stage.device,
+            sync=sync,
+            learning=self.models.learning,
+            # Together with an explorer the trainer ends when the experiences do.
+            total_steps=(
+                plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
+            ),
+            save_interval=plan.config.trainer.save_interval,
+            checkpointer=self,
+            report=stage.console.step,
+            version=lambda: sync.version if sync else 0,
+            moved=lambda: sync is not None and sync.trained_step > sync.pushed_step,
+        )
+        trainer.step = stage.resumed.step if stage.resumed else 0
+        return trainer
+
+
+class ExplorerSide:
+    """The explorer of one plan; its trainer is here, in an actor, or another command."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        engine: Engine,
+        buffer: Puts | None,
+        sync: ExplorerSync,
+        *,
+        prefix: str = "eval",
+    ) -> None:
+        """Without a `buffer` it only evaluates; `prefix` names its evaluations' metrics."""
+        plan, config = stage.plan, stage.plan.config.explorer
+        self.stage = stage
+        self.models = make_auxiliary(plan, stage.device)
+        if stage.recipe.asks("teacher_logprobs"):
+            refuse_other_vocabulary(self.models, stage.text.tokenizer)
+        self.explorer = Explorer(
+            taskset=stage.taskset,
+            eval_tasksets=stage.eval_tasksets,
+            scheduler=make_scheduler(
+                plan,
+                stage.model_path,
+                engine,
+                stage.text,
+                stage.gate,
+                greedy_run=stage.recipe.greedy_run,
+                auxiliary=self.models,
+            ),
+            pipeline=stage.pipeline(),
+            buffer=buffer,
+            sync=sync,
+            eval_interval=plan.eval_interval,
+            eval_on_startup=config.eval_on_startup,
+            eval_prefix=prefix,
+            report=stage.console.step,
+            max_failures=config.max_failures,
+            show=stage.console.rollout,
+            folder=stage.folder if plan.mode == "explore" else None,
+            evaluated=stage.shown_record(EVALUATED),
+            failed=stage.shown_record(FAILED, most=FAILED_BYTES),
+            name=plan.explorer_name or "explorer",
+            max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
+        )
+        if stage.resumed is not None and plan.mode == "both":
+            self.explorer.load_state(stage.resumed.run_state["explorer"])
+
+    async def explore(self) -> None:
+        """Until there are no tasks left, or the trainer wants no more."""
+        await self.explorer.explore()
+
+    async def evaluate(self, step: int | None = None) -> None:
+        """All evaluation tasksets; None: as of the explorer's own last step."""
+        await self.explorer.evaluate_last(self.explorer.step if step is None else step)
+
+    async def result(self) -> StageResult:
+        """What the explorer came to."""
+        result, explorer = self.stage.result(), self.explorer
+        result.first, result.first_example = explorer.first_evaluation, explorer.first_example
+        if explorer.last_evaluation is not explorer.first_evaluation:
+            result.last, result.last_example = explorer.last_evaluation, explorer.last_example
+        result.steps = explorer.step
+        result.phases |= explorer.seconds
+        return result
+
+    async def close(self) -> None:
+        """End the runners, and the models beside the trained one."""
+        await self.explorer.close()
+        for model in self.models:
+            if isinstance(model, Auxiliary):
+                await model.engine.close()
