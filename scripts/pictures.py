@@ -3,8 +3,8 @@
     python scripts/pictures.py curves OUT.svg LABEL=RUN_FOLDER ...   # held-out accuracy and reward
     python scripts/pictures.py console OUT.svg LOG.txt                # a console, line after line
 
-The curves are read from `monitor/metrics.jsonl` of each folder. A console's lines light up at an even
-pace: the picture shows what is printed, and not when.
+The curves are read from `monitor/metrics.jsonl` of each folder. A console's lines light up at an
+even pace: the picture shows what is printed, and not when.
 """
 
 from __future__ import annotations
