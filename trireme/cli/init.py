@@ -32,10 +32,9 @@ def init(folder: Path) -> int:
     for name, own in (("test", rows[:NUM_TEST]), ("train", rows[NUM_TEST:])):
         lines = "".join(json.dumps(row) + "\n" for row in own)
         write_text(folder / "data" / f"{name}.jsonl", lines)
-    texts = [str(row["question"]) for row in rows]
-    make_tiny_model(
-        folder / "model", [*texts, "No. Try again."], seed=0, max_len=MAX_LEN, largest=2 * LARGEST
-    )
+    texts = [f"{row['question']} No. Try again. {row['answer']}" for row in rows]
+    answers = [str(number) for number in range(2 * LARGEST + 1)]
+    make_tiny_model(folder / "model", [*texts, *answers], seed=0, max_len=MAX_LEN, largest=-1)
     for template in sorted(STARTER.iterdir()):
         write_text(folder / template.name.removesuffix(".txt"), template.read_text("utf-8"))
     print(f"{folder} has a workflow, a reward, data, a test and run.yaml. Next:")

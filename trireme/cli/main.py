@@ -104,6 +104,16 @@ def check(
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")] = Path("my_project"),
+) -> None:
+    """Write a starter project that runs as it is: workflow, reward, YAML, data, test."""
+    from trireme.cli.init import init as command
+
+    raise typer.Exit(command(folder))
+
+
+@app.command()
 def debug(
     words: Words = None,
     config: OptionalConfig = None,

@@ -1,0 +1,55 @@
+"""`trireme init`: what it writes runs as it is, and its own tests pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import ROOT, environment
+from trireme.cli.init import init
+
+
+def call(*words: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{cwd}"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # some 20 s of work
+def test_a_starter_project_runs_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "mine"
+    assert init(project) == 0
+    assert capsys.readouterr().out.endswith(f"  cd {project} && trireme run run.yaml\n")
+    assert not list(project.glob("*.txt"))
+    few = ("buffer.total_steps=2", "buffer.batch_size=4")
+    told = call("-m", "trireme", "run", "run.yaml", *few, cwd=project)
+    assert "evaluation held_out" in told
+    assert (project / "checkpoints/starter/first/summary.json").is_file()
+    debugged = call("-m", "trireme", "debug", "run.yaml", "--reply", "1", "--reply", "2",
+                    cwd=project)  # fmt: skip
+    assert "No. Try again." in debugged
+    assert "2 passed" in call("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+    call("-m", "ruff", "check", "--isolated", ".", cwd=project)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    assert init(tmp_path) == 2
+    assert "expected a new or empty folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
