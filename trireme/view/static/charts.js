@@ -36,7 +36,7 @@ function faded(hex, alpha) {
 }
 
 // lines: {name, x, y, low, high, colour, dash}; `low` and `high` make a band.
-export async function draw(element, lines, { log = false, time = false, weight = 0, share = false } = {}) {
+export async function draw(element, lines, { log = false, time = false, weight = 0, share = false, zero = false } = {}) {
   const Plotly = await library();
   if (!element.isConnected) return;
   const traces = [];
@@ -60,7 +60,7 @@ export async function draw(element, lines, { log = false, time = false, weight =
     font: { family: style("--sans"), color: style("--soft") }, hovermode: "x unified", dragmode: "zoom",
     hoverlabel: { bgcolor: style("--surface"), bordercolor: style("--line-strong"), font: { size: 12, color: style("--ink") } },
     xaxis: { ...axis, fixedrange: false, showgrid: false, type: time ? "date" : "linear", tickformat: time ? "%H:%M" : "d", nticks: 6 },
-    yaxis: { ...axis, type: log ? "log" : "linear", tickformat: share ? ".0%" : log ? ".0e" : ".3~g", nticks: 5, rangemode: share ? "tozero" : "normal", ...(flat ? { range: [0, 1], autorange: false } : {}) },
+    yaxis: { ...axis, type: log ? "log" : "linear", tickformat: share ? ".0%" : log ? ".0e" : ".3~g", nticks: 5, rangemode: zero ? "tozero" : "normal", ...(flat ? { range: [0, 1], autorange: false } : {}) },
   };
   await Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
 }

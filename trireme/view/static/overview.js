@@ -153,7 +153,7 @@ function panelCard(panel, principal) {
   const now = last(main.y);
   const share = panel.share || /accuracy/.test(main.metric);
   const plot = h("div.plot", { role: "img", "aria-label": `${panel.title}, now ${number(now)}` });
-  plot.draw = () => draw(plot, panel.lines, { log: panel.log, time: settings.axis === "time", weight: settings.weight, share });
+  plot.draw = () => draw(plot, panel.lines, { log: panel.log, time: settings.axis === "time", weight: settings.weight, share, zero: panel.share });
   const known = meanings[main.metric];
   const told = known && [known.meaning, known.healthy && `Healthy: ${known.healthy}.`, known.otherwise && `Otherwise: ${known.otherwise}.`].filter(Boolean).join("\n");
   return h("section.card.panel", { title: told || null }, h("div.head", {}, h("h3", {}, panel.title), h("span.now", {}, share ? percent(now) : number(now))), h("div.what", {}, panel.what), plot);

@@ -76,10 +76,11 @@ function draw(box, bars, start, whole, info, again) {
   const height = lanes.length * high + 24;
   const x = (time) => left + ((time - from) / Math.max(to - from, 1e-9)) * (width - left - 4);
   const picture = svg("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "Timeline of the run's steps" });
-  for (let tick = 0; tick <= 6; tick += 1) {
-    const time = from + ((to - from) * tick) / 6;
+  const ticks = width < 500 ? 3 : 6;
+  for (let tick = 0; tick <= ticks; tick += 1) {
+    const time = from + ((to - from) * tick) / ticks;
     picture.append(svg("line", { x1: x(time), x2: x(time), y1: 0, y2: height - 20 }));
-    picture.append(svg("text", { x: x(time), y: height - 4, "text-anchor": tick === 0 ? "start" : tick === 6 ? "end" : "middle" }, seconds(time)));
+    picture.append(svg("text", { x: x(time), y: height - 4, "text-anchor": tick === 0 ? "start" : tick === ticks ? "end" : "middle" }, seconds(time)));
   }
   lanes.forEach((lane, row) => {
     picture.append(svg("text", { x: 0, y: row * high + 21 }, lane.name));
