@@ -300,7 +300,7 @@ MISTAKES = [
     ),
     Mistake(
         "group reward that needs a column", _reward("mistaken_column"),
-        "reward 'mistaken_column' needs 'prompts', and the data set has no such column; there are: "
+        "reward 'mistaken_column' needs 'levels', and the data set has no such column; there are: "
         "question, answer, ", "def column(prompts, completions, levels, **kwargs):", code=2,
     ),
     Mistake(

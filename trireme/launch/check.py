@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -261,8 +261,8 @@ def _make_tasksets(parts: Parts, names_are_known: bool) -> None:
             taskset = parts.tried(make, item.key)
         (parts.evaluation if item.is_eval else training).append(taskset)
         if names_are_known:
-            one = parts.tried(lambda item=item, made=taskset: _resolve(parts, item, made), item.key)
-            one_experience = one_experience and (item.is_eval or bool(one))
+            one = _resolve(parts, item, taskset)
+            one_experience = one_experience and (item.is_eval or one)
     here = [taskset for taskset in training if taskset is not None]
     stage.one_experience = bool(training) and one_experience
     if here and len(here) == len(training):
@@ -296,25 +296,31 @@ def _read(parts: Parts, key: str, data: TasksetConfig | ExperienceBufferConfig) 
 
 
 def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
-    """Whether each rollout of these tasks leaves one experience. Raises ValueError for a workflow
-    or a reward that there is not.
+    """Whether each rollout of these tasks leaves one experience. A workflow or a reward that there
+    is not is a problem.
     """
     named = [(used.workflow, used.reward)] if used.workflow else []
     if taskset is not None:
         named = [(task.workflow, task.reward_fn) for task in taskset.kinds()]
-    args, one = used.config.reward_fn_args, bool(named)
-    models = len(parts.stage.config.explorer.auxiliary_models)
+    one = bool(named)
     for workflow, reward in named:
         if workflow is None and not used.workflow:
             continue  # that none is given is said of the YAML
-        spec = resolve(workflow)
-        reward = reward or getattr(spec.code, "default_reward", None)
-        if is_grouped(reward, args):
-            judge_of(reward, args).refuse_missing_models(models)
-        elif isinstance(reward, str):
-            REWARDS.get(reward)
-        one = one and spec.one_experience
+        spec = parts.tried(partial(resolve, workflow), f"{used.key}.default_workflow_type")
+        reward = reward or getattr(getattr(spec, "code", None), "default_reward", None)
+        key = f"{used.key}.default_reward_fn_type"
+        parts.tried(partial(_resolve_reward, parts, reward, used.config.reward_fn_args), key)
+        one = one and spec is not None and spec.one_experience
     return one
+
+
+def _resolve_reward(parts: Parts, reward: Any, args: Mapping[str, Any]) -> None:
+    """Raise ValueError for a reward that there is not, or that asks a model that there is not."""
+    if is_grouped(reward, args):
+        models = len(parts.stage.config.explorer.auxiliary_models)
+        judge_of(reward, args).refuse_missing_models(models)
+    elif isinstance(reward, str):
+        REWARDS.get(reward)
 
 
 def _read_train_data(parts: Parts) -> None:
