@@ -104,6 +104,22 @@ def check(
 
 
 @app.command()
+def chat(
+    place: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run, or of a model.")],
+    system: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A system prompt."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest reply.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of a reply.")] = 512,
+) -> None:
+    """Talk to a trained model: a line in, a reply out."""
+    from trireme.cli.chat import chat as command
+
+    raise typer.Exit(command(place, system=system, temperature=temperature, max_tokens=max_tokens))
+
+
+@app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")] = Path("my_project"),
 ) -> None:

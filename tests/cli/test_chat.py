@@ -1,0 +1,33 @@
+"""`trireme chat`: a conversation with a run's newest model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trireme.cli.chat import model_in
+from trireme.cli.main import app
+
+
+def test_lines_in_replies_out_until_an_empty_line(tiny_dir: Path) -> None:
+    words = ["chat", str(tiny_dir), "--max-tokens", "4", "--system", "Be brief."]
+    done = CliRunner().invoke(app, words, input="1 + 2?\nand 3?\n\nnot read\n")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"{tiny_dir}: an empty line or Ctrl-D ends\n")
+    assert CliRunner().invoke(app, words, input="1 + 2?\nand 3?\n").output == done.output
+    assert len(done.output) > len(f"{tiny_dir}: an empty line or Ctrl-D ends\n")
+
+
+def test_the_newest_model_of_a_run_is_taken(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no model: expected a model's folder"):
+        model_in(tmp_path)
+    for number, name in enumerate(("sft/global_step_9", "grpo/global_step_2")):
+        folder = tmp_path / name / "actor" / "huggingface"
+        shutil.copytree(tiny_dir, folder)
+        os.utime(folder / "config.json", (number, number))
+    assert model_in(tmp_path) == tmp_path / "grpo/global_step_2/actor/huggingface"
+    assert model_in(tmp_path / "sft") == tmp_path / "sft/global_step_9/actor/huggingface"

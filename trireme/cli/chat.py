@@ -1,0 +1,85 @@
+"""`trireme chat`: a conversation with a trained model, in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trireme.checkpoint.layout import JobFolder
+from trireme.cli.run import complain
+
+LONGEST = 4096
+"""Tokens of a conversation, where the model allows as many."""
+
+
+def chat(place: Path, *, system: str | None, temperature: float, max_tokens: int) -> int:
+    """Reply to the lines of standard input until it ends; returns the exit code."""
+    try:
+        model = model_in(place)
+    except ValueError as error:
+        complain(str(error))
+        return 2
+    print(f"{model}: an empty line or Ctrl-D ends", flush=True)
+    try:
+        asyncio.run(_talk(model, system, temperature, max_tokens))
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def model_in(place: Path) -> Path:
+    """A model's folder, or the newest model in a run's. Raises ValueError where there is none."""
+    if (place / "config.json").is_file():
+        return place
+    jobs = [place, *sorted(path for path in place.glob("*") if path.is_dir())]
+    found = [JobFolder(job).hf_dir(step) for job in jobs for step in JobFolder(job).steps()]
+    found = [folder for folder in found if (folder / "config.json").is_file()]
+    if not found:
+        raise ValueError(f"{place} holds no model: expected a model's folder, or that of a run")
+    return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
+
+
+async def _talk(folder: Path, system: str | None, temperature: float, max_tokens: int) -> None:
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from trireme.engines.device import Device
+    from trireme.engines.engine import Sampling
+    from trireme.engines.torch.engine import TorchEngine
+    from trireme.model.chat_tokens import ChatTokens
+    from trireme.model.model import Model
+
+    disable_progress_bar()
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    length = min(config.get("max_position_embeddings") or LONGEST, LONGEST)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    device = Device()
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = TorchEngine(
+        folder, tokenizer=tokenizer, device=device, max_model_len=length, device_name=where
+    )
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
+    model = Model(
+        engine, ChatTokens(tokenizer), key=(0, 0, 0), sampling=sampling, max_model_len=length,
+        max_prompt_tokens=length - 1,
+    )  # fmt: skip
+    messages = [{"role": "system", "content": system}] if system else []
+    try:
+        while text := await asyncio.to_thread(_line):
+            messages.append({"role": "user", "content": text})
+            reply = await model.chat(messages)
+            messages.append(reply.message)
+            print(reply.text, flush=True)
+    finally:
+        await engine.close()
+        device.close()
+
+
+def _line() -> str:
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline().strip()
