@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.launch import serving
+from trireme.server.app import AppServer
 
 
 def stage(folder: Path, *, port: int = 0, host: str = "127.0.0.1") -> Any:
@@ -68,18 +68,17 @@ async def slow(scope: Any, receive: Any, send: Any) -> None:
 
 async def served(folder: Path, ended: asyncio.Event, *, stop: bool) -> str:
     """One request, during which the server is told to end; what came of the request."""
-    config = uvicorn.Config(slow, lifespan="off", log_level="warning")
 
     async def watch() -> None:
         await ended.wait()
 
-    here, server = stage(folder), serving.Server(config)
-    with serving._listening(here) as own:
+    with serving._listening(stage(folder)) as own:
+        server = AppServer(slow, own)
         url = (folder / serving.URL_FILE).read_text()
-        running = asyncio.ensure_future(serving._serve(server, own, watch()))
+        running = asyncio.ensure_future(server.serve(watch()))
         async with httpx.AsyncClient() as client:
             asking = asyncio.ensure_future(client.get(url))
-            while not server.server_state.tasks:
+            while not server.busy:
                 await asyncio.sleep(0.005)
             server.stop() if stop else ended.set()
             text = (await asking).text
@@ -111,11 +110,10 @@ def test_a_server_ends_when_the_trainer_stops_or_with_its_failure(tmp_path: Path
     async def main() -> int:
         sync: Any = Sync()
         sessions: Any = SimpleNamespace(drop_quiet=lambda: 0)
-        server = serving.Server(uvicorn.Config(slow, lifespan="off", log_level="warning"))
         here = stage(tmp_path)
         engine: Any = SimpleNamespace(health=lambda: None)
         with serving._listening(here) as own:
-            await serving._serve(server, own, serving._watch(here, engine, sync, sessions))
+            await AppServer(slow, own).serve(serving._watch(here, engine, sync, sessions))
         return sync.looks
 
     broken = False

@@ -66,8 +66,6 @@ def rollout(options: RolloutOptions) -> int:
         with _listen(options.host, options.port) as listener:
             if options.engine == "torch":
                 return asyncio.run(_serve(options, listener))
-        from trireme.cli.rollout import serve_vllm
-
         spec, _ = _spec(options)
         return asyncio.run(serve_vllm(options, spec, plugin_files(plugins)))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
@@ -135,21 +133,15 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
     """Serve on the address until a signal comes; the exit code."""
-    from trireme.engines.device import Device
-    from trireme.server.app import AppServer, create_app
-    from trireme.server.process import make_rollouts
+    from trireme.server.process import engine_server
 
-    device = Device()
     spec, tokenizer = _spec(options)
-    rollouts = await make_rollouts(spec, device, tokenizer)
-    app = create_app(rollouts, key=options.api_key, most=options.max_requests)
-    server = AppServer(app, listener)
-    say(options, f"http://{options.host}:{listener.getsockname()[1]}")
-    try:
+    async with engine_server(
+        spec, tokenizer, listener, key=options.api_key, most=options.max_requests
+    ) as server:
+        server.stop_on_signals()
+        say(options, f"http://{options.host}:{listener.getsockname()[1]}")
         await server.serve()
-    finally:
-        await rollouts.engine.close()
-        device.close()
     return stopped(server.stopped_by)
 
 
@@ -170,7 +162,6 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.plan import num_gpus
-    from trireme.server.process import EngineSpec
     from trireme.workflows.scheduled import make_scheduler
 
     scheduler = {"scheduler": options.multi_turn_scheduler, "max_turns": options.max_turns}

@@ -9,12 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import uvicorn
-
-from trireme.aio import LoopWatch
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.explorer.intake import Intake
@@ -25,7 +21,7 @@ from trireme.launch.sides import embedded_engine
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
 from trireme.launch.training import make_polled_sync
-from trireme.server.app import create_app
+from trireme.server.app import AppServer, create_app, listen
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
 from trireme.sync.checkpoint import PolledSync
@@ -33,24 +29,6 @@ from trireme.sync.checkpoint import PolledSync
 URL_FILE = "explorer_server_url.txt"
 GRACE = 0.8
 """The share of `cluster.stop_timeout` that requests under way get to end."""
-
-KEEP_ALIVE = 120
-"""Seconds of a quiet connection: longer than clients keep it, so that none sends into one that is
-being closed."""
-
-
-class Server(uvicorn.Server):
-    """Uvicorn, with signals left to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None of them."""
-        yield
-
-    def stop(self) -> bool:
-        """Let requests under way end."""
-        self.should_exit = True
-        return True
 
 
 async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> StageResult:
@@ -62,7 +40,6 @@ async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> St
 async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
     plan, sync = stage.plan, make_polled_sync(stage.plan, engine, stage.folder)
     sync.forget()
-    watch = LoopWatch(max(plan.config.explorer.max_timeout, LEAST_BLOCKED_S))
     try:
         await sync.load_latest()
         rollouts = _rollouts(stage, engine)
@@ -71,16 +48,12 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
         sessions.ship = intake.ship
         key = plan.config.explorer.rollout_model.api_key
         app = create_app(rollouts, key=key, sessions=sessions)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_graceful_shutdown=max(1, int(plan.config.cluster.stop_timeout * GRACE)),
-            timeout_keep_alive=KEEP_ALIVE,
-        )
-        server = Server(config)
-        stop.gently = server.stop
-        with _listening(stage) as own_socket:
-            await _serve(server, own_socket, _watch(stage, engine, sync, sessions))
+        with _listening(stage) as listener:
+            grace = plan.config.cluster.stop_timeout * GRACE
+            server = AppServer(app, listener, grace=grace)
+            stop.gently = server.stop
+            limit = max(plan.config.explorer.max_timeout, LEAST_BLOCKED_S)
+            await server.serve(_watch(stage, engine, sync, sessions), limit=limit)
         stage.console.note(
             f"the server has ended: {intake.step} commits, {sessions.dropped} sessions dropped, "
             f"{len(sessions)} open ones forgotten"
@@ -91,7 +64,6 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
         await stage.buffer.fail(error)
         raise
     finally:
-        watch.stop()
         await engine.close()
     await stage.buffer.close()
     result = stage.result()
@@ -124,27 +96,6 @@ def _intake(stage: Stage, sync: PolledSync, sessions: Sessions) -> Intake:
     )
 
 
-async def _serve(
-    server: Server, own_socket: socket.socket, watch: Coroutine[Any, Any, None]
-) -> None:
-    """Until the server has ended; what the watch raises ends it."""
-
-    async def watched() -> None:
-        try:
-            await watch
-        finally:
-            server.should_exit = True
-
-    watching = asyncio.ensure_future(watched())
-    try:
-        await server.serve(sockets=[own_socket])
-        if watching.done():
-            watching.result()
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-
-
 async def _watch(stage: Stage, engine: Engine, sync: PolledSync, sessions: Sessions) -> None:
     """New weights, also while requests are under way, until the trainer stops."""
     while not sync.finished:
@@ -162,11 +113,10 @@ def _alone(stage: Stage) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _listening(stage: Stage) -> Iterator[socket.socket]:
-    """A socket that clients may connect to already, its address in the job's folder."""
+    """The socket that is served, its address in the job's folder."""
     host, port = stage.plan.listen_address, stage.plan.config.explorer.proxy_port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        own = socket.create_server((host, port), family=family)
+        own = listen(host, port)
     except OSError as error:
         raise OSError(
             f"cannot listen on {host}, port {port} ({error.strerror}): set explorer.proxy_port "
@@ -176,6 +126,7 @@ def _listening(stage: Stage) -> Iterator[socket.socket]:
     url = f"http://{f'[{reached}]' if ':' in reached else reached}:{own.getsockname()[1]}"
     path = stage.folder.root / URL_FILE
     with own:
+        own.listen()  # clients may connect as soon as they know the address
         write_text(path, url)
         stage.console.note(f"serving {stage.model_path} on {url} ({path})")
         try:

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import signal
 import socket
+from collections.abc import Coroutine
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -87,6 +88,10 @@ async def _failed(request: Request, error: Exception) -> JSONResponse:
 
 GRACE_S = 5
 """How long answers under way may still take when the server is told to end."""
+KEEP_ALIVE_S = 120
+"""How long a quiet connection stays: longer than clients keep it, so that none sends into one that
+is being closed.
+"""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -101,13 +106,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class AppServer:
-    """One app on one socket. Signals and `stop` end it; the second one does so at once."""
+    """One app on one socket: the one way in which Trireme serves."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+    def __init__(self, app: Any, listener: socket.socket, *, grace: float = GRACE_S) -> None:
+        """`grace`: seconds that answers under way get when the server is told to end."""
         import uvicorn
 
         config = uvicorn.Config(
-            app, log_level="warning", timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=75
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, int(grace)),
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server: Any = uvicorn.Server(config)
         # its own would raise signals again, and end us before `finally`
@@ -117,18 +126,43 @@ class AppServer:
         """The signals that came; 0 for `stop`."""
         listener.listen(config.backlog)
 
-    def stop(self, number: int = 0) -> None:
-        """Let answers under way end; asked a second time: end them."""
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is under way."""
+        return bool(self._server.server_state.tasks)
+
+    def stop(self, number: int = 0) -> bool:
+        """Let answers under way end, which is True; asked a second time: end them."""
         self._server.force_exit = bool(self.stopped_by)
         self._server.should_exit = True
         self.stopped_by.append(number)
+        return True
 
-    async def serve(self) -> None:
-        """Until it is stopped."""
+    def stop_on_signals(self) -> None:
+        """SIGINT and SIGTERM end it; the second one does so at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
-        watch = LoopWatch(None)  # a plug-in's scheduler may block it
+
+    async def serve(
+        self, watch: Coroutine[Any, Any, None] | None = None, *, limit: float | None = None
+    ) -> None:
+        """Until it is stopped, or `watch` ends, whose error is raised here.
+
+        `limit`: seconds that a user's code may block the event loop; None: it is not ended.
+        """
+        blocked = LoopWatch(limit)  # a plug-in's scheduler may block it
+        watching = None if watch is None else asyncio.ensure_future(watch)
+        if watching is not None:
+            watching.add_done_callback(self._watch_has_ended)
         try:
             await self._server.serve(sockets=[self._listener])
+            if watching is not None and watching.done():
+                watching.result()
         finally:
-            watch.stop()
+            blocked.stop()
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    def _watch_has_ended(self, _: asyncio.Future[None]) -> None:
+        self._server.should_exit = True

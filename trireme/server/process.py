@@ -13,18 +13,23 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.model.chat_tokens import ChatTokens
 from trireme.server.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from trireme.server.app import AppServer
 
 EngineKind = Literal["torch", "vllm"]
 MAX_ROWS = 512
@@ -98,6 +103,30 @@ async def _make_engine(spec: EngineSpec, device: Device, tokenizer: Any) -> Engi
     )
 
 
+@asynccontextmanager
+async def engine_server(
+    spec: EngineSpec,
+    tokenizer: Any,
+    listener: socket.socket,
+    *,
+    key: str | None,
+    most: int,
+    threads: int | None = None,
+) -> AsyncIterator[AppServer]:
+    """A server over an engine of this process, which is closed after it."""
+    from trireme.server.app import AppServer, create_app  # who only writes specs needs no HTTP
+
+    device = Device(threads)
+    try:
+        rollouts = await make_rollouts(spec, device, tokenizer)
+        try:
+            yield AppServer(create_app(rollouts, key=key, most=most), listener)
+        finally:
+            await rollouts.engine.close()
+    finally:
+        device.close()
+
+
 END_S = 15.0
 """How long an engine may take to end; then its whole process group is killed."""
 
@@ -118,9 +147,8 @@ def main() -> int:
 async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
     from transformers import AutoTokenizer
 
-    from trireme.engines.device import Device
-    from trireme.server.app import MOST, AppServer, create_app, listen
-    from trireme.server.process import EngineSpec, make_rollouts
+    from trireme.server.app import MOST, listen
+    from trireme.server.process import EngineSpec, engine_server
 
     parent = ParentWatch()
     spec = EngineSpec(**settings["spec"])
@@ -129,21 +157,20 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
         for file in map(Path, settings.get("plugins", ())):
             sys.path.insert(0, str(file.parent))
             import_module(file.stem)
-        device = Device(settings["threads"])
-        rollouts = await make_rollouts(spec, device, tokenizer)
-        app = create_app(rollouts, key=settings["key"], most=settings.get("most", MOST))
-        server = AppServer(app, listener)
-        loop = asyncio.get_running_loop()
-        parent.then(lambda: loop.call_soon_threadsafe(server.stop))
-        host, port = listener.getsockname()[:2]
-        print(json.dumps({"url": f"http://{host}:{port}"}), file=answer)
-        answer.close()
-        try:
-            await server.serve()
-        finally:
-            kill_group_in(END_S)
-            await rollouts.engine.close()
-            device.close()
+        key, most = settings["key"], settings.get("most", MOST)
+        async with engine_server(
+            spec, tokenizer, listener, key=key, most=most, threads=settings["threads"]
+        ) as server:
+            server.stop_on_signals()
+            loop = asyncio.get_running_loop()
+            parent.then(lambda: loop.call_soon_threadsafe(server.stop))
+            host, port = listener.getsockname()[:2]
+            print(json.dumps({"url": f"http://{host}:{port}"}), file=answer)
+            answer.close()
+            try:
+                await server.serve()
+            finally:
+                kill_group_in(END_S)
 
 
 class ParentWatch:

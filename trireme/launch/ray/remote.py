@@ -3,7 +3,7 @@
 - `Actor` is the one actor class. A part is a plain async class, made empty, so that all processes
   start side by side, and gets its plan by a call. Ray gives each concurrency group an event loop of
   its own; a part is not made for several. So its work runs on one loop in a thread of ours, and
-  Ray's only hand calls over and wait. The heartbeat (`ping`) waits for no call.
+  Ray's loops only hand calls over and wait. The heartbeat (`ping`) waits for no call.
 - `remote` is a part in another process with the type of the part: a method's name becomes a text
   here alone, where it enters the wire.
 - `Reports` keeps what a part says until the command has it: a call whose answer is lost takes
