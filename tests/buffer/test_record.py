@@ -148,3 +148,12 @@ def test_a_copy_stays_below_its_limit(tmp_path: Path, sampled: bool) -> None:
     again._write([Experience([1, 2], prompt_length=1, eid=EID(41, 0), reward=0.0)])
     again.close()
     assert database.stat().st_size < 4 * limit
+
+
+def test_a_line_that_was_written_in_this_process_is_replaced(tmp_path: Path) -> None:
+    record = Record(lines=tmp_path / "x.jsonl")
+    for reward in (1.0, 2.0, 3.0):
+        record.write_lines([{"eid": "4/held_out/0/0/0", "step": 4, "reward": reward}])
+    record.close()
+    [line] = (tmp_path / "x.jsonl").read_text().splitlines()
+    assert '"reward": 3.0' in line

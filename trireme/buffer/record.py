@@ -187,10 +187,11 @@ class _Lines:
         ids = self._known()
         if ids & lines.keys():
             self.keep(lambda line: line["eid"] not in lines)
+            ids = self._known()
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_text(lines.values()))
             size = file.tell()
-        ids |= lines.keys()
+        ids.update(lines)
         if size > self._limit:
             self._trim()
 

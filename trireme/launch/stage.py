@@ -93,6 +93,7 @@ class Stage:
         self.resumed: Loaded | None = None
         self.held = ExitStack()
         """What is closed at the end, the last first."""
+        self._shown: dict[str, Record | None] = {}
 
     @property
     def trains(self) -> bool:
@@ -161,11 +162,15 @@ class Stage:
         return Pipeline(self.recipe, raw=raw, operators=self.operators)
 
     def shown_record(self, name: str, *, most: float = math.inf) -> Record | None:
-        """Lines of what is not trained, for people, where the YAML wants copies."""
-        record = data.make_shown_record(self.plan, self.folder, name, most)
-        if record is not None:
-            self.keep(record)
-        return record
+        """Lines of what is not trained, for people, where the YAML wants copies.
+
+        One for all explorers of the stage: each knows which lines are there already.
+        """
+        if name not in self._shown:
+            record = self._shown[name] = data.make_shown_record(self.plan, self.folder, name, most)
+            if record is not None:
+                self.keep(record)
+        return self._shown[name]
 
     def keep(self, record: Record) -> None:
         """Close it with the stage; what a killed run wrote after its checkpoint goes."""
