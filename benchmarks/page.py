@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def median_ms(call: Callable[[], Any], repeats: int) -> float:
 def in_browser(folder: Path, repeats: int) -> dict[str, float]:
     """First paint, curves, and a filter from the click to the list; empty without a browser."""
     try:
-        from playwright.sync_api import sync_playwright
+        api: Any = import_module("playwright.sync_api")
     except ImportError:
         return {}
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -80,7 +81,7 @@ def in_browser(folder: Path, repeats: int) -> dict[str, float]:
     while not ready:
         time.sleep(0.01)
     paints, filters = [], []
-    with sync_playwright() as playwright:
+    with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for _ in range(repeats):
             page = browser.new_context().new_page()
