@@ -43,3 +43,9 @@ def test_what_was_not_measured_has_no_line() -> None:
     rows = summary_rows(Summary(accuracy_rl=0.5, wall_s=10))
     assert [label for label, _ in rows] == ["accuracy", "wall time", "model"]
     assert rows[0][1] == "after RL     50.0%"
+
+
+def test_a_mean_reward_is_not_called_an_accuracy() -> None:
+    rows = summary_rows(Summary(accuracy_before=0.25, accuracy_rl=1.5, measure="reward"))
+    assert rows[0] == ("reward", "before       0.250")
+    assert rows[1] == ("", "after RL     1.500   +1.250")

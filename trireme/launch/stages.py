@@ -192,6 +192,7 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
     for result, plan in zip(results, plans, strict=True):
         fresh = plan.model_from_stage is None
         supervised = result.schema == "sft"
+        summary.measure = measured(result.first or result.last)[0] or summary.measure
         if fresh:
             summary.accuracy_before = accuracy(result.first)
         if supervised:
@@ -205,9 +206,9 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
         summary.model_dir = result.model_dir or summary.model_dir
         summary.steps[result.name or "run"] = result.steps
-        measured = {"first": result.first, "last": result.last or result.first}
+        evaluations = {"first": result.first, "last": result.last or result.first}
         if result.first or result.last:
-            summary.evaluations[result.name or "run"] = measured
+            summary.evaluations[result.name or "run"] = evaluations
         summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
     if summary.model_dir:
         stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
@@ -231,9 +232,14 @@ def add_example(summary: Summary, label: str, example: dict[str, Any] | None) ->
 
 def accuracy(evaluation: Evaluation | None) -> float | None:
     """Mean accuracy of the first evaluation taskset, or its mean reward; None without one."""
+    return measured(evaluation)[1]
+
+
+def measured(evaluation: Evaluation | None) -> tuple[str | None, float | None]:
+    """What `accuracy` is of, accuracy or reward, and how much it is."""
     for metrics in (evaluation or {}).values():
         for name in ("accuracy", "reward"):
             for key, value in metrics.items():
                 if key.startswith(f"{name}/mean@"):
-                    return value
-    return None
+                    return name, value
+    return None, None

@@ -237,14 +237,18 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Label and text of each line of the final table; what was not measured has none."""
     rows = []
     before = None
+    is_share = summary.measure == "accuracy"
+    form = "7.1%" if is_share else "7.3f"
     for label, share in (
         ("before", summary.accuracy_before),
         ("after SFT", summary.accuracy_sft),
         ("after RL", summary.accuracy_rl),
     ):
         if share is not None:
-            gain = "" if before is None else f"   {100 * (share - before):+.1f} points"
-            rows.append(("" if rows else "accuracy", f"{label:<10} {share:7.1%}{gain}"))
+            more = share - (before or 0.0)
+            gain = f"   {100 * more:+.1f} points" if is_share else f"   {more:+.3f}"
+            gain = "" if before is None else gain
+            rows.append(("" if rows else summary.measure, f"{label:<10} {share:{form}}{gain}"))
             before = share
     if rows and (how := summary.example.get("drawn")):
         note = f"of replies to held-out tasks, {how}"
@@ -252,7 +256,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("", note))
     if summary.accuracy_more_sft is not None:
         share = summary.accuracy_more_sft
-        rows.append(("", f"{'more SFT':<10} {share:7.1%}   in the same time instead of RL"))
+        rows.append(("", f"{'more SFT':<10} {share:{form}}   in the same time instead of RL"))
     phases = ", ".join(f"{name} {clock_time(s)}" for name, s in summary.phases.items())
     for one in summary.warnings:
         stage = f"{one['stage']} " if one.get("stage") else ""

@@ -194,6 +194,8 @@ class Summary:
     """The first held-out task: `prompt`, `truth`, how its replies are `drawn`, and before and after
     each stage the reply: its `text` and `reward`.
     """
+    measure: str = "accuracy"
+    """What these four are of: `reward` where the evaluation tells no accuracy but a mean reward."""
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each stage (`run` where there are none) the first and last evaluation, by taskset."""
     steps: dict[str, int] = field(default_factory=dict)
