@@ -60,6 +60,29 @@ def test_the_documents_own_form_without_self() -> None:
     assert judge([Reward], ["a", "b"]) == [1.0, 1.0]
 
 
+def test_a_class_gets_texts_with_and_without_self_where_the_prompt_is_messages() -> None:
+    class Plain(ORM):
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return [float(text) for text in completions]
+
+    class WithoutSelf(ORM):
+        def __call__(completions, **kwargs):  # type: ignore[override]
+            return [float(text) for text in completions]
+
+    task = Task(raw_task={"prompt": [{"role": "user", "content": "1+1?"}]})
+    for reward in (Plain, WithoutSelf):
+        judged = asyncio.run(Judge.of([reward], None).rewards(task, rows("2", "3")))
+        assert judged[0] == [2.0, 3.0]
+
+
+def test_a_function_gets_texts_where_a_task_has_no_prompt() -> None:
+    def brief(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    task = Task(raw_task={"seed": 3})
+    assert asyncio.run(Judge.of([brief], None).rewards(task, rows("2", "33")))[0] == [1.0, 2.0]
+
+
 def test_a_reward_gets_just_the_columns_that_it_names() -> None:
     class Four(ORM):
         def __call__(self, completions: list[str], problem: Any, solution: Any, *,

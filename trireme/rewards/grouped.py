@@ -55,6 +55,8 @@ class Function:
     call: Callable[..., Any]
     each: bool = False
     """It judges one answer a call, in the form of rewards/reward.py."""
+    takes_messages: bool = False
+    """TRL's form, a plain function: completions are messages where the prompt is messages."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Judge:
                 *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
             )
             return [Value(math.fsum(part.values()), part) for part in scored]
-        if inspect.isfunction(function.call) and not isinstance(task.prompt, str):
+        if function.takes_messages and isinstance(task.prompt, list):
             replies = [[{"role": "assistant", "content": row.completion}] for row in rows]
             columns = {**columns, "completions": replies}  # as TRL calls a function
         args, named = _arguments(name, function.call, columns)
@@ -256,7 +258,7 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
     if not callable(found) or options:
         what = f"has no options, and got {options}" if callable(found) else "cannot be called"
         raise ValueError(f"reward function {given!r} {what}")
-    return Function(found)
+    return Function(found, takes_messages=inspect.isfunction(found))
 
 
 def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
