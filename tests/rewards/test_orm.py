@@ -66,7 +66,7 @@ def test_a_class_gets_texts_with_and_without_self_where_the_prompt_is_messages()
             return [float(text) for text in completions]
 
     class WithoutSelf(ORM):
-        def __call__(completions, **kwargs):  # type: ignore[override]
+        def __call__(completions: Any, **kwargs: Any):  # type: ignore[override]
             return [float(text) for text in completions]
 
     task = Task(raw_task={"prompt": [{"role": "user", "content": "1+1?"}]})
