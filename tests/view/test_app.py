@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.view.made import TOOLS, make_run
+from trireme.buffer.record import Record
 from trireme.view.app import STATIC, Page, create_app
 from trireme.view.report import write_report
 from trireme.view.serve import PageOptions, serve
@@ -40,6 +41,29 @@ def test_nobody_gets_in_without_the_token(stranger: TestClient) -> None:
     cookie = given.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert stranger.get("/api/runs").status_code == 200
+
+
+def test_a_wrong_token_does_not_log_a_browser_out(client: TestClient) -> None:
+    answer = client.get("/?token=of+yesterday")
+    assert answer.headers["location"] == "/" and "set-cookie" not in answer.headers
+    assert client.get("/api/runs").status_code == 200
+
+
+def test_a_key_with_a_plus_opens_the_page_from_a_url_as_typed(folder: Path) -> None:
+    browser = TestClient(create_app(Page(folder), "a+b/c=="), follow_redirects=False)
+    assert browser.get("/?token=a+b/c==").status_code == 303
+    assert browser.get("/api/runs").status_code == 200
+
+
+def test_what_cannot_be_read_is_said_and_hides_nothing_else(tmp_path: Path) -> None:
+    make_run(tmp_path / "whole", steps=1)
+    broken = make_run(tmp_path / "broken", steps=1)
+    (broken / "run/starts.json").unlink()
+    (broken / "run/starts.json").mkdir()  # no file can be read here, whoever asks
+    client = TestClient(create_app(Page(tmp_path), "k"), headers={"authorization": "Bearer k"})
+    assert [run["name"] for run in client.get("/api/runs").json()] == ["whole"]
+    answer = client.get("/api/about", params={"run": "broken"})
+    assert answer.status_code == 500 and "cannot be read" in answer.json()["error"]
 
 
 def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
@@ -100,6 +124,16 @@ def test_a_selection_is_sent_as_a_file(client: TestClient) -> None:
     answer = client.get("/api/export", params={**RUN, "kind": "eval", "format": "jsonl"})
     assert len(answer.text.splitlines()) == 6
     assert 'filename="run_rollouts.jsonl"' in answer.headers["content-disposition"]
+
+
+def test_a_file_that_cannot_be_written_is_an_answer_and_no_broken_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    record = Record(lines=run / "buffer/failed.jsonl")
+    record.write_lines([{"eid": "1/0/0/0", "step": 1, "prompt": 5, "info": {}}])
+    record.close()
+    client = TestClient(create_app(Page(run), "k"), headers={"authorization": "Bearer k"})
+    answer = client.get("/api/export", params={**RUN, "kind": "failed", "format": "parquet"})
+    assert answer.status_code == 400 and "Parquet cannot hold" in answer.json()["error"]
 
 
 def test_beyond_loopback_a_key_is_needed(folder: Path, tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pyarrow.parquet
 import pytest
 
 from tests.view.made import experience, make_run
 from trireme.buffer.record import Record
-from trireme.view.rollouts import Filter, Rollouts, export
+from trireme.experience import EID
+from trireme.explorer.explorer import with_messages
+from trireme.view.rollouts import Filter, Rollouts, Selection, export
 
 
 @pytest.fixture
@@ -38,6 +41,12 @@ def rollouts(tmp_path: Path) -> Rollouts:
         (Filter(text="what is 1"), lambda r: "What is 1" in r["prompt"]),
         (Filter(text="task_index"), lambda r: False),
         (Filter(text="stop"), lambda r: False),
+        (Filter(text="prompt"), lambda r: False),  # keys of the lines are no texts
+        (Filter(text="response"), lambda r: False),
+        (Filter(text="null"), lambda r: False),
+        (Filter(text='", "'), lambda r: False),
+        (Filter(text="n"), lambda r: "n" in (r["prompt"] + (r["response"] or "")).lower()),
+        (Filter(text="re"), lambda r: "re" in (r["prompt"] + (r["response"] or "")).lower()),
     ],
 )
 def test_a_filter_finds_what_a_loop_over_all_lines_finds(
@@ -110,6 +119,29 @@ def test_a_selection_is_exported_whole(rollouts: Rollouts) -> None:
     places = rollouts.select(Filter(kind="train", least=1.0))
     rows = [json.loads(line) for line in b"".join(export(rollouts, places, "jsonl")).splitlines()]
     assert rows == rollouts.rows(places) and len(rows) == 12
-    table = pyarrow.parquet.read_table(io.BytesIO(b"".join(export(rollouts, places, "parquet"))))
+    table = as_table(rollouts, places)
     assert table.column("eid").to_pylist() == [row["eid"] for row in rows]
     assert json.loads(table.column("info")[0].as_py()) == rows[0]["info"]
+
+
+def test_evaluations_and_failures_are_exported_as_parquet(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    record = Record(lines=run / "buffer/evaluation.jsonl")
+    parts = [{"type": "text", "text": "in parts"}]
+    other = experience(3, 5, 0, 1.0, messages=[{"role": "user", "content": parts}], tools=[{}])
+    other.eid = EID("3/held_out", 5, 0)
+    record.write_lines([with_messages(other)])
+    record.close()
+    rollouts = Rollouts(run)
+    rollouts.refresh()
+    for kind, count in (("eval", 7), ("failed", 1)):
+        places = rollouts.select(Filter(kind=kind))
+        table, rows = as_table(rollouts, places), rollouts.rows(places)
+        assert table.num_rows == len(rows) == count
+        key = "messages" if kind == "eval" else "failure"
+        texts = table.column(key).to_pylist()
+        assert [text and json.loads(text) for text in texts] == [row.get(key) for row in rows]
+
+
+def as_table(rollouts: Rollouts, places: Selection) -> pyarrow.Table:
+    return pyarrow.parquet.read_table(io.BytesIO(b"".join(export(rollouts, places, "parquet"))))

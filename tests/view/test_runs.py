@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,22 @@ def test_every_run_below_a_folder_is_found_and_nothing_else(tmp_path: Path) -> N
     for folder in ("missing", "project/other"):
         with pytest.raises(ValueError, match=r"no folder|holds no run"):
             find_runs(tmp_path / folder)
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "one", steps=1)
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuses(path: Any) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    assert [run.name for run in find_runs(tmp_path)] == ["one"]
 
 
 def test_curves_are_columns_with_null_for_what_is_no_number(tmp_path: Path) -> None:

@@ -157,15 +157,17 @@ class Rollouts:
 
     def _add_line(self, source: _Source, line: bytes) -> None:
         row = json.loads(line, parse_constant=_no_number)
-        begin = line.find(b'"prompt": ')
-        end = line.rfind(b', "prompt_length": ')
+        begin = line.find(b'"prompt": ')  # quotes in texts are escaped: these are keys
+        end = line.find(b', "prompt_length": ', begin)
+        if min(begin, end) < 0:
+            begin, end = 0, len(line)
         self._add(
             row,
             kind=KINDS.index(source.kind),
             offset=source.read,
             size=len(line),
-            text=max(begin, 0),
-            text_end=end if end >= 0 else len(line),
+            text=begin,
+            text_end=end,
         )
 
     def _add(self, row: dict[str, Any], **place: int) -> None:
@@ -237,7 +239,6 @@ class Rollouts:
     def _holding(self, text: str, columns: dict[str, np.ndarray[Any, Any]]) -> Any:
         """Which rollouts have a text in prompt or reply."""
         found = np.zeros(len(columns["offset"]), bool)
-        needle = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
         for source in self._sources:
             own = np.flatnonzero(
                 (columns["kind"] == KINDS.index(source.kind)) & (columns["offset"] >= 0)
@@ -246,7 +247,7 @@ class Rollouts:
                 continue
             starts = columns["offset"][own]
             begins, ends = starts + columns["text"][own], starts + columns["text_end"][own]
-            found[own[_lines_holding(source.path, needle, starts, begins, ends)]] = True
+            found[own[_lines_holding(source.path, text, starts, begins, ends)]] = True
         if (columns["offset"] < 0).any():
             query = (
                 "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
@@ -336,10 +337,11 @@ def _group_and_run(eid: str) -> tuple[str, int]:
 
 
 def _lines_holding(
-    path: Path, needle: bytes, starts: Selection, begins: Selection, ends: Selection
+    path: Path, text: str, starts: Selection, begins: Selection, ends: Selection
 ) -> list[int]:
-    """Which lines of a file have `needle` (lower case) between their `begins` and `ends`."""
+    """Which lines of a file have `text` in the prompt or the reply between `begins` and `ends`."""
     found: list[int] = []
+    needle = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
     at_line, begin, end = starts.tolist(), begins.tolist(), ends.tolist()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         first = 0
@@ -352,13 +354,21 @@ def _lines_holding(
                 place = base + at
                 line = bisect_right(at_line, place, line, last) - 1
                 if begin[line] <= place < end[line]:
-                    found.append(line)
+                    if _says(data[begin[line] : end[line]], text):
+                        found.append(line)
                     line += 1  # one is enough
                     at = low.find(needle, at_line[line] - base) if line < last else -1
                 else:
                     at = low.find(needle, at + 1)
             first = last
     return found
+
+
+def _says(part: bytes, text: str) -> bool:
+    """Whether the prompt or the reply of a line's part has `text`: its bytes may lie in a key."""
+    row = json.loads(part if part.startswith(b"{") else b"{" + part + b"}")
+    wanted = text.casefold()
+    return any(wanted in (row.get(key) or "").casefold() for key in ("prompt", "response"))
 
 
 def _ordered(
@@ -414,11 +424,14 @@ def export(
 
     rows = rollouts.rows(places)
     for row in rows:  # what differs from row to row in its keys is one text in a column
-        for key in ("info", "metrics", "failure"):
-            if key in row:
-                row[key] = json.dumps(row[key], ensure_ascii=False)
+        for key, value in row.items():
+            if isinstance(value, (dict, list)):
+                row[key] = json.dumps(value, ensure_ascii=False)
     names = list(dict.fromkeys(key for row in rows for key in row))
-    table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
     out = io.BytesIO()
-    pyarrow.parquet.write_table(table, out)
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table, out)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"Parquet cannot hold these rollouts ({error}): take jsonl") from error
     yield out.getvalue()

@@ -59,6 +59,8 @@ def find_runs(root: Path) -> list[Run]:
     """
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}: expected a run's folder, or one above runs")
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise ValueError(f"{root} cannot be read: expected a folder that this user may read")
     folders = list(_folders(root.resolve(), DEPTH))
     if not folders:
         raise ValueError(f"{root} holds no run: expected monitor/{FILE_NAME} in it or below it")
@@ -68,29 +70,36 @@ def find_runs(root: Path) -> list[Run]:
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
-    monitor = folder / "monitor"
-    if monitor.is_dir() and any([*monitor.glob(FILE_NAME), *monitor.glob(f"*/{FILE_NAME}")]):
-        yield folder
-    if not depth:
+    try:
+        if Run("", folder).metric_files:
+            yield folder
+        below = _below(folder) if depth else []
+    except OSError:  # not ours to read, or deleted meanwhile: the other runs are shown
         return
+    for name in below:
+        yield from _folders(folder / name, depth - 1)
+
+
+def _below(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        below = sorted(
+        return sorted(
             entry.name
             for entry in entries
             if entry.is_dir(follow_symlinks=False)
             and entry.name not in _SKIPPED
             and not entry.name.startswith((".", "global_step_"))
         )
-    for name in below:
-        yield from _folders(folder / name, depth - 1)
 
 
 def _began(run: Run) -> tuple[float, str]:
     """When the run logged its first step: the first line of its metrics has the time."""
     times = []
     for path in run.metric_files:
-        with path.open(encoding="utf-8") as file:
-            line = file.readline()
+        try:
+            with path.open(encoding="utf-8") as file:
+                line = file.readline()
+        except OSError:  # who asks for this run's curves is told
+            continue
         if line.endswith("\n"):
             times.append(float(json.loads(line)["time"]))
     return min(times, default=math.inf), run.name

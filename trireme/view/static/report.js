@@ -14,7 +14,7 @@ export function searched(run, query) {
     && (least === null || (row.reward !== null && row.reward >= least))
     && (most === null || (row.reward !== null && row.reward <= most))
     && (!query.cut || row.cut === (query.cut === "1"))
-    && (!text || `${row.prompt}\n${row.response}`.toLowerCase().includes(text)));
+    && (!text || [row.prompt, row.response].some((said) => (said ?? "").toLowerCase().includes(text))));
   rows = rows.map((row, place) => ({ row, place }));
   const reward = ({ row }) => row.reward ?? 0;
   const unknown = ({ row }) => Number((row.reward ?? null) === null);
