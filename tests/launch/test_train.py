@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ SMALL = {"max_response_tokens": 8, "max_model_len": 64}
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is its own."""
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is its own, and Ctrl-C is Python's: a command that another test ran in
+    this process has left its own handler, which ends the process when its time is over.
+    """
     for registry in (REWARDS, WORKFLOWS):
         monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
 
 
 def varied(task: Task, answer: str, *, level: int) -> float:

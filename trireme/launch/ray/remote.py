@@ -96,7 +96,7 @@ async def answer(reference: Any) -> Any:
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
-            raise cause from error
+            raise cause from None  # a cause would be taken for the other side's own error
         raise
 
 
