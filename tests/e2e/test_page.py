@@ -216,3 +216,64 @@ def test_a_report_shows_the_same_without_a_server(tab: Any, root: Path, tmp_path
     assert tab.locator("svg.lanes rect").count() == 18
     opened(tab, report, "run")
     assert "algorithm.optimizer.lr" in tab.inner_text("main")
+
+
+def test_a_slow_view_draws_nothing_over_a_newer_one(tab: Any, url: str) -> None:
+    opened(tab, url, "overview")
+    opened(tab, url, "run")
+    held: list[Any] = []
+    tab.route("**/api/curves*", lambda route: held.append(route))
+    with tab.expect_request("**/api/curves*"):
+        tab.evaluate("() => { location.hash = '#/overview?run=job/second' }")
+    tab.evaluate("() => { location.hash = '#/rollouts?run=job/second' }")
+    tab.wait_for_selector("main[data-ready=rollouts] .list .item")
+    with tab.expect_request_finished(lambda request: "/api/curves" in request.url):
+        held[0].continue_()
+    for _ in range(2):  # by then the older view has read its answer
+        tab.evaluate("fetch('/api/meanings?run=job/second').then((answer) => answer.json())")
+    assert tab.locator("main .list .item").count() and not tab.locator("main .tiles").count()
+
+
+def test_charts_that_left_the_page_are_let_go(tab: Any, url: str) -> None:
+    tab.add_init_script("""
+        globalThis.listening = 0;
+        for (const [name, change] of [["addEventListener", 1], ["removeEventListener", -1]]) {
+          const plain = window[name];
+          window[name] = function (kind, ...rest) {
+            if (kind === "resize") globalThis.listening += change;
+            return plain.call(this, kind, ...rest);
+          };
+        }""")
+    opened(tab, url, "overview")
+    for axis in ("By time", "By step", "By time"):
+        tab.wait_for_selector(".panel .plot.js-plotly-plot .main-svg")
+        tab.get_by_role("button", name=axis).click()
+        tab.wait_for_selector(f"button[aria-pressed=true]:text-is('{axis}')")
+    tab.wait_for_selector(".panel .plot.js-plotly-plot .main-svg")
+    charts = "document.querySelectorAll('.js-plotly-plot').length"
+    tab.wait_for_function(f"() => listening > 0 && listening <= {charts}")
+
+
+def test_rollouts_of_a_run_that_has_just_begun(tab: Any, url: str, root: Path) -> None:
+    run = make_run(root / "job/late", steps=1)
+    shutil.rmtree(run / "buffer")
+    opened(tab, url, "rollouts", run="job/late")
+    assert "No rollouts are stored" in tab.inner_text("main")
+    record, monitor = (
+        Record(lines=run / "buffer/experience_buffer.jsonl"),
+        JsonLinesMonitor(run / "monitor"),
+    )
+    record._write([experience(2, task, 0, 1.0) for task in range(120)])
+    monitor.log({"rollout/reward/mean": 1.0}, 2, "explorer")
+    tab.wait_for_selector(".list .item >> nth=100")
+    assert tab.locator(".list .item").last.inner_text() == "Show 20 more of 20"
+    record._write([experience(3, task, 0, 1.0) for task in range(30)])
+    monitor.log({"rollout/reward/mean": 1.0}, 3, "explorer")
+    tab.get_by_role("button", name="Show what is new").wait_for()
+    tab.locator(".list .item").last.click()  # the pages have moved by 30 rollouts
+    tab.wait_for_selector(".list .item >> nth=119")
+    ids = tab.locator(".list .item").evaluate_all("all => all.map((item) => item.id)")
+    assert sorted(ids) == sorted(f"item 2/{task}/0/0" for task in range(120))
+    tab.get_by_role("button", name="Show what is new").click()
+    tab.wait_for_function("() => document.querySelector('.count').textContent === '150 rollouts'")
+    record.close()

@@ -3,7 +3,9 @@ import { ask } from "./api.js";
 import { empty, fill, h, percent, seconds } from "./dom.js";
 
 export async function about(main, state) {
+  const { turn } = state;
   const { starts, stage, summary } = await ask("about", { run: state.run });
+  if (turn !== state.turn) return;
   if (!starts.length) return void fill(main, empty("No start is recorded", "This folder has no run/starts.json: it was made by an older version, or by another program."));
   const info = state.runs.find((run) => run.name === state.run);
   const now = starts.at(-1);

@@ -11,7 +11,8 @@ const VIEWS = [["overview", "Overview", overview], ["rollouts", "Rollouts", roll
 const EVERY = 2000; // milliseconds between two looks at a run that goes on
 const FRESH = 120; // seconds after its last step in which a run counts as going on
 const main = document.getElementById("main");
-const state = { runs: [], run: "", also: [], view: "overview", query: {}, shown: [] };
+// `turn` counts the views begun: one that was waiting when the next began draws nothing
+const state = { runs: [], run: "", also: [], view: "overview", query: {}, shown: [], turn: 0 };
 
 function readHash() {
   const [path, query] = location.hash.slice(2).split("?");
@@ -78,29 +79,39 @@ function side() {
 }
 
 async function route() {
+  state.turn += 1;
+  const { turn } = state;
   readHash();
   top();
   side();
   document.title = `${state.run} · Trireme`;
   try {
     await VIEWS.find(([name]) => name === state.view)[2](main, state);
-    Object.assign(main.dataset, { ready: state.view, run: state.run });
+    if (turn === state.turn) Object.assign(main.dataset, { ready: state.view, run: state.run });
   } catch (error) {
-    fill(main, h("div.card.error", { role: "alert" }, error.message));
+    if (turn === state.turn) fill(main, h("div.card.error", { role: "alert" }, error.message));
   }
 }
 
+state.again = route;
+
+let looking = false; // a look that takes longer than `EVERY` is not overtaken by the next
 async function look() {
+  if (looking) return;
+  looking = true;
   try {
     const before = new Map(state.runs.map((run) => [run.name, run.generation]));
     state.runs = await ask("runs");
     const changed = state.shown.some((run) => state.runs.find((now) => now.name === run.name)?.generation !== before.get(run.name));
     readHash();
     side();
-    if (changed && state.view !== "rollouts" && state.view !== "run") await route();
-    else if (changed && state.view === "rollouts") main.dispatchEvent(new CustomEvent("news"));
+    const listed = state.view === "rollouts" && main.querySelector(".list"); // what one reads stays
+    if (changed && state.view !== "run" && !listed) await route();
+    else if (changed && listed) main.dispatchEvent(new CustomEvent("news"));
   } catch (error) {
     document.title = `No answer · Trireme`;
+  } finally {
+    looking = false;
   }
 }
 

@@ -35,10 +35,18 @@ function faded(hex, alpha) {
   return `rgba(${r},${g},${b},${alpha})`;
 }
 
+const drawn = new Set(); // plotly listens to the window for each of them until it is told to stop
+
+function forgetRemoved(Plotly) {
+  for (const element of drawn) if (!element.isConnected) { Plotly.purge(element); drawn.delete(element); }
+}
+
 // lines: {name, x, y, low, high, colour, dash}; `low` and `high` make a band.
 export async function draw(element, lines, { log = false, time = false, weight = 0, share = false, zero = false } = {}) {
   const Plotly = await library();
+  forgetRemoved(Plotly);
   if (!element.isConnected) return;
+  drawn.add(element);
   const traces = [];
   for (const line of lines) {
     const few = line.y.filter((value) => value !== null).length < 25;

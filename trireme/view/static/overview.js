@@ -112,10 +112,12 @@ const asked = new Set();
 let watcher = null;
 
 export async function overview(main, state) {
+  const { turn } = state;
   const chosen = await Promise.all(state.shown.map(async (info) => ({
     info, name: info.name, place: state.runs.indexOf(info), curves: await ask("curves", { run: info.name }),
   })));
   for (const { name } of chosen) if (!asked.has(name)) { asked.add(name); Object.assign(meanings, await ask("meanings", { run: name })); }
+  if (turn !== state.turn) return;
   const principal = chosen.find((run) => run.name === state.run) ?? chosen[0];
   const panels = PANELS.map((panel) => ({ ...panel, lines: linesOf(panel, chosen) })).filter((panel) => panel.lines.length);
   if (!panels.length) {
@@ -126,7 +128,6 @@ export async function overview(main, state) {
   watcher = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); entry.target.draw(); }
   }, { rootMargin: "300px" });
-  const again = () => overview(main, state);
   const weight = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: settings.weight, "aria-label": "Smoothing", oninput: (event) => { settings.weight = Number(event.target.value); redraw(); } });
   const redraw = () => { for (const plot of main.querySelectorAll(".plot")) plot.draw(); };
   const everything = h("div.panels");
@@ -138,7 +139,7 @@ export async function overview(main, state) {
     warnings(principal.info),
     h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),
       h("label", {}, "Smoothing", weight),
-      segments([["step", "By step"], ["time", "By time"]], settings.axis, (value) => { settings.axis = value; again(); }, "Horizontal axis")),
+      segments([["step", "By step"], ["time", "By time"]], settings.axis, (value) => { settings.axis = value; state.again(); }, "Horizontal axis")),
     h("div.panels", {}, panels.map((panel) => panelCard(panel, principal.name))),
     more);
   const scroll = scrollY;

@@ -6,25 +6,25 @@ import { reader } from "./reader.js";
 const PAGE = 100;
 const FILTERS = ["kind", "step", "task", "least", "most", "cut", "text", "order", "seed"];
 const NAMES = { train: "Training", eval: "Held out", failed: "Failed" };
-let asked = 0; // questions so far: the answer to an older one is not shown
-let view = null; // {state, found, items, list, reader}
+let view = null; // {state, found, rows, list, reader}
+const showNew = () => { view.stale = true; view.state.again(); };
+document.getElementById("main").addEventListener("news", () => { if (view) fill(view.news, h("button.button", { type: "button", onclick: showNew }, "Show what is new")); });
 
 const filters = (query) => Object.fromEntries(FILTERS.map((name) => [name, query[name] ?? ""]));
 
 export async function rollouts(main, state) {
+  const { turn } = state;
   const query = { ...filters(state.query), run: state.run };
-  const same = view && view.main === main && main.contains(view.list) && JSON.stringify(query) === JSON.stringify(view.asked);
+  const same = view && !view.stale && view.main === main && main.contains(view.list) && JSON.stringify(query) === JSON.stringify(view.asked);
   if (!same) {
-    asked += 1;
-    const own = asked;
     const found = await ask("rollouts", { ...query, kind: query.kind || "train", limit: PAGE });
-    if (own !== asked) return;
+    if (turn !== state.turn) return;
     if (!Object.keys(found.facts).length) {
       fill(main, empty("No rollouts are stored", "A run keeps a copy of what its model said in buffer/. This one reads a data set, has just begun, or was told to keep none (data_processor.experience_pipeline.save_input)."));
       return;
     }
     if (!query.kind && !found.facts.train) return state.go("rollouts", { ...state.query, kind: Object.keys(found.facts)[0] }, true);
-    view = { main, state, asked: query, found, rows: found.rows };
+    view = { main, state, asked: query, found, rows: found.rows, offset: found.rows.length };
     const typing = document.activeElement?.name;
     const caret = document.activeElement?.selectionStart;
     build(main);
@@ -47,7 +47,6 @@ function build(main) {
   view.news = h("span");
   fill(main, h("div.spaced", {}, bar(found.facts, state), view.split));
   listed();
-  main.onnews ??= main.addEventListener("news", () => fill(view.news, h("button.button", { type: "button", onclick: () => { view.asked = null; rollouts(view.main, view.state); } }, "Show what is new")));
 }
 
 function bar(facts, state) {
@@ -88,8 +87,17 @@ function listed() {
 }
 
 async function further() {
-  const more = await ask("rollouts", { ...view.asked, kind: view.asked.kind || "train", offset: view.rows.length, limit: PAGE });
-  view.rows.push(...more.rows);
+  const own = view;
+  const known = new Set(own.rows.map((row) => row.eid));
+  let [page, fresh] = [[], []];
+  do { // rollouts that came since moved the shown ones down: a page may hold only those
+    page = (await ask("rollouts", { ...own.asked, kind: own.asked.kind || "train", offset: own.offset, limit: PAGE })).rows;
+    if (own !== view) return;
+    own.offset += page.length;
+    fresh = page.filter((row) => !known.has(row.eid));
+  } while (page.length && !fresh.length);
+  own.rows.push(...fresh);
+  if (!page.length) own.found.total = own.rows.length;
   listed();
   marked();
 }
@@ -116,11 +124,14 @@ function marked() {
 
 async function open() {
   const { state, rows } = view;
+  const { turn } = state;
   const wanted = state.query.eid || rows[0]?.eid;
   view.split.classList.toggle("reading", Boolean(state.query.eid));
   if (!wanted) { view.row = null; return void fill(view.reader, h("div.empty", {}, h("p", {}, "Choose a rollout."))); }
   const kind = state.query.kind || "train";
-  view.row = await ask("rollout", { run: state.run, kind, eid: wanted });
+  const row = await ask("rollout", { run: state.run, kind, eid: wanted });
+  if (turn !== state.turn) return;
+  view.row = row;
   marked();
   await reader(view.reader, view.row, {
     run: state.run, tab: state.query.tab || "conversation", text: state.query.text ?? "",

@@ -43,8 +43,10 @@ let zoom = null; // [from, to] in seconds since the first bar
 let shownRun = "";
 
 export async function timeline(main, state) {
-  if (shownRun !== state.run) { zoom = null; shownRun = state.run; }
-  const bars = barsOf(await ask("curves", { run: state.run }));
+  const { turn, run } = state;
+  const bars = barsOf(await ask("curves", { run }));
+  if (turn !== state.turn) return;
+  if (shownRun !== run) { zoom = null; shownRun = run; }
   if (!bars.length) return void fill(main, empty("No times are known yet", "The first step of this run has not ended."));
   const start = bars.reduce((low, bar) => Math.min(low, bar.begin), Infinity);
   const whole = bars.reduce((high, bar) => Math.max(high, bar.end), 0) - start;
