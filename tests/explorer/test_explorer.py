@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,30 @@ def test_a_step_is_evaluated_before_it_is_put() -> None:
     assert made.explorer.first_evaluation == made.explorer.last_evaluation
     metrics = made.reports[0][2]
     assert metrics["eval/held_out/tasks"] == 3 and metrics["eval/held_out/reward/mean@1"] == 0
+
+
+def test_the_seconds_of_an_evaluation_begin_when_it_was_submitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    held_out = make_taskset(rows=1, name="held_out", is_eval=True, repeat_times=1)
+    made = make_explorer(evaluations=[held_out], eval_interval=1)
+
+    async def two_under_way() -> None:
+        monkeypatch.setattr("trireme.explorer.explorer.time", clock)
+        for step in (1, 2):
+            now[0] = 10.0 * step
+            await made.explorer._submit_evaluation(step)
+        made.explorer.scheduler.start()
+        for step, end in ((1, 25.0), (2, 26.0)):
+            now[0] = end
+            await made.explorer._finish_evaluation(step)
+        await made.explorer.close()
+
+    run(two_under_way())
+    seconds = [metrics["eval/held_out/seconds"] for part, _, metrics in made.reports]
+    assert seconds == [15.0, 6.0]
 
 
 def test_an_evaluation_that_fails_altogether_says_so() -> None:

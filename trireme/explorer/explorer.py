@@ -126,7 +126,7 @@ class Explorer:
         self._pending: list[int] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._started: dict[int, float] = {}
-        self._evaluation_started = 0.0
+        self._evaluation_started: dict[int, float] = {}
         self._fresh = True
         """Nothing was put into the buffer, neither by this process nor before it."""
         self._unkept: list[dict[str, float]] = []
@@ -320,13 +320,14 @@ class Explorer:
         self._lost.add(wanted, causes)
 
     async def _submit_evaluation(self, step: int) -> None:
-        self._evaluation_started = time.monotonic()
+        self._evaluation_started[step] = time.monotonic()
         for taskset in self.eval_tasksets:
             await self.scheduler.submit(f"{step}/{taskset.name}", taskset.all())
 
     async def _finish_evaluation(self, step: int) -> Evaluation:
         """Collect and report an evaluation that was submitted."""
         found, example = {}, None
+        started = self._evaluation_started.pop(step)
         for taskset in self.eval_tasksets:
             outcomes = await self.scheduler.results(f"{step}/{taskset.name}")
             metrics = evaluation_metrics(outcomes, repeat_times=taskset.repeat_times)
@@ -339,7 +340,7 @@ class Explorer:
                     [with_messages(e) for o in outcomes for e in o.rollouts]
                 )
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
-            seconds = time.monotonic() - self._evaluation_started
+            seconds = time.monotonic() - started
             named[f"{self.eval_prefix}/{taskset.name}/seconds"] = seconds
             shown = in_words(metrics, "evaluation")
             logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
