@@ -32,8 +32,8 @@ class Kept:
         for row in rows:
             self._write({"rollout": row})
 
-    def close(self) -> None:
-        self._write({"closed": True})
+    def close(self, *, failed: bool = False) -> None:
+        self._write({"closed": True, "failed": failed})
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._file.open("a") as file:
@@ -57,7 +57,7 @@ def test_a_run_sends_every_step_and_some_rollouts(tmp_path: Path) -> None:
     run_stages(make_plans(load_config(path)), console=Console(), stop=Stop())
     job = tmp_path / "checkpoints/tests/tracked"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert lines[-1] == {"closed": True}
+    assert lines[-1] == {"closed": True, "failed": False}
     steps = [(line["part"], line["step"]) for line in lines if "part" in line]
     written = [
         json.loads(line) for line in (job / "monitor/metrics.jsonl").read_text().splitlines()

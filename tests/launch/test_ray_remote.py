@@ -11,8 +11,11 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.exceptions import RayTaskError
+
+from trireme.buffer.buffer import OtherSideFailed
 from trireme.launch.ray.actors import SidePart
-from trireme.launch.ray.remote import Actor, Part, Reports, remote
+from trireme.launch.ray.remote import Actor, Part, Reports, answer, remote
 
 
 class Adder(Part):
@@ -77,3 +80,15 @@ def test_what_is_said_is_kept_until_it_was_heard() -> None:
         assert await reports.events(3, 0.0) == []
 
     asyncio.run(main())
+
+
+def test_an_error_from_elsewhere_has_no_cause_that_is_rays() -> None:
+    """Whose cause is the other side's own error: see `first_failure`."""
+    raised = OtherSideFailed("the explorer has failed")
+
+    async def call() -> None:
+        raise RayTaskError("call", "its trace", raised)
+
+    with pytest.raises(OtherSideFailed) as caught:
+        asyncio.run(answer(call()))
+    assert caught.value.__cause__ is None

@@ -129,3 +129,14 @@ def test_an_interrupted_run_saves_and_goes_on(
 def trireme_steps(root: Path) -> list[int]:
     folders = (root / "python" / "mine").glob("global_step_*")
     return sorted(int(folder.name.rpartition("_")[2]) for folder in folders)
+
+
+def test_supervised_training_evaluates_where_it_is_asked_to(tiny_dir: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} + 1?", "response": str(n + 1)} for n in range(8)]
+    options: dict[str, Any] = {"model": tiny_dir, "tasks": rows, "algorithm": "sft"}
+    options |= {"checkpoint_root_dir": str(tmp_path), "trainer": {"total_steps": 2}}
+    sizes = {f"model.{key}": value for key, value in SMALL.items()}
+    run = trireme.train(**options, **sizes, eval_tasks=ROWS, reward=varied)
+    assert [name for name in run.metrics if name.startswith("eval/held_out/reward")]
+    with pytest.raises(ValueError, match="'sft' trains on data: a reward and a workflow"):
+        trireme.train(**options, **sizes, reward=varied)

@@ -113,6 +113,25 @@ def test_one_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         examine_trackers("wandb", None)
 
 
+class Named:
+    """One whose runs have ids."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.id = f"id of {run.name}"
+
+    def close(self, *, failed: bool = False) -> None:
+        """Nothing is held."""
+
+
+def test_two_commands_of_a_job_keep_both_ids(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path, name="job")
+    both = [open_monitor(run, f"{ME}:Named", part=part) for part in ("trainer", "explorer")]
+    for monitor in both:
+        monitor.close()
+    ids = json.loads((tmp_path / "trackers.json").read_text())
+    assert ids == {f"{ME}:Named-{part}": f"id of job-{part}" for part in ("trainer", "explorer")}
+
+
 def installed(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -213,6 +232,14 @@ def test_mlflow_store_holds_what_was_logged(
     assert run.info.status == "FINISHED" and run.info.run_name == "a-name"
     names = sorted(f.path for f in client.list_artifacts(id, "rollouts"))
     assert names == [f"rollouts/step_{ROLLOUTS + 2}.jsonl", f"rollouts/step_{ROLLOUTS}.jsonl"]
+
+
+def test_a_run_that_failed_is_shown_as_one(tmp_path: Path) -> None:
+    mlflow: Any = installed("mlflow")
+    open_monitor(TrackedRun(tmp_path, name="x"), "mlflow").close(failed=True)
+    id = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    assert client.get_run(id).info.status == "FAILED"
 
 
 def test_swanlab_offline_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,8 @@ def chat(place: Path, *, system: str | None, temperature: float, max_tokens: int
         return 2
     print(f"{model}: an empty line or Ctrl-D ends", flush=True)
     try:
-        asyncio.run(_talk(model, system, temperature, max_tokens))
+        with asyncio.Runner() as runner:
+            _talk(runner, model, system, temperature, max_tokens)
     except KeyboardInterrupt:
         print()
     return 0
@@ -42,7 +43,10 @@ def model_in(place: Path) -> Path:
     return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
 
 
-async def _talk(folder: Path, system: str | None, temperature: float, max_tokens: int) -> None:
+def _talk(
+    runner: asyncio.Runner, folder: Path, system: str | None, temperature: float, max_tokens: int
+) -> None:
+    """Lines are read in the main thread, where Ctrl-C is heard at once."""
     import torch
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -69,13 +73,13 @@ async def _talk(folder: Path, system: str | None, temperature: float, max_tokens
     )  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     try:
-        while text := await asyncio.to_thread(_line):
+        while text := _line():
             messages.append({"role": "user", "content": text})
-            reply = await model.chat(messages)
+            reply = runner.run(model.chat(messages))
             messages.append(reply.message)
             print(reply.text, flush=True)
     finally:
-        await engine.close()
+        runner.run(engine.close())
         device.close()
 
 

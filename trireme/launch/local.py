@@ -19,10 +19,8 @@ from trireme.launch.rollout import make_remote_engine
 from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine, load_models
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
-from trireme.launch.training import make_polled_sync
+from trireme.launch.training import make_polled_sync, restarts_by
 from trireme.monitor.console import Console
-from trireme.sync.checkpoint import PolledSync
-from trireme.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
 
@@ -90,13 +88,6 @@ async def _kept(
     return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
 
 
-def _restarts_by(sync: Synchronizer | PolledSync, engine: Engine) -> None:
-    """Engines that are started again get their weights by `sync`."""
-    if isinstance(engine, RemoteEngine):
-        sync.persist = engine.servers.persist
-        engine.servers.renew = sync.renew
-
-
 async def _run_mode(
     stage: Stage, remote: RemoteEngine | None, stop: Stop, measure_end: bool
 ) -> StageResult:
@@ -132,7 +123,7 @@ async def _run_trainer(
         if not both:
             return await run_train(stage, trainer, explorer, measure_end=measure_end)
         trainer.explorer_state = explorer.explorer.state
-        _restarts_by(trainer.sync, engine)
+        restarts_by(trainer.sync, engine)
         refresh = stage.resumed is not None or remote is not None
         return await run_both(stage, trainer, explorer, refresh=refresh)
     finally:
@@ -143,7 +134,7 @@ async def _run_trainer(
 async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
     """Mode `explore`, from the newest weights."""
     sync = make_polled_sync(stage.plan, engine, stage.folder)
-    _restarts_by(sync, engine)
+    restarts_by(sync, engine)
     explorer = ExplorerSide(stage, engine, stage.buffer, sync)
     try:
         await sync.load_latest()

@@ -84,7 +84,7 @@ def open_run(
             args=config.monitor.monitor_args,
             part=alone or "",
         )
-        stage.held.callback(monitor.close)
+        stage.held.push(lambda kind, *_: monitor.close(failed=kind is not None))
         facts = Facts.of(plan, stage.recipe)
         alarm = Alarm(facts, folder.monitor, goes_on=goes_on, alone=alone)
         add_start(folder, start)

@@ -20,7 +20,7 @@ from trireme.launch.rollout import sampling_of
 from trireme.launch.sides import embedded_engine
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
-from trireme.launch.training import make_polled_sync
+from trireme.launch.training import make_polled_sync, restarts_by
 from trireme.server.app import AppServer, create_app, listen
 from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
@@ -39,6 +39,7 @@ async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> St
 
 async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
     plan, sync = stage.plan, make_polled_sync(stage.plan, engine, stage.folder)
+    restarts_by(sync, engine)
     sync.forget()
     try:
         await sync.load_latest()

@@ -273,6 +273,8 @@ class ExplorerSide:
     ) -> None:
         """Without a `buffer` it only evaluates; `prefix` names its evaluations' metrics."""
         plan, config = stage.plan, stage.plan.config.explorer
+        # several explorers would write the same files, and bench over the run's evaluations
+        shows = not plan.explorer_name and prefix != "bench"
         self.stage = stage
         self.models = make_auxiliary(plan, stage.device)
         if stage.recipe.asks("teacher_logprobs"):
@@ -299,8 +301,8 @@ class ExplorerSide:
             max_failures=config.max_failures,
             show=stage.console.rollout,
             folder=stage.folder if plan.mode == "explore" else None,
-            evaluated=stage.shown_record(EVALUATED),
-            failed=stage.shown_record(FAILED, most=FAILED_BYTES),
+            evaluated=stage.shown_record(EVALUATED) if shows else None,
+            failed=stage.shown_record(FAILED, most=FAILED_BYTES) if shows else None,
             name=plan.explorer_name or "explorer",
             max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
         )

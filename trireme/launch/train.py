@@ -140,14 +140,17 @@ def config_from(
         "algorithm": {"algorithm_type": algorithm},
     }
     buffer: dict[str, Any] = {}
-    if row_of(algorithm).from_data:
+    inputs: dict[str, Any] = {}
+    from_data = row_of(algorithm).from_data
+    if from_data:
         values["mode"] = "train"
         buffer["train_batch_size"] = min(BATCH_SIZE, count or BATCH_SIZE)
         buffer["trainer_input"] = {"experience_buffer": {"path": data}}
     else:
         values["algorithm"]["repeat_times"] = REPEAT_TIMES
         buffer["batch_size"] = min(BATCH_SIZE, count or BATCH_SIZE)
-        inputs: dict[str, Any] = {"taskset": {"path": data, "format": _columns(first)}}
+        inputs["taskset"] = {"path": data, "format": _columns(first)}
+    if eval_tasks is not None or not from_data:
         inputs["default_workflow_type"] = _named(WORKFLOWS, workflow) or "simple_workflow"
         if reward is not None:
             inputs["default_reward_fn_type"] = _named(REWARDS, reward)
@@ -159,6 +162,11 @@ def config_from(
                  "rollout_args": greedy}
             ]  # fmt: skip
         buffer["explorer_input"] = inputs
+    elif reward is not None or workflow is not None:
+        raise ValueError(
+            f"'{algorithm}' trains on data: a reward and a workflow are used only where eval_tasks "
+            "are given"
+        )
     return config_of(values | {"buffer": buffer}, overrides)
 
 

@@ -110,6 +110,13 @@ def make_synchronizer(
     )
 
 
+def restarts_by(sync: Synchronizer | PolledSync, engine: Engine) -> None:
+    """Engines that are started again get their weights by `sync`."""
+    if isinstance(engine, RemoteEngine):
+        sync.persist = engine.servers.persist
+        engine.servers.renew = sync.renew
+
+
 def make_polled_sync(plan: Plan, engine: Engine, folder: JobFolder) -> PolledSync:
     """The explorer's side, for a trainer of another process."""
     return PolledSync(

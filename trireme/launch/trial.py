@@ -10,9 +10,11 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
@@ -114,30 +117,33 @@ async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -
     if not 0 <= place < len(tasks):
         raise ValueError(f"there is no task {place}: the taskset has 0 to {len(tasks) - 1}")
     disable_progress_bar()
+    os.environ.update(plan.config.explorer.env_vars)
     quiet = logging.getLogger(ROOT)
     if not quiet.handlers:  # a failure is raised, and so not logged as well
         quiet.addHandler(logging.NullHandler())
     task = dataclasses.replace(tasks[place], repeat_times=rollouts, is_eval=False)
-    text, device = make_text(plan, plan.model_path), Device()
-    engine: Engine
-    if replies is None:
-        engine = make_engine(plan, plan.model_path, text, device, None)
-    else:
-        length = plan.max_model_len
-        engine = ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)
-    others = make_auxiliary(plan, device)
-    scheduler = make_scheduler(plan, plan.model_path, engine, text, None, auxiliary=others)
-    try:
+    text, greedy = make_text(plan, plan.model_path), get_recipe(plan.config.algorithm).greedy_run
+    async with AsyncExitStack() as held:
+        device = Device()
+        held.callback(device.close)
+        engine: Engine
+        if replies is None:
+            engine = make_engine(plan, plan.model_path, text, device, None)
+        else:
+            length = plan.max_model_len
+            engine = ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)
+        held.push_async_callback(engine.close)
+        others = make_auxiliary(plan, device)
+        for other in others:
+            if isinstance(other, Auxiliary):
+                held.push_async_callback(other.engine.close)
+        scheduler = make_scheduler(
+            plan, plan.model_path, engine, text, None, greedy_run=greedy, auxiliary=others
+        )
+        held.push_async_callback(scheduler.close)
         scheduler.start()
         await scheduler.submit(1, [task])
         [outcome] = await scheduler.results(1)
-    finally:
-        await scheduler.close()
-        for other in others:
-            if isinstance(other, Auxiliary):
-                await other.engine.close()
-        await engine.close()
-        device.close()
     if outcome.failures:
         failed = outcome.failures[0]
         raise TrialFailed(str(failed.fault), failed.trace)

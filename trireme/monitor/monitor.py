@@ -71,11 +71,14 @@ class Monitors:
         if len(self._rollouts) == ROLLOUTS:
             self._send_rollouts()
 
-    def close(self) -> None:
-        """Close each."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close each. `failed`: the run was stopped, or ended with an error."""
         self._send_rollouts()
         for monitor in self.monitors:
-            monitor.close()
+            if isinstance(monitor, Apart):
+                monitor.close(failed=failed)
+            else:
+                monitor.close()
 
     def _send_rollouts(self) -> None:
         rows, self._rollouts = self._rollouts, []

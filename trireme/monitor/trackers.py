@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.aio import OwnThread
-from trireme.files import write_json
+from trireme.files import in_turn, write_json
 from trireme.monitor.metrics import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options, tracker
 
@@ -57,8 +57,8 @@ class Tracker(Protocol):
         """Some rollouts of a step."""
         ...
 
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self, *, failed: bool = False) -> None:
+        """Send what is left. `failed`: the run was stopped, or ended with an error."""
         ...
 
 
@@ -98,7 +98,7 @@ class Callback:
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
         """A function takes metrics alone."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing is held."""
 
 
@@ -123,10 +123,10 @@ class Apart:
         """Send some rollouts."""
         self._send(lambda tracker: tracker.rollouts(rows, step))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Wait until all is sent, up to CLOSE_S."""
         ended = threading.Event()
-        self._send(lambda tracker: tracker.close())
+        self._send(lambda tracker: tracker.close(failed=failed))
         self._thread.close(last=ended.set)
         if not ended.wait(CLOSE_S):
             self._warn(f"has not ended within {CLOSE_S:g} s")
@@ -206,7 +206,7 @@ def open_trackers(
     and a tracked run of its own.
     """
     path = run.folder / FILE_NAME
-    ids: dict[str, str] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    ids = _ids(path)
     suffix = f"-{part}" if part else ""
 
     def open_one(name: str) -> Apart:
@@ -216,14 +216,18 @@ def open_trackers(
         )
 
         def started(id: str) -> None:
-            ids[key] = id
-            write_json(path, ids)
+            with in_turn(path.with_name(f".{FILE_NAME}.lock")):  # another command's are kept
+                write_json(path, _ids(path) | {key: id})
 
         if inspect.isfunction(made):
             return Apart(name, lambda: Callback(made), started)
         return Apart(name, lambda: made(told, **own), started)
 
     return [open_one(name) for name in kinds if name != "tensorboard"]
+
+
+def _ids(path: Path) -> dict[str, str]:
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def _options(names: Sequence[str], name: str, args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -276,9 +280,9 @@ class Wandb:
         table = self._wandb.Table(columns, [[row[c] for c in columns] for row in rows])
         self._run.log({"rollouts": table, "explorer_step": step})
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """See Tracker."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
 
 @tracker("mlflow")
@@ -318,9 +322,9 @@ class MLflow:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         self._client.log_text(self.id, text, f"rollouts/step_{step}.jsonl")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """See Tracker."""
-        self._client.set_terminated(self.id)
+        self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
 @tracker("swanlab")
@@ -358,9 +362,9 @@ class SwanLab:
         ]
         self._run.log({"rollouts": texts}, step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """See Tracker."""
-        self._run.finish()
+        self._run.finish(state="crashed" if failed else "success")
 
 
 @tracker("trackio")
@@ -392,6 +396,6 @@ class Trackio:
         pandas: Any = import_module("pandas")
         self._run.log({"rollouts": self._trackio.Table(dataframe=pandas.DataFrame(rows))}, step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """See Tracker."""
         self._run.finish()

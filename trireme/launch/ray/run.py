@@ -167,7 +167,9 @@ class Actors:
         if stage.plan.mode == "train":
             return await run_train(stage, trainer, explorer, measure_end=measure_end)
         assert explorer is not None
-        return await run_both(stage, trainer, explorer, refresh=stage.resumed is not None)
+        # a user's own servers may have other weights from an earlier run or stage
+        refresh = stage.resumed is not None or bool(stage.plan.engine_urls)
+        return await run_both(stage, trainer, explorer, refresh=refresh)
 
     async def _stop_trainer(self, work: asyncio.Future[StageResult]) -> None:
         with suppress(RayError):  # it is gone: `work` says so
