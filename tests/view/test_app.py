@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from tests.view.made import TOOLS, make_run
 from trireme.buffer.record import Record
+from trireme.files import write_bytes
 from trireme.view.app import STATIC, Page, create_app
 from trireme.view.report import write_report
 from trireme.view.serve import PageOptions, serve
@@ -105,6 +106,18 @@ def test_every_token_has_its_numbers(client: TestClient) -> None:
     assert found["ratio"][5] == pytest.approx(1.1618, abs=1e-4)  # exp(-0.25 - -0.4)
     assert found["advantages"][2:] == [1, 1, 1, 1] and found["versions"][2:] == [1] * 4
     assert found["trained_step"] == 2 and len(found["text"]) == 6
+
+
+def test_the_numbers_are_those_of_the_newest_step_that_is_still_kept(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    page = Page(run)
+    eid, kept = "1/1/1/0", run / "buffer/trained"
+    assert page.tokens({**RUN, "eid": eid})["trained_step"] == 1
+    first = (kept / "step_1.safetensors").read_bytes()
+    write_bytes(kept / "step_3.safetensors", first)  # a resume has trained it in step 3
+    assert page.tokens({**RUN, "eid": eid})["trained_step"] == 3
+    (kept / "step_3.safetensors").unlink()  # rewound
+    assert page.tokens({**RUN, "eid": eid})["trained_step"] == 1
 
 
 def test_a_wrong_question_is_answered_in_a_sentence(client: TestClient) -> None:

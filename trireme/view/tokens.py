@@ -34,8 +34,9 @@ class Tokens:
         self._run = run
         self._buffer = run.folder / "buffer"
         self._lock = threading.Lock()
-        self._steps: dict[str, int] = {}
-        self._read: set[int] = set()
+        self._steps: dict[str, set[int]] = {}
+        self._read: dict[int, int] = {}
+        """When the file of each step was written: a resumed run writes it anew."""
 
     def of(self, eid: str) -> dict[str, Any]:
         """Text, ids and every number of a rollout's tokens.
@@ -59,8 +60,9 @@ class Tokens:
         if learned is not None:
             _add_learned(rows, learned)
         notes = [] if learned is not None else [
-            "No train step kept this rollout's tokens (steps are thinned at the limit of copies), "
-            "or none has trained it yet: new log-probability, ratio and advantage are unknown."
+            "No train step kept this rollout's tokens (a large step keeps some of its groups, "
+            "and steps are thinned at the limit of copies), or none has trained it yet: "
+            "new log-probability, ratio and advantage are unknown."
         ]  # fmt: skip
         if learned is not None and not any(value is not None for value in rows["trained_logprobs"]):
             notes = ["All its advantages are 0: the step left it out, and computed no ratio."]
@@ -93,13 +95,18 @@ class Tokens:
         """What the last step that trained it made of it, and which step that was."""
         with self._lock:
             kept = dict(trained.files(self._buffer / trained.FOLDER))
-            for step in sorted(set(kept) - self._read):
-                self._read.add(step)
-                self._steps.update(dict.fromkeys(trained.eids_of(kept[step]), step))
-            step = self._steps.get(eid)
-        if step is None or step not in kept:
-            return None, None
-        return trained.read_trained(kept[step], eid), step
+            for step, path in kept.items():
+                written = path.stat().st_mtime_ns
+                if self._read.get(step) != written:
+                    self._read[step] = written
+                    for one in trained.eids_of(path):
+                        self._steps.setdefault(one, set()).add(step)
+            steps = sorted(self._steps.get(eid, ()), reverse=True)
+        for step in steps:  # some may be gone since: thinned, or rewound by a resume
+            learned = trained.read_trained(kept[step], eid) if step in kept else None
+            if learned is not None:
+                return learned, step
+        return None, None
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         path = tokenizer_file(self._run)
