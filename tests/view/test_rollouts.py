@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +99,12 @@ def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path: Pa
     record._write([experience(2, 0, 0, 0.5)])
     found.refresh()
     assert [row["eid"] for row in found.rows(found.select(Filter(order="oldest")))][-1] == "2/0/0/0"
+    places = found.select(Filter(text="reply"))
     record._lines.keep(lambda line: line["step"] == 2)  # type: ignore[union-attr]
     found.refresh()
-    assert [row["eid"] for row in found.rows(range(len(found)))] == ["2/0/0/0"]
+    assert [row["eid"] for row in found.rows(found.select(Filter()))] == ["2/0/0/0"]
+    with pytest.raises(ValueError, match="was written anew meanwhile: ask again"):
+        found.rows(places)
     with pytest.raises(ValueError, match="no rollout '1/0/1/0' of kind 'train'"):
         found.row("train", "1/0/1/0")
     record.close()
@@ -113,6 +118,30 @@ def test_a_run_with_a_database_alone(tmp_path: Path) -> None:
     found.refresh()
     best = found.rows(found.select(Filter(order="best", text="reply 2")))
     assert [(row["eid"], row["reward"]) for row in best] == [("1/0/2/0", 2.0)]
+
+
+def test_a_database_that_was_cut_or_rewound_is_read_anew(tmp_path: Path) -> None:
+    record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
+    record._write([experience(1, 0, run, float(run)) for run in range(3)])
+    found = Rollouts(tmp_path)
+
+    def rewards() -> dict[str, Any]:
+        found.refresh()
+        return {row["eid"]: row["reward"] for row in found.rows(found.select(Filter()))}
+
+    assert rewards() == {"1/0/0/0": 0.0, "1/0/1/0": 1.0, "1/0/2/0": 2.0}
+    path = tmp_path / "buffer/explorer_output.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("DELETE FROM experiences WHERE msg_id = '1/0/2/0'")
+        database.commit()
+    record._write([experience(1, 0, 2, 7.0)])  # a resume tries it again: the key is used again
+    assert rewards() == {"1/0/0/0": 0.0, "1/0/1/0": 1.0, "1/0/2/0": 7.0}
+    record._write([experience(1, 0, 3, 3.0)])
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("DELETE FROM experiences WHERE msg_id = '1/0/0/0'")  # the copy's limit
+        database.commit()
+    assert rewards() == {"1/0/1/0": 1.0, "1/0/2/0": 7.0, "1/0/3/0": 3.0}
+    record.close()
 
 
 def test_a_selection_is_exported_whole(rollouts: Rollouts) -> None:

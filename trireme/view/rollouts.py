@@ -4,6 +4,8 @@ Invariants:
 - The index holds numbers and places in files, never text: 100,000 rollouts take about 10 MB.
 - A file that has grown is read on from where the index ended; one that was replaced or has shrunk
   (a resume, a copy at its limit) is read anew.
+- A place stands for one rollout: after an index was read anew, its places are others, and an old
+  one is refused instead of meaning another rollout.
 - Nothing is written, and a database is opened read-only.
 """
 
@@ -111,13 +113,18 @@ class Rollouts:
         self.buffer = folder / "buffer"
         self._lock = threading.Lock()
         self._sources = [_Source(self.buffer / name, kind) for kind, name in LINES.items()]
+        self._first = 0
+        """The place of the first rollout: past all places of the indexes before."""
+        self._columns: dict[str, array[Any]] = {}
         self._clear()
 
     def _clear(self) -> None:
+        self._first += len(self._columns.get("offset", ()))
         self._columns = {name: array(code) for name, code in _COLUMNS.items()}
         self._tasks, self._groups = _Names(), _Names()
         self._places: dict[str, int] = {}
-        self._from_database = 0
+        self._from_database: tuple[int, str, float] | None = None
+        """Key, id and time of the last row that was read."""
         for source in self._sources:
             source.inode, source.read, source.head = -1, 0, b""
 
@@ -191,17 +198,37 @@ class Rollouts:
     def _read_database(self) -> None:
         """Rows of the copy that workflows' experiences have, where a run keeps no lines."""
         query = (
-            "SELECT id, msg_id, batch, reward, model_version, length(response_text) "
+            "SELECT id, msg_id, timestamp, batch, reward, model_version, length(response_text) "
             "FROM experiences WHERE id > ? ORDER BY id"
         )
         with closing(open_read_only(self.buffer / DATABASE)) as database:
-            for key, eid, step, reward, version, size in database.execute(
-                query, [self._from_database]
-            ):
+            if self._from_database is not None and self._database_was_cut(database):
+                self._clear()
+                for source in self._sources:
+                    if source.path.exists():
+                        self._read_on(source)
+            known = self._from_database[0] if self._from_database else 0
+            for key, eid, time, step, reward, version, size in database.execute(query, [known]):
                 row = {"eid": eid, "step": step, "reward": reward, "model_version": version}
                 self._add(row | {"response_length": size}, kind=0, offset=-key, size=0, text=0,
                           text_end=0)  # fmt: skip
-                self._from_database = key
+                self._from_database = key, eid, time
+
+    def _database_was_cut(self, database: sqlite3.Connection) -> bool:
+        """Whether rows that were read are gone, or their keys have been given to others."""
+        assert self._from_database is not None
+        key, *last = self._from_database
+        # a count of all walks an index; one of `id <= ?` would walk the rows with their tokens
+        (count,) = database.execute(
+            "SELECT (SELECT count(*) FROM experiences) "
+            "- (SELECT count(*) FROM experiences WHERE id > ?)",
+            [key],
+        ).fetchone()
+        now = database.execute(
+            "SELECT msg_id, timestamp FROM experiences WHERE id = ?", [key]
+        ).fetchone()
+        indexed = int((self.column("offset") < 0).sum())
+        return count != indexed or now != tuple(last)
 
     # --- asking ----------------------------------------------------------------------------
 
@@ -215,6 +242,7 @@ class Rollouts:
     def select(self, wanted: Filter) -> Selection:
         """Places of the rollouts that are wanted, in their order."""
         with self._lock:
+            first = self._first
             columns = {name: np.array(values) for name, values in self._columns.items()}
             tasks, groups = dict(self._tasks.codes), dict(self._groups.codes)
         keep = np.ones(len(columns["offset"]), bool)
@@ -234,7 +262,7 @@ class Rollouts:
             keep &= columns["cut"] == wanted.cut
         if wanted.text:
             keep &= self._holding(wanted.text, columns)
-        return _ordered(np.flatnonzero(keep), columns, wanted)
+        return _ordered(np.flatnonzero(keep), columns, wanted) + first
 
     def _holding(self, text: str, columns: dict[str, np.ndarray[Any, Any]]) -> Any:
         """Which rollouts have a text in prompt or reply."""
@@ -265,6 +293,9 @@ class Rollouts:
             return [self._row(int(place)) for place in places]
 
     def _row(self, place: int) -> dict[str, Any]:
+        place -= self._first
+        if place < 0:
+            raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
         own = {name: values[place] for name, values in self._columns.items()}
         if own["offset"] < 0:
             row = self._database_row(-own["offset"])
@@ -272,6 +303,8 @@ class Rollouts:
             with self._sources[own["kind"]].path.open("rb") as file:
                 file.seek(own["offset"])
                 row = json.loads(file.read(own["size"]), parse_constant=_no_number)
+        if _group_and_run(str(row["eid"])) != (self._groups.names[own["group"]], own["run"]):
+            raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
         row["kind"] = KINDS[own["kind"]]
         row["task"] = self._tasks.names[own["task"]]
         row["group"] = self._groups.names[own["group"]]
@@ -292,10 +325,11 @@ class Rollouts:
 
     def row(self, kind: str, eid: str) -> dict[str, Any]:
         """One rollout by its id. Raises ValueError where there is none."""
-        place = self._places.get(f"{kind} {eid}")
-        if place is None:
-            raise ValueError(f"there is no rollout '{eid}' of kind '{kind}' in {self.buffer}")
-        return self.rows([place])[0]
+        with self._lock:
+            place = self._places.get(f"{kind} {eid}")
+            if place is None:
+                raise ValueError(f"there is no rollout '{eid}' of kind '{kind}' in {self.buffer}")
+            return self._row(self._first + place)
 
     def facts(self) -> dict[str, Any]:
         """What the page's filters offer: how many of each kind, and the steps of each."""
