@@ -135,7 +135,7 @@ def test_supervised_training_evaluates_where_it_is_asked_to(tiny_dir: Path, tmp_
     rows = [{"prompt": f"{n} + 1?", "response": str(n + 1)} for n in range(8)]
     options: dict[str, Any] = {"model": tiny_dir, "tasks": rows, "algorithm": "sft"}
     options |= {"checkpoint_root_dir": str(tmp_path), "trainer": {"total_steps": 2}}
-    sizes = {f"model.{key}": value for key, value in SMALL.items()}
+    sizes: dict[str, Any] = {f"model.{key}": value for key, value in SMALL.items()}
     run = trireme.train(**options, **sizes, eval_tasks=ROWS, reward=varied)
     assert [name for name in run.metrics if name.startswith("eval/held_out/reward")]
     with pytest.raises(ValueError, match="'sft' trains on data: a reward and a workflow"):
