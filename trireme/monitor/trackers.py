@@ -76,6 +76,15 @@ class TrackedRun:
     id: str | None = None
     """Of the tracked run that a resume goes on with; None: a new one."""
 
+    def described(self) -> dict[str, Any]:
+        """The keywords by which the libraries' `init` is told of a run."""
+        return {
+            "project": self.project or "trireme",
+            "group": self.group or None,
+            "name": self.name,
+            "config": dict(self.config),
+        }
+
     def local(self, kind: str) -> Path:
         """A folder for what a tracker stores on this machine."""
         path = self.folder / kind
@@ -252,17 +261,8 @@ class Wandb:
         wandb: Any = import_module("wandb")
         kept = {"id": run.id, "resume": "allow"} if run.id else {}
         self._wandb = wandb
-        self._run = wandb.init(
-            **{
-                "project": run.project,
-                "group": run.group or None,
-                "name": run.name,
-                "config": dict(run.config),
-                "dir": str(run.local("wandb")),
-                **kept,
-                **options,
-            }
-        )
+        here = {"dir": str(run.local("wandb"))}
+        self._run = wandb.init(**(run.described() | here | kept | options))
         self._known: set[str] = set()
         self.id: str | None = self._run.id
 
@@ -335,17 +335,8 @@ class SwanLab:
         swanlab: Any = import_module("swanlab")
         kept = {"id": run.id, "resume": "allow"} if run.id else {}
         self._swanlab = swanlab
-        self._run = swanlab.init(
-            **{
-                "project": run.project,
-                "group": run.group or None,
-                "name": run.name,
-                "config": dict(run.config),
-                "log_dir": str(run.local("swanlab")),
-                **kept,
-                **options,
-            }
-        )
+        here = {"log_dir": str(run.local("swanlab"))}
+        self._run = swanlab.init(**(run.described() | here | kept | options))
         self.id: str | None = self._run.id
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
@@ -374,17 +365,8 @@ class Trackio:
     def __init__(self, run: TrackedRun, **options: Any) -> None:
         trackio: Any = import_module("trackio")
         self._trackio = trackio
-        self._run = trackio.init(
-            **{
-                "project": run.project or "trireme",
-                "group": run.group or None,
-                "name": run.name,
-                "config": dict(run.config),
-                "resume": "allow" if run.id else "never",
-                "embed": False,
-                **options,
-            }
-        )
+        kept = {"resume": "allow" if run.id else "never", "embed": False}
+        self._run = trackio.init(**(run.described() | kept | options))
         self.id: str | None = self._run.name
 
     def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
