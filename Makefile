@@ -1,6 +1,6 @@
 # make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
 # test-trackers | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
-# lint | clean: needs Python 3.11 to 3.13; all else goes into
+# bench-peers | lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
 VENV := .venv
@@ -14,9 +14,16 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 TRACKERS := .venv-trackers
 VLLM := .venv-vllm
+PEERS := .venv-peers
+ifdef TRIREME_VLLM_PYTHON
+VLLM_PYTHON := $(TRIREME_VLLM_PYTHON)
+else
+VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
+VLLM_INSTALLED := $(VLLM)/.installed
+endif
 
 .PHONY: setup demo demo-cluster docs test test-gpu test-page test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-trackers test-postgres test-ray test-python audit faults lint format clean
+    test-vllm test-trackers test-postgres test-ray test-python audit faults bench-peers lint format clean
 
 setup: $(STAMP)
 
@@ -65,6 +72,17 @@ test: lint docs
 faults: setup
 	scripts/postgres_setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.harness
+
+# Trireme beside TRL, transformers and vLLM's CPU build, each in an environment of its own; BENCH="--only demo"
+BENCH ?=
+bench-peers: setup $(PEERS)/.installed $(VLLM_INSTALLED)
+	$(BIN)/python benchmarks/against_peers.py --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON) $(BENCH)
+
+$(PEERS)/.installed: constraints.txt constraints-peers.txt
+	$(BIN)/python -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints.txt -c constraints-peers.txt trl accelerate
+	@touch $@
 
 # the same code with CUDA, NCCL and bfloat16; TRIREME_VLLM_PYTHON names vLLM's environment
 test-gpu: setup
@@ -153,4 +171,4 @@ audit: setup
 	    exit 1; }
 
 clean:
-	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(TRACKERS) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(TRACKERS) $(VLLM) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache

@@ -23,7 +23,15 @@ FILES = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if path.name != "rl_in_one_file.py"  # runs where it is imported; a test of its own runs it
 )
-QUICK = ("async_rollout", "fsdp2", "generation", "prefix_sharing", "scale_parts", "weight_sync")
+QUICK = (
+    "against_peers",
+    "async_rollout",
+    "fsdp2",
+    "generation",
+    "prefix_sharing",
+    "scale_parts",
+    "weight_sync",
+)
 # beside other tests the seconds of real commands say nothing: start_up is only imported
 
 
