@@ -91,6 +91,8 @@ class Orders:
 
         def perform() -> None:
             try:
+                if self._ranks.device.type == "cuda":  # each thread has its own
+                    torch.cuda.set_device(self._ranks.device)
                 outcome.put((work(), None))
             except BaseException as error:
                 outcome.put((None, error))
@@ -157,8 +159,6 @@ class Orders:
         return reports
 
     def _run(self) -> None:
-        if self._ranks.device.type == "cuda":
-            torch.cuda.set_device(self._ranks.device)
         while True:
             self._work.get()()
 

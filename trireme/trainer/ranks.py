@@ -64,7 +64,7 @@ class Place:
     sequence: int = 1
     """Ranks that share a sequence: `trainer.ulysses_sequence_parallel_size`."""
     device: str = "cpu"
-    """cpu, cuda or cuda:N."""
+    """cpu, cuda:N, or cuda: the process's current one, of which a rank on Ray sees no other."""
     timeout: float = field(kw_only=True)
     """Seconds that a collective, or the meeting, may take: `trainer.collective_timeout`."""
     lost_after: float = 20.0
@@ -95,6 +95,10 @@ class Ranks:
         self.place = place
         self.rank, self.world = place.rank, place.world
         self.device = torch.device(place.device)
+        if (
+            self.device.type == "cuda" and self.device.index is None
+        ):  # torch sets numbered ones only
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.store = connect(place, serve=place.rank == 0)
         self.store.set(f"here/{self.rank}", socket.gethostname())
         self._meet()

@@ -1,0 +1,97 @@
+"""What a GPU demands of ranks, shown without one: device indices, and a thread that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch._utils import _get_device_index
+
+from tests.trainer.ranks import run
+from trireme.launch.trainer_ranks import place_of
+from trireme.trainer import ranks as ranks_module
+from trireme.trainer.orders import Orders, follow
+from trireme.trainer.ranks import Place, Ranks
+
+PLAN: Any = SimpleNamespace(
+    device="cuda",
+    config=SimpleNamespace(
+        trainer=SimpleNamespace(ulysses_sequence_parallel_size=1, collective_timeout=30.0)
+    ),
+)
+
+
+@contextmanager
+def fake_cuda() -> Iterator[list[tuple[str, int]]]:
+    """torch's own rule of what `set_device` takes, over gloo; the devices set, by thread."""
+    chosen: list[tuple[str, int]] = []
+    group, mesh = dist.init_process_group, ranks_module.init_device_mesh
+
+    def set_device(device: Any) -> None:
+        chosen.append((threading.current_thread().name, _get_device_index(device)))
+
+    with (
+        patch("torch.cuda.set_device", set_device),
+        patch("torch.cuda.current_device", lambda: 0),
+        patch.object(dist, "init_process_group", lambda _, **given: group("gloo", **given)),
+        patch.object(ranks_module, "init_device_mesh", lambda _, shape: mesh("cpu", shape)),
+    ):
+        yield chosen
+
+
+def _meet(place: Place) -> dict[str, Any]:
+    """A plan's ranks say where they compute; rank 0 does its part in a thread of its own."""
+    with fake_cuda() as chosen:
+        if place.rank:
+            follow(place_of(PLAN, place.rank, place.world, place.address), lambda _: {})
+            return {"chosen": chosen}
+        ranks = Ranks(place_of(PLAN, 0, place.world, place.address))
+        orders = Orders(ranks)
+        answer = orders.guarded(lambda: 7)
+        orders.close()
+        return {"answer": answer, "chosen": chosen, "device": str(ranks.device)}
+
+
+def test_ranks_of_a_plan_on_gpus_set_a_device_with_an_index(tmp_path: Path) -> None:
+    first, second = run(_meet, tmp_path / "ranks")
+    assert first["answer"] == 7
+    assert first["device"] == "cuda:0"
+    assert first["chosen"] == [("MainThread", 0), ("trainer-rank-0", 0)]
+    assert second["chosen"] == [("MainThread", 0)]
+
+
+def _fails_in_its_thread(place: Place) -> str:
+    """What rank 0's caller sees of a device that its thread cannot have."""
+    with fake_cuda():
+        ranks = Ranks(place_of(PLAN, 0, 1, place.address))
+        heard: list[str] = []
+
+        def lost(device: Any) -> None:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+
+        with patch("torch.cuda.set_device", lost):
+            orders = Orders(ranks)
+
+            def call() -> None:
+                try:
+                    orders.guarded(lambda: 7)
+                except RuntimeError as error:
+                    heard.append(str(error))
+
+            caller = threading.Thread(target=call, daemon=True)
+            caller.start()
+            caller.join(10)
+        orders.close()
+        return heard[0] if heard else "nothing in 10 s"
+
+
+def test_a_failure_in_the_thread_of_rank_0_reaches_its_caller(tmp_path: Path) -> None:
+    assert run(_fails_in_its_thread, tmp_path / "ranks", world=1) == [
+        "CUDA error: invalid device ordinal"
+    ]
