@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from trireme.engines.torch.rows import attend, refuse_plans
 from trireme.trainer.pack import Layout
 
 NAME = "trireme_packed"
@@ -46,16 +46,14 @@ def packed_attention(
     flat_query, flat_key, flat_value = (_flat(x) for x in (query, key, value))
     outputs = []
     for rows in packed.rows:
-        attended = F.scaled_dot_product_attention(
+        bias = rows.bias(sliding_window or 0)
+        attended = attend(
             _take(flat_query, rows.queries, query.shape[1]),
             _take(flat_key, rows.keys, key.shape[1]),
             _take(flat_value, rows.keys, value.shape[1]),
-            attn_mask=None
-            if rows.causal and not sliding_window
-            else rows.mask(sliding_window or 0),
-            is_causal=rows.causal and not sliding_window,
+            mask=bias,
+            causal=bias is None,
             scale=scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
         )
         outputs.append(attended.transpose(1, 2).reshape(rows.queries.numel(), -1))
     out = select(torch.cat(outputs) if len(outputs) > 1 else outputs[0], packed.place)
@@ -65,6 +63,7 @@ def packed_attention(
 def register() -> None:
     """Make `attn_implementation="trireme_packed"` known to transformers; again does nothing."""
     AttentionInterface.register(NAME, packed_attention)
+    refuse_plans()
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -79,5 +78,10 @@ def _take(flat: Tensor, index: Tensor, heads: int) -> Tensor:
 
 
 def select(flat: Tensor, index: Tensor) -> Tensor:
-    """flat[index] by `gather`, whose backward on a CPU is several times that of `index_select`."""
+    """flat[index]; on a CPU by `gather`, whose backward is several times faster there.
+
+    On a GPU that backward adds up rounded numbers in any order; that of an index sorts them first.
+    """
+    if flat.is_cuda:
+        return flat[index]
     return flat.gather(0, index[:, None].expand(-1, flat.shape[1]))

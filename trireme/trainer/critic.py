@@ -22,7 +22,7 @@ from trireme.trainer import ulysses
 from trireme.trainer.attention import select
 from trireme.trainer.backend import TrainSettings
 from trireme.trainer.model import checkpoint_activations, hidden_states
-from trireme.trainer.pack import Layout, pack
+from trireme.trainer.pack import Layout, pack_on
 from trireme.trainer.ranks import Ranks, dummy
 
 HEAD = "value_head"
@@ -138,7 +138,7 @@ class Critic:
         self.descent.load_state(saved.extra | {"optimizer": optimizer})
 
     def _values(self, part: Batch) -> Tensor:
-        layout = pack(part, share_prefix=self._settings.share_prefix)
+        layout = pack_on(self.device, part, share_prefix=self._settings.share_prefix)
         with self._settings.precision(self._ranks):
             return self._root(self._worth, layout).float()
 
@@ -150,5 +150,4 @@ class Critic:
 
         if self._ranks and self._ranks.sequence:
             return ulysses.sliced(model, layout, self._ranks.sequence, read_off)[0]
-        layout = layout.to(next(model.parameters()).device)
         return read_off(hidden_states(model, layout), layout.predecessors)[0]

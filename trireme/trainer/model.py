@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trireme.batch import Batch, of_tokens
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
-from trireme.trainer.pack import Layout, pack
+from trireme.trainer.pack import Layout, pack_on
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def token_logprobs(
     vocabulary. All are float32 at least, and on the model's device.
     """
     device = next(model.parameters()).device
-    layout = pack(batch, share_prefix=share_prefix).to(device)
+    layout = pack_on(device, batch, share_prefix=share_prefix)
     hidden = hidden_states(model, layout)
     targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
     return score_entries(model, hidden, layout.predecessors, targets, temperatures, entropy=entropy)

@@ -21,10 +21,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from trireme.batch import Batch
 
 _SMALLEST = 16  # rows below this many queries or keys are not told apart
+_MULTIPLE = 128  # queries of aligned rows: a kernel's block
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,15 @@ class Rows:
     """[R] keys before the row's first query: query i sees keys 0 to start + i."""
     causal: bool
     """All starts are 0 and Q = K: plain causal attention, no mask needed."""
+    named: CausalBias | None = None
+    """Where all starts are K - Q: the mask by its name, which kernels know, without its numbers."""
     _masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int = 0) -> Tensor | None:
+        """None where attention is plain causal; else the mask, by its name where it has one."""
+        if self.causal and not window:
+            return None
+        return self.mask(window) if window or self.named is None else self.named
 
     def mask(self, window: int = 0) -> Tensor:
         """[R, 1, Q, K] true where a query sees a key; `window` > 0: the last so many keys only."""
@@ -77,7 +87,13 @@ class Layout:
             self.tokens.to(device),
             self.positions.to(device),
             tuple(
-                Rows(r.queries.to(device), r.keys.to(device), r.starts.to(device), r.causal)
+                Rows(
+                    r.queries.to(device),
+                    r.keys.to(device),
+                    r.starts.to(device),
+                    r.causal,
+                    r.named,
+                )
                 for r in self.rows
             ),
             self.place.to(device),
@@ -85,8 +101,12 @@ class Layout:
         )
 
 
-def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
-    """The layout of a batch that has at least one entry."""
+def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> Layout:
+    """The layout of a batch that has at least one entry.
+
+    `align`, for a GPU: rows side by side begin at the same token, so that none needs a mask, and
+    have multiples of 128 queries. More rows are alone; a CPU attends with a mask as fast.
+    """
     inputs = _inputs(batch)
     order, shared = _sorted(inputs, share_prefix)
     paths: list[np.ndarray] = [np.empty(0, np.int64)] * len(inputs)
@@ -105,7 +125,7 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
             tokens.append(inputs[n][common:])
         paths[n] = before = path
         total += new
-    rows, place = _rows([(start, paths[n]) for start, n in spans], total)
+    rows, place = _rows([(start, paths[n]) for start, n in spans], total, align)
     depth = np.empty(total, np.int64)
     for path in (paths[n] for _, n in spans):
         depth[path] = np.arange(len(path))
@@ -119,6 +139,11 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         place=torch.from_numpy(place),
         predecessors=torch.from_numpy(predecessors),
     )
+
+
+def pack_on(device: torch.device, batch: Batch, *, share_prefix: bool = True) -> Layout:
+    """`pack` as the device wants it, and there."""
+    return pack(batch, share_prefix=share_prefix, align=device.type == "cuda").to(device)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
@@ -196,19 +221,23 @@ def _neighbours(batch: Batch, order: Sequence[int]) -> Iterator[tuple[int, int]]
 
 
 def _rows(
-    spans: Sequence[tuple[int, np.ndarray]], total: int
+    spans: Sequence[tuple[int, np.ndarray]], total: int, align: bool
 ) -> tuple[tuple[Rows, ...], np.ndarray]:
     """Rows in padded buckets, and each flat token's place among their queries."""
-    buckets: dict[tuple[bool, int, int], list[tuple[int, np.ndarray]]] = {}
+    buckets: dict[tuple[int, int, int], list[tuple[int, np.ndarray]]] = {}
     for start, path in spans:
-        key = (start == 0, _grid(len(path) - start), _grid(len(path)))
+        first = start if align else start == 0
+        key = (first, _grid(len(path) - start), _grid(len(path)))
         buckets.setdefault(key, []).append((start, path))
     out: list[Rows] = []
     place = np.empty(total, np.int64)
     base = 0
-    for (whole, _, _), members in sorted(buckets.items(), key=lambda item: item[0]):
+    for _, members in sorted(buckets.items(), key=lambda item: item[0]):
         num_queries = max(len(path) - start for start, path in members)
         num_keys = max(len(path) for _, path in members)
+        if align:
+            padded = -(-num_queries // _MULTIPLE) * _MULTIPLE
+            num_queries, num_keys = padded, num_keys + padded - num_queries
         queries = np.empty((len(members), num_queries), np.int64)
         keys = np.empty((len(members), num_keys), np.int64)
         for r, (start, path) in enumerate(members):
@@ -218,7 +247,9 @@ def _rows(
             place[own] = base + r * num_queries + np.arange(len(own))
         base += queries.size
         starts = torch.tensor([start for start, _ in members])
-        out.append(Rows(torch.from_numpy(queries), torch.from_numpy(keys), starts, whole))
+        whole = not members[0][0]
+        named = causal_lower_right(num_queries, num_keys) if align else None
+        out.append(Rows(torch.from_numpy(queries), torch.from_numpy(keys), starts, whole, named))
     return tuple(out), place
 
 

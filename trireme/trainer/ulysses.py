@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trireme.batch import Batch
 from trireme.trainer.attention import packed_attention
 from trireme.trainer.model import score_entries
-from trireme.trainer.pack import Layout, pack
+from trireme.trainer.pack import Layout, pack_on
 from trireme.trainer.ranks import SequenceGroup
 
 NAME = "trireme_ulysses"
@@ -59,7 +59,8 @@ def sliced_logprobs(
         logprobs, entropies = score_entries(model, hidden, at, *given, entropy=entropy)
         return [logprobs] if entropies is None else [logprobs, *entropies]
 
-    found = sliced(model, pack(batch, share_prefix=share_prefix), sequence, score)
+    layout = pack_on(device, batch, share_prefix=share_prefix)
+    found = sliced(model, layout, sequence, score)
     return found[0], torch.stack(found[1:]) if entropy else None
 
 
@@ -71,10 +72,10 @@ def sliced(
 ) -> list[Tensor]:
     """`compute`'s numbers of all entries [M], on every rank of the group.
 
-    `compute(hidden, at, chosen)` gives those of some entries: `chosen` are their indices, `at` is
-    where the tokens before them lie in the hidden states of this rank's slice.
+    The layout is on this rank's device. `compute(hidden, at, chosen)` gives those of some entries:
+    `chosen` are their indices, `at` is where the tokens before them lie in the hidden states of
+    this rank's slice.
     """
-    layout = layout.to(next(model.parameters()).device)
     length = -(-len(layout.tokens) // sequence.size)
     padding = length * sequence.size - len(layout.tokens)
     begin = sequence.rank * length

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 NAME = "trireme_rows"
 GRAIN = 64
+GPU = "cuda"
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 
 
@@ -145,17 +146,56 @@ def rows_attention(
         values[rows.write_row, :, rows.write_at] = value[rows.entry, :, rows.offset]
         all_keys = keys[rows.rows, :, : rows.total]
         all_values = values[rows.rows, :, : rows.total]
-    out = F.scaled_dot_product_attention(
+    out = attend(query, all_keys, all_values, mask=rows.mask(sliding_window or 0), scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of query [B, H, Q, D] over key and value [B, Hkv, K, D] -> [B, H, Q, D].
+
+    On a GPU the kernels that take a mask, or float32, take no grouped heads: what torch falls back
+    to holds all scores [B, H, Q, K] at once.
+    """
+    if query.device.type == GPU and (type(mask) is Tensor or query.dtype == torch.float32):
+        if query.shape[2] == 1:
+            return attend_one(query, key, value, mask, scale)
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return F.scaled_dot_product_attention(
         query,
-        all_keys,
-        all_values,
-        attn_mask=rows.mask(sliding_window or 0),
-        scale=scaling,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out.transpose(1, 2), None
+
+
+def attend_one(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """`attend` of one query [B, H, 1, D]: the heads of a group are queries side by side, so that
+    keys and values are not repeated.
+    """
+    together = query.view(query.shape[0], key.shape[1], -1, query.shape[3])
+    out = F.scaled_dot_product_attention(together, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(query.shape)
 
 
 def register() -> None:
     """Make `attn_implementation="trireme_rows"` known to transformers; again does nothing."""
     AttentionInterface.register(NAME, rows_attention)
+    refuse_plans()
+
+
+def refuse_plans() -> None:
+    """Without cuDNN's attention, which takes about a second for each new shape; ours are many."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
