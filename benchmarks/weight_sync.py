@@ -26,9 +26,9 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config.schema import OptimizerConfig
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.engines.device import Device
+from trireme.engines.make import EngineSpec
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.server.process import EngineSpec
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.memory import MemorySync
 from trireme.sync.process_group import GroupSync

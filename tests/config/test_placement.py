@@ -12,7 +12,7 @@ import pytest
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, Plan, load_config, placement
 from trireme.launch.check import draft, make_plans
-from trireme.launch.engine_host import engine_spec
+from trireme.launch.engines import engine_spec
 
 ENGINES = "explorer.rollout_model.engine_num"
 

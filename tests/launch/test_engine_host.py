@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from trireme.engines.make import EngineSpec
 from trireme.launch.engine_host import EngineHost, start_all
-from trireme.server.process import EngineSpec
 
 
 def test_an_engine_that_ends_before_it_is_told_its_settings_is_the_error(

@@ -53,7 +53,7 @@ def _talk(
 
     from trireme.engines.device import Device
     from trireme.engines.engine import Sampling
-    from trireme.engines.torch.engine import TorchEngine
+    from trireme.engines.make import EngineSpec, make_torch_engine
     from trireme.model.chat_tokens import ChatTokens
     from trireme.model.model import Model
 
@@ -63,9 +63,7 @@ def _talk(
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     device = Device()
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = TorchEngine(
-        folder, tokenizer=tokenizer, device=device, max_model_len=length, device_name=where
-    )
+    engine = make_torch_engine(EngineSpec(str(folder), length, device=where), tokenizer, device)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     model = Model(
         engine, ChatTokens(tokenizer), key=(0, 0, 0), sampling=sampling, max_model_len=length,

@@ -19,8 +19,8 @@ from typing import Any
 
 from trireme.config import ConfigError
 from trireme.config.placement import VARIABLE, find_vllm
+from trireme.engines.make import EngineSpec
 from trireme.launch.engine_host import EngineHost
-from trireme.server.process import EngineSpec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PARALLEL = ("tensor_parallel_size", "data_parallel_size")

@@ -38,7 +38,6 @@ from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.envs.gyms import generated
-from trireme.launch.auxiliary import examine_auxiliary
 from trireme.launch.data import (
     OPERATORS_KEY,
     Text,
@@ -52,6 +51,7 @@ from trireme.launch.data import (
     rows_of,
     together,
 )
+from trireme.launch.engines import examine_auxiliary
 from trireme.log import get_logger
 from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator

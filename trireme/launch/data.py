@@ -60,11 +60,17 @@ def make_text(plan: Plan, model_path: str) -> Text:
     """Tokenizer and chat template of the model, or the template that the YAML gives."""
     model = plan.config.model
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
-    template = model.custom_chat_template
-    if template is None and model.chat_template_path:
-        template = Path(model.chat_template_path).read_text()
+    template = chat_template_of(plan)
     chat = ChatTokens(tokenizer, chat_template=template, enable_thinking=model.enable_thinking)
     return Text(tokenizer, chat, template)
+
+
+def chat_template_of(plan: Plan) -> str | None:
+    """The chat template that the YAML gives, as text or as a file; None: the model's own."""
+    model = plan.config.model
+    if model.custom_chat_template is None and model.chat_template_path:
+        return Path(model.chat_template_path).read_text()
+    return model.custom_chat_template
 
 
 def end_ids_of(model_path: str, text: Text) -> Collection[int]:

@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 import httpx
 
 from trireme.config import Plan
-from trireme.config.placement import COLOCATED_SHARE, PASSED
+from trireme.engines.make import EngineSpec
 from trireme.engines.servers import Servers
+from trireme.launch.engines import engine_spec
 from trireme.log import get_logger
-from trireme.server.process import EngineSpec
 
 
 def engine_hosts(plan: Plan, model_path: str, log_folder: Path) -> list[EngineHost]:
@@ -50,34 +50,6 @@ def engine_hosts(plan: Plan, model_path: str, log_folder: Path) -> list[EngineHo
         )
         for index in range(plan.engine_hosts)
     ]
-
-
-def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
-    """What an engine process is told."""
-    config = plan.config
-    rollout = config.explorer.rollout_model
-    template = config.model.custom_chat_template
-    if template is None and config.model.chat_template_path:
-        template = Path(config.model.chat_template_path).read_text()
-    options: dict[str, Any] = {}
-    if plan.engine_kind == "vllm":
-        options = {name: getattr(rollout, name) for name in PASSED}
-        options["extra_engine_args"] = dict(options["extra_engine_args"])
-    if plan.takes_turns:
-        options["enable_sleep_mode"] = True
-        options["gpu_memory_utilization"] = COLOCATED_SHARE
-    return EngineSpec(
-        model_path,
-        plan.max_model_len,
-        kind=plan.engine_kind,
-        dtype=plan.dtype,
-        device=plan.device,
-        seed=plan.seed if rollout.seed is None else rollout.seed,
-        options=options,
-        chat_template=template,
-        enable_thinking=config.model.enable_thinking,
-        trust_remote_code=config.model.trust_remote_code,
-    )
 
 
 def _devices(plan: Plan, index: int) -> dict[str, str]:

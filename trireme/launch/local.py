@@ -13,9 +13,9 @@ from trireme.engines.device import Device, Turns
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, EngineKeeper, engine_hosts, start_all, stop_all
+from trireme.launch.engines import make_remote_engine
 from trireme.launch.modes import result_of, run_both, run_explore, run_train
 from trireme.launch.opening import open_run
-from trireme.launch.rollout import make_remote_engine
 from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine, load_models
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop

@@ -13,9 +13,9 @@ from trireme.config import ConfigError, Plan, Problem
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.explorer.explorer import explorer_state
-from trireme.launch.auxiliary import examine_auxiliary
 from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.data import examine_taskset
+from trireme.launch.engines import examine_auxiliary
 from trireme.launch.stage import Console, Stage, open_stage
 from trireme.launch.starts import add_start, read_starts, same_part, this_start
 from trireme.log import get_logger

@@ -1,4 +1,4 @@
-"""Rollout: makes a plan's engine and the runners whose workflows call it."""
+"""Rollout: makes the runners of a plan, whose workflows call its engine."""
 
 from __future__ import annotations
 
@@ -7,43 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trireme.config import Plan
-from trireme.engines.device import Device, Gate
+from trireme.engines.device import Gate
 from trireme.engines.engine import Engine, Sampling, with_options
-from trireme.engines.remote import RemoteEngine
-from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.auxiliary import Auxiliary, Served
 from trireme.launch.data import Text
+from trireme.launch.engines import Auxiliary, Served
 from trireme.model.model import Model
-from trireme.server.process import MAX_ROWS
 from trireme.task import Task
-
-
-def make_engine(
-    plan: Plan, model_path: str, text: Text, device: Device, gate: Gate | None, share: Any = None
-) -> TorchEngine:
-    """The embedded engine; `share` is the trainer's module whose tensors it reads."""
-    own_seed = plan.config.explorer.rollout_model.seed
-    return TorchEngine(
-        model_path,
-        tokenizer=text.tokenizer,
-        device=device,
-        seed=plan.seed if own_seed is None else own_seed,
-        max_model_len=plan.max_model_len,
-        max_rows=MAX_ROWS,
-        gate=gate,
-        dtype=plan.dtype,
-        device_name=plan.device,
-        share_with=share,
-        trust_remote_code=plan.config.model.trust_remote_code,
-    )
-
-
-def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
-    """The rollout servers at these addresses."""
-    timeout = plan.config.explorer.max_timeout
-    return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
 
 
 def make_scheduler(

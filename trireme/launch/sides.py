@@ -16,11 +16,12 @@ from trireme.buffer.buffer import Buffer, Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
 from trireme.checkpoint.save import save_checkpoint
 from trireme.engines.engine import Engine
+from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
 from trireme.explorer.explorer import Explorer
-from trireme.launch.auxiliary import Auxiliary, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer, make_trained_tokens
-from trireme.launch.rollout import make_engine, make_scheduler
+from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
+from trireme.launch.rollout import make_scheduler
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.trainer_ranks import TrainerRanks
 from trireme.launch.training import make_backend, make_learning, make_push, make_synchronizer
@@ -76,7 +77,10 @@ def shares_tensors(stage: Stage, backend: Backend) -> bool:
 def embedded_engine(stage: Stage, backend: Backend | None = None) -> Engine:
     """The engine of this process, over the trainer's tensors where nothing trains meanwhile."""
     share = backend.module if backend is not None and shares_tensors(stage, backend) else None
-    return make_engine(stage.plan, stage.model_path, stage.text, stage.device, stage.gate, share)
+    spec = engine_spec(stage.plan, stage.model_path)
+    return make_torch_engine(
+        spec, stage.text.tokenizer, stage.device, gate=stage.gate, share_with=share
+    )
 
 
 class TrainerSide:

@@ -26,12 +26,13 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
+from trireme.engines.make import make_torch_engine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import Experience
-from trireme.launch.auxiliary import Auxiliary, make_auxiliary
 from trireme.launch.check import checked
 from trireme.launch.data import Text, make_text, make_training_taskset
-from trireme.launch.rollout import make_engine, make_scheduler
+from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary
+from trireme.launch.rollout import make_scheduler
 from trireme.launch.train import config_from
 from trireme.log import ROOT
 
@@ -128,7 +129,7 @@ async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -
         held.callback(device.close)
         engine: Engine
         if replies is None:
-            engine = make_engine(plan, plan.model_path, text, device, None)
+            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
         else:
             length = plan.max_model_len
             engine = ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)

@@ -16,91 +16,19 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trireme.engines.device import Device
-from trireme.engines.engine import Engine
+from trireme.engines.make import EngineSpec, make_engine
 from trireme.model.chat_tokens import ChatTokens
 from trireme.server.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from trireme.server.app import AppServer
-
-EngineKind = Literal["torch", "vllm"]
-MAX_ROWS = 512
-"""Rollouts that an embedded engine decodes at once; more wait in its queue."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One engine, and how its server talks."""
-
-    model: str
-    max_model_len: int
-    kind: EngineKind = "torch"
-    dtype: str = "float32"
-    device: str = "cpu"
-    """The embedded engine's; vLLM finds its own."""
-    seed: int = 42
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """vLLM's: keys of the YAML's `rollout_model`."""
-    chat_template: str | None = None
-    enable_thinking: bool | None = None
-    trust_remote_code: bool = False
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """See Rollouts."""
-    use_async_engine: bool = True
-
-    def to_json(self) -> str:
-        """On one line."""
-        return json.dumps(asdict(self))
-
-
-async def make_rollouts(spec: EngineSpec, device: Device, tokenizer: Any) -> Rollouts:
-    """The model, loaded, behind what a server does with requests."""
-    return Rollouts(
-        await _make_engine(spec, device, tokenizer),
-        ChatTokens(
-            tokenizer, chat_template=spec.chat_template, enable_thinking=spec.enable_thinking
-        ),
-        spec.model,
-        spec.max_model_len,
-        scheduler=dict(spec.scheduler),
-        use_async_engine=spec.use_async_engine,
-        seed=spec.seed,
-    )
-
-
-async def _make_engine(spec: EngineSpec, device: Device, tokenizer: Any) -> Engine:
-    if spec.kind == "vllm":
-        from trireme.engines.vllm.engine import VllmEngine
-
-        return await VllmEngine.start(
-            spec.model,
-            tokenizer=tokenizer,
-            max_model_len=spec.max_model_len,
-            dtype=spec.dtype,
-            seed=spec.seed,
-            options=spec.options,
-        )
-    from trireme.engines.torch.engine import TorchEngine
-
-    return TorchEngine(
-        spec.model,
-        tokenizer=tokenizer,
-        device=device,
-        max_model_len=spec.max_model_len,
-        seed=spec.seed,
-        max_rows=MAX_ROWS,
-        dtype=spec.dtype,
-        device_name=spec.device,
-        trust_remote_code=spec.trust_remote_code,
-    )
 
 
 @asynccontextmanager
@@ -118,11 +46,23 @@ async def engine_server(
 
     device = Device(threads)
     try:
-        rollouts = await make_rollouts(spec, device, tokenizer)
+        engine = await make_engine(spec, tokenizer, device)
+        chat = ChatTokens(
+            tokenizer, chat_template=spec.chat_template, enable_thinking=spec.enable_thinking
+        )
+        rollouts = Rollouts(
+            engine,
+            chat,
+            spec.model,
+            spec.max_model_len,
+            scheduler=dict(spec.scheduler),
+            use_async_engine=spec.use_async_engine,
+            seed=spec.seed,
+        )
         try:
             yield AppServer(create_app(rollouts, key=key, most=most), listener)
         finally:
-            await rollouts.engine.close()
+            await engine.close()
     finally:
         device.close()
 
@@ -148,7 +88,6 @@ async def _serve(settings: dict[str, Any], answer: TextIO) -> None:
     from transformers import AutoTokenizer
 
     from trireme.server.app import MOST, listen
-    from trireme.server.process import EngineSpec, engine_server
 
     parent = ParentWatch()
     spec = EngineSpec(**settings["spec"])

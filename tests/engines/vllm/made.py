@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from trireme.engines.make import EngineSpec
 from trireme.launch.engine_host import EngineHost
-from trireme.server.process import EngineSpec
 
 PYTHON = os.environ.get("TRIREME_VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(not PYTHON, reason="TRIREME_VLLM_PYTHON names no environment")

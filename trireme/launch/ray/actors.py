@@ -27,9 +27,9 @@ from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
-from trireme.launch.engine_host import EngineHost, engine_spec
+from trireme.launch.engine_host import EngineHost
+from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.launch.ray.remote import Event, Part, Reports, remote
-from trireme.launch.rollout import make_remote_engine
 from trireme.launch.sides import ExplorerSide, TrainerSide, load_models
 from trireme.launch.stage import Stage, open_stage
 from trireme.launch.trainer_ranks import follow_plan, place_of

@@ -1,4 +1,4 @@
-"""Auxiliary: makes the models beside the trained one that workflows may call: judges, teachers.
+"""Engines: specifies a plan's engine, and makes the models beside it: judges and teachers.
 
 Each of `explorer.auxiliary_models` is an engine of its own, embedded or behind servers, or a model
 of someone else's behind an OpenAI API. They are never trained and get no new weights.
@@ -15,8 +15,11 @@ from transformers import AutoTokenizer
 
 from trireme.config import Plan
 from trireme.config.lookup import located
+from trireme.config.placement import COLOCATED_SHARE, PASSED
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
+from trireme.engines.make import EngineSpec, make_torch_engine
+from trireme.launch.data import chat_template_of
 from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
@@ -24,10 +27,44 @@ from trireme.rewards.asker import refuse_silent
 
 if TYPE_CHECKING:
     from trireme.engines.device import Device
+    from trireme.engines.remote import RemoteEngine
     from trireme.explorer.runner import Key
 
 LONGEST = 8192
 """Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
+
+
+def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
+    """The engine of the trained model, in this process or one of its own."""
+    config = plan.config
+    rollout = config.explorer.rollout_model
+    options: dict[str, Any] = {}
+    if plan.engine_kind == "vllm":
+        options = {name: getattr(rollout, name) for name in PASSED}
+        options["extra_engine_args"] = dict(options["extra_engine_args"])
+    if plan.takes_turns:
+        options["enable_sleep_mode"] = True
+        options["gpu_memory_utilization"] = COLOCATED_SHARE
+    return EngineSpec(
+        model_path,
+        plan.max_model_len,
+        kind=plan.engine_kind,
+        dtype=plan.dtype,
+        device=plan.device,
+        seed=plan.seed if rollout.seed is None else rollout.seed,
+        options=options,
+        chat_template=chat_template_of(plan),
+        enable_thinking=config.model.enable_thinking,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> RemoteEngine:
+    """The rollout servers at these addresses."""
+    from trireme.engines.remote import RemoteEngine  # httpx, which `check` does without
+
+    timeout = plan.config.explorer.max_timeout
+    return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
 
 
 @dataclass(frozen=True)
@@ -74,9 +111,9 @@ def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Served]:
 
 def examine_auxiliary(plan: Plan) -> None:
     """Raise ValueError where one of someone else's does not answer."""
-    for place, config in enumerate(plan.config.explorer.auxiliary_models):
+    for index, config in enumerate(plan.config.explorer.auxiliary_models):
         if config.engine_type == "external":
-            who = f"explorer.auxiliary_models[{place}] ({config.model_path})"
+            who = f"explorer.auxiliary_models[{index}] ({config.model_path})"
             refuse_silent(who, config.base_urls[0])
 
 
@@ -107,25 +144,18 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     longest = config.max_model_len or max(plan.max_model_len, min(_positions(path), LONGEST))
     engine: Engine
     if config.engine_type == "remote":
-        from trireme.engines.remote import RemoteEngine  # as below
-
-        timeout = plan.config.explorer.max_timeout
-        engine = RemoteEngine(
-            tuple(config.base_urls), api_key=config.api_key, timeout=timeout, seed=plan.seed
-        )
+        engine = make_remote_engine(plan, config.base_urls, config.api_key)
     else:
-        from trireme.engines.torch.engine import TorchEngine  # 2 s that `check` does without
-
-        engine = TorchEngine(
+        seed = plan.seed if config.seed is None else config.seed
+        spec = EngineSpec(
             path,
-            tokenizer=tokenizer,
-            device=device,
-            seed=plan.seed if config.seed is None else config.seed,
-            max_model_len=longest,
+            longest,
             dtype=plan.dtype,
-            device_name=plan.device,
+            device=plan.device,
+            seed=seed,
             trust_remote_code=trust,
         )
+        engine = make_torch_engine(spec, tokenizer, device)
     chat = ChatTokens(
         tokenizer, chat_template=config.chat_template, enable_thinking=config.enable_thinking
     )
@@ -145,5 +175,5 @@ def _positions(path: str) -> int:
     config = folder / "config.json" if folder is not None else None
     if config is None or not config.is_file():
         return 0
-    found = json.loads(config.read_text(encoding="utf-8"))
-    return int(found.get("max_position_embeddings") or 0)
+    facts = json.loads(config.read_text(encoding="utf-8"))
+    return int(facts.get("max_position_embeddings") or 0)

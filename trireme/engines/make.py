@@ -1,0 +1,88 @@
+"""Make: one engine from its specification, whoever needs it: a run, a judge, a server, a chat.
+
+Loads torch's engine or vLLM only when one is made: a specification can be written without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from trireme.engines.engine import Engine
+
+if TYPE_CHECKING:
+    from trireme.engines.device import Device, Gate
+    from trireme.engines.torch.engine import TorchEngine
+
+EngineKind = Literal["torch", "vllm"]
+MAX_ROWS = 512
+"""Rollouts that an embedded engine decodes at once; more wait in its queue."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine, and how its server talks where it has one."""
+
+    model: str
+    max_model_len: int
+    kind: EngineKind = "torch"
+    dtype: str = "float32"
+    device: str = "cpu"
+    """The embedded engine's; vLLM finds its own."""
+    seed: int = 42
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's: keys of the YAML's `rollout_model`."""
+    chat_template: str | None = None
+    enable_thinking: bool | None = None
+    trust_remote_code: bool = False
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """See Rollouts."""
+    use_async_engine: bool = True
+
+    def to_json(self) -> str:
+        """On one line."""
+        return json.dumps(asdict(self))
+
+
+async def make_engine(spec: EngineSpec, tokenizer: Any, device: Device) -> Engine:
+    """The engine of the specification's kind, with its model loaded."""
+    if spec.kind == "torch":
+        return make_torch_engine(spec, tokenizer, device)
+    from trireme.engines.vllm.engine import VllmEngine
+
+    return await VllmEngine.start(
+        spec.model,
+        tokenizer=tokenizer,
+        max_model_len=spec.max_model_len,
+        dtype=spec.dtype,
+        seed=spec.seed,
+        options=spec.options,
+    )
+
+
+def make_torch_engine(
+    spec: EngineSpec,
+    tokenizer: Any,
+    device: Device,
+    *,
+    gate: Gate | None = None,
+    share_with: Any = None,
+) -> TorchEngine:
+    """The engine of this process; `share_with` is the trainer's module whose tensors it reads."""
+    from trireme.engines.torch.engine import TorchEngine  # 2 s that `check` does without
+
+    return TorchEngine(
+        spec.model,
+        tokenizer=tokenizer,
+        device=device,
+        seed=spec.seed,
+        max_model_len=spec.max_model_len,
+        max_rows=MAX_ROWS,
+        gate=gate,
+        dtype=spec.dtype,
+        device_name=spec.device,
+        share_with=share_with,
+        trust_remote_code=spec.trust_remote_code,
+    )
