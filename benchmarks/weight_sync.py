@@ -30,8 +30,7 @@ from trireme.engines.make import EngineSpec
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
 from trireme.sync.checkpoint import CheckpointPush
-from trireme.sync.memory import MemorySync
-from trireme.sync.process_group import GroupSync
+from trireme.sync.push import GroupSync, MemorySync
 from trireme.trainer.backend import Backend, TrainSettings
 
 TIMES, SHARE_OF_FLOOR = 3, 0.7

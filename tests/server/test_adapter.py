@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from trireme.engines.weight_group import fingerprint
-from trireme.server.weights import Part, WeightGroup, base_weights, merge_adapter
+from trireme.engines.weight_group import Part, fingerprint
+from trireme.server.weights import AnnouncedWeights, base_weights, merge_adapter
 
 
 def adapted(folder: Path, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -95,7 +95,7 @@ def test_an_adapter_comes_over_the_group_and_belongs_to_the_last_full_weights(
 
     async def serve() -> dict[str, torch.Tensor]:
         engine: Any = Engine()
-        weights = WeightGroup(engine, model_path=str(folder), timeout=60)
+        weights = AnnouncedWeights(engine, model_path=str(folder), timeout=60)
         await weights.join("127.0.0.1", port)
         thread = threading.Thread(target=trainer, daemon=True)
         thread.start()

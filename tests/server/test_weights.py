@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.job import environment
 from tests.server.made import client_of, on_port, torch_rollouts
 from trireme.server import weights
-from trireme.server.weights import WeightGroup
+from trireme.server.weights import AnnouncedWeights
 
 TRAINER = """
 import sys
@@ -155,7 +155,7 @@ def test_a_tensor_without_a_group_and_a_bucket_of_other_sizes_are_refused(tiny_d
 def test_a_client_that_goes_away_does_not_end_the_meeting(tiny_dir: Path) -> None:
     async def main() -> None:
         async with torch_rollouts(tiny_dir) as rollouts:
-            group = WeightGroup(rollouts.engine, timeout=1.0)
+            group = AnnouncedWeights(rollouts.engine, timeout=1.0)
             await group.join("127.0.0.1", free_port())
             waiting = asyncio.ensure_future(group.ready())
             await asyncio.sleep(0.05)

@@ -18,11 +18,11 @@ from typing import Any
 
 import httpx
 from safetensors.torch import save
-from torch import Tensor
 
 from trireme.engines.device import Turns
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.servers import Outbox, Servers
+from trireme.engines.weight_group import buckets
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -128,8 +128,8 @@ class RemoteEngine:
             body: dict[str, Any] = {"path": str(Path(source).resolve())}
         else:
             body = {}
-            for part in _buckets(source):
-                data = save(part)
+            for bucket in buckets(source.items(), BUCKET_BYTES):
+                data = save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()})
                 await self._all(self._post(url, "/engine/weights", data) for url in self.urls)
         body |= self.as_version(version)
         await self._all(self._post(url, "/engine/weights/commit", body) for url in self.urls)
@@ -281,20 +281,6 @@ class RemoteEngine:
             if isinstance(one, BaseException):
                 raise one
         return found
-
-
-def _buckets(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in parts of about BUCKET_BYTES."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights.items():
-        part[name] = tensor.detach().cpu().contiguous()
-        size += tensor.numel() * tensor.element_size()
-        if size >= BUCKET_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
 
 
 def _completion(wire: Mapping[str, Any]) -> Completion:

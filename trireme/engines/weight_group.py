@@ -1,10 +1,14 @@
-"""Weight group: a process group over which a trainer broadcasts its weights to engines' workers.
+"""Weight group: how weights travel between processes, in buckets of bytes over a process group.
 
-Rank 0 is the trainer; it opens the store where the members find each other, and each side learns
-who did not come. The store has no password: whoever reaches it may write. So it listens at its own
-address alone, where torch's would at all of the machine's. Tensors go in buckets of bytes, each
-after a line that says what is in it, so that neither side holds more than a bucket beside its
-model. A sender that fails says so; one that is gone is seen by the time-out.
+Rank 0 opens the store where the members find each other. The store has no password: whoever reaches
+it may write. So it listens at its own address alone, where torch's would at all of the machine's.
+The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, then their bytes.
+
+- Our own trainer is rank 0, and each side learns who did not come. A line that lists the parts goes
+  before each bucket, so that neither side holds more than a bucket beside its model. A sender that
+  fails says so; one that is gone is seen by the time-out.
+- A trainer of ms-swift or TRL is the last of two ranks and lists the parts by HTTP:
+  `server/weights.py`.
 
 A fingerprint, one number for each tensor, tells a right copy from a wrong one. It is exact, where
 scores are not: a train step of a small learning rate changes log-probabilities less than another
@@ -94,6 +98,64 @@ def refuse_unusable(weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"weight '{name}' holds NaN or an infinite number")
 
 
+@dataclass(frozen=True)
+class Part:
+    """A tensor's place in a bucket, in bytes."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    start_idx: int
+    end_idx: int
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """`float32` or `torch.float32` as torch has it."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype '{name}' is not known: expected float32, bfloat16 and so on")
+    return dtype
+
+
+def buckets(
+    tensors: Iterable[tuple[str, Tensor]], most: int, dtype: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Tensors together up to `most` bytes, in their order; a larger one is alone."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if bucket and size + tensor.nbytes > most:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor.detach()
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def parts_of(bucket: Mapping[str, Tensor]) -> list[Part]:
+    """Where each tensor lies in the bucket's bytes, one after the other."""
+    parts, begin = [], 0
+    for name, tensor in bucket.items():
+        end = begin + tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        parts.append(Part(name, dtype, list(tensor.shape), begin, end))
+        begin = end
+    return parts
+
+
+def unpack(parts: Iterable[Part], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket's bytes, which they share where that is possible."""
+    for part in parts:
+        dtype = dtype_named(part.dtype)
+        span = data[part.start_idx : part.end_idx]
+        # a view would have to begin at a multiple of its size
+        aligned = span if part.start_idx % dtype.itemsize == 0 else span.clone()
+        yield part.name, aligned.view(dtype).reshape(tuple(part.shape))
+
+
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT_S = 120.0
 """How long a member may take to come, and then a bucket."""
@@ -117,8 +179,8 @@ class WeightGroup:
     """One member."""
 
     def __init__(self, meeting: Meeting) -> None:
-        """The trainer's opens the meeting point, on any free port where none is given. Raises
-        RuntimeError where it is not there.
+        """Rank 0 opens the meeting point, on any free port where none is given. Raises RuntimeError
+        where it is not there.
         """
         self._timeout = timedelta(seconds=meeting.timeout)
         self._meeting = meeting
@@ -149,16 +211,24 @@ class WeightGroup:
             self._store.wait(list(keys.values()), self._timeout)
         except RuntimeError as error:
             late = [rank for rank, key in keys.items() if not self._store.check([key])]
-            told = {0: "the trainer"} | dict(names or {})
-            who = ", ".join(told.get(rank, f"rank {rank}") for rank in late)
+            known = {0: "the trainer"} | dict(names or {})
+            who = ", ".join(known.get(rank, f"rank {rank}") for rank in late)
             raise TimeoutError(
                 f"{who or 'somebody'} did not come to the weight group at {m.host}:{self.port} in "
                 f"{m.timeout:g} s"
             ) from error
         from torch._C import _distributed_c10d as c10d
 
-        store = c10d.PrefixStore("weights", self._store)
+        self.open(c10d.PrefixStore("weights", self._store))
+
+    def open(self, store: Any = None) -> None:
+        """Make the group without a roll call, as trainers of others do. Raises RuntimeError where
+        a member does not come.
+        """
+        m, store = self._meeting, store or self._store
         if m.backend == "nccl":
+            from torch._C import _distributed_c10d as c10d
+
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
@@ -174,42 +244,47 @@ class WeightGroup:
     ) -> None:
         """Broadcast them, as `dtype` where it is given."""
         try:
-            for bucket in _buckets(tensors, dtype, bucket_bytes):
-                parts = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in bucket]
-                line = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8)
-                self._share(torch.tensor([len(line), sum(t.nbytes for _, t in bucket)]))
-                self._share(line)
-                self._share(self._flat([t for _, t in bucket]))
+            for bucket in buckets(tensors, bucket_bytes, dtype):
+                parts = json.dumps([list(vars(part).values()) for part in parts_of(bucket)])
+                line = torch.frombuffer(bytearray(parts.encode()), dtype=torch.uint8)
+                size = sum(tensor.nbytes for tensor in bucket.values())
+                self.broadcast(torch.tensor([len(line), size]))
+                self.broadcast(line)
+                self.broadcast(self._flat(bucket.values()))
         except BaseException:
             with suppress(RuntimeError):  # what it failed of is the cause, also where nobody hears
-                self._share(torch.tensor([_FAILED, 0]))
+                self.broadcast(torch.tensor([_FAILED, 0]))
             raise
-        self._share(torch.tensor([_END, 0]))
+        self.broadcast(torch.tensor([_END, 0]))
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the trainer sends. Raises RuntimeError where it has failed, or nothing comes."""
         while True:
-            sizes = self._share(torch.zeros(2, dtype=torch.int64)).tolist()
+            sizes = self.broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
             if sizes[0] == _END:
                 return
             if sizes[0] == _FAILED:
                 raise RuntimeError("the trainer has failed while it sent its weights")
-            line = self._share(torch.empty(sizes[0], dtype=torch.uint8))
-            data = self._share(torch.empty(sizes[1], dtype=torch.uint8, device=self.device))
-            begin = 0
-            for name, kind, shape in json.loads(bytes(line.cpu().numpy())):
-                dtype = getattr(torch, kind)
-                end = begin + dtype.itemsize * torch.Size(shape).numel()
-                # a view would have to begin at a multiple of its size
-                own = data[begin:end] if begin % dtype.itemsize == 0 else data[begin:end].clone()
-                yield name, own.view(dtype).reshape(shape)
-                begin = end
+            line = self.broadcast(torch.empty(sizes[0], dtype=torch.uint8))
+            data = self.broadcast(torch.empty(sizes[1], dtype=torch.uint8, device=self.device))
+            yield from unpack((Part(*row) for row in json.loads(bytes(line.cpu().numpy()))), data)
 
-    def close(self) -> None:
-        """Leave it."""
-        self._group = None
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, failure: str = "the weight group has broken"
+    ) -> Tensor:
+        """The root's tensor, at every member. A `failure` ends the group."""
+        if self._group is None:
+            raise RuntimeError("there is no weight group: its members have not met")
+        tensor = tensor.to(self.device)
+        try:
+            self._group.broadcast(tensor, root).wait()
+        except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
+            self._group = None
+            raise RuntimeError(f"{failure}: {first}") from error
+        return tensor
 
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _flat(self, tensors: Iterable[Tensor]) -> Tensor:
         """Their bytes, until the next call; those of a tensor that is alone are not copied."""
         flat = [t.to(self.device).contiguous().view(-1).view(torch.uint8) for t in tensors]
         if len(flat) == 1:
@@ -218,34 +293,3 @@ class WeightGroup:
         if self._bucket is None or self._bucket.numel() < size:
             self._bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
         return torch.cat(flat, out=self._bucket[:size])
-
-    def _share(self, tensor: Tensor) -> Tensor:
-        """The trainer's, at every member."""
-        if self._group is None:
-            raise RuntimeError("there is no weight group: its members have not met")
-        tensor = tensor.to(self.device)
-        try:
-            self._group.broadcast(tensor, 0).wait()
-        except RuntimeError as error:
-            first = str(error).strip().partition("\n")[0]
-            self._group = None
-            raise RuntimeError(f"the weight group has broken: {first}") from error
-        return tensor
-
-
-def _buckets(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, most: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors together up to `most` bytes, in their order; a larger one is alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        if bucket and size + tensor.nbytes > most:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor.detach()))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -12,8 +12,7 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.sync.checkpoint import PolledSync
-from trireme.sync.memory import MemorySync
-from trireme.sync.process_group import GroupSync
+from trireme.sync.push import GroupSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic

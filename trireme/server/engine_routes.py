@@ -13,7 +13,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import StreamingResponse
@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from trireme.aio import in_thread
 from trireme.engines.engine import MOST_SAMPLES, Completion, Engine, Sampling, with_options
-from trireme.engines.weight_group import Meeting, WeightGroup, refuse_unusable
+from trireme.engines.weight_group import Meeting, refuse_unusable
 from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
+from trireme.server.weights import EmbeddedGroup, GroupEngine
 
 
 class GenerateBody(BaseModel):
@@ -232,65 +232,6 @@ class VersionBody(BaseModel):
     version: int = Field(ge=0, lt=2**53)
     begin: bool = False
     """See engine_routes.CommitBody."""
-
-
-class GroupEngine(Protocol):
-    """An engine whose workers are members themselves."""
-
-    group_size: int
-    """Its workers."""
-
-    async def join_group(self, meeting: Meeting) -> None:
-        """All workers come to the meeting, and wait for the others there."""
-        ...
-
-    async def receive_weights(self) -> None:
-        """Pause, and take what the trainer broadcasts."""
-        ...
-
-    async def commit_weights(self, version: int) -> None:
-        """Use it from now on, and go on."""
-        ...
-
-
-class EmbeddedGroup:
-    """The same for an engine of this process, which holds new weights back until the commit."""
-
-    group_size = 1
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._group: WeightGroup | None = None
-        self._tensors: dict[str, Tensor] = {}
-        self._resume = False
-
-    async def join_group(self, meeting: Meeting) -> None:
-        """See GroupEngine."""
-
-        def join() -> WeightGroup:
-            group = WeightGroup(meeting)
-            group.connect()
-            return group
-
-        self._group = await in_thread(join, name="weight-group")
-
-    async def receive_weights(self) -> None:
-        """See GroupEngine."""
-        group = self._group
-        if group is None:
-            raise ValueError("this engine is in no weight group: join one first")
-        # paused by an update that failed, the engine still has to go on after this one
-        self._resume = self._resume or not self._engine.health().paused
-        await self._engine.pause()
-        self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
-
-    async def commit_weights(self, version: int) -> None:
-        """See GroupEngine."""
-        tensors, self._tensors = self._tensors, {}
-        await self._engine.update_weights(tensors, version)
-        if self._resume:
-            self._resume = False
-            await self._engine.resume()
 
 
 def group_router(rollouts: Rollouts) -> APIRouter:

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from trireme.engines.engine import MOST_SAMPLES
+from trireme.engines.weight_group import Part
 from trireme.model.openai_wire import refuse_many
 from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
-from trireme.server.weights import Part, WeightGroup
+from trireme.server.weights import AnnouncedWeights
 from trireme.workflows.scheduler import RolloutInferRequest
 
 
@@ -100,7 +101,7 @@ def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
 def make_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter(route_class=JsonRoute)
-    group = WeightGroup(
+    weights = AnnouncedWeights(
         rollouts.engine, model_path=rollouts.model_path, max_bytes=rollouts.max_weight_bytes
     )
 
@@ -123,7 +124,7 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/infer/")
     async def infer(body: InferBody, request: Request) -> list[dict[str, Any]]:
-        await group.settled()
+        await weights.settled()
         options = sampling_of(body.request_config)
         key = as_key(body.key)
         work = rollouts.infer(body.infer_requests, options, key=key, loss_scale=body.loss_scale)
@@ -131,49 +132,49 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/generate/")
     async def generate(body: PromptsBody, request: Request) -> dict[str, Any]:
-        await group.settled()
+        await weights.settled()
         return await until_gone(request, _complete(rollouts, body, chat=False))
 
     @router.post("/chat/")
     async def chat(body: PromptsBody, request: Request) -> dict[str, Any]:
-        await group.settled()
+        await weights.settled()
         return await until_gone(request, _complete(rollouts, body, chat=True))
 
-    _add_weights(router, group)
+    _add_weights(router, weights)
     return router
 
 
-def _add_weights(router: APIRouter, group: WeightGroup) -> None:
+def _add_weights(router: APIRouter, weights: AnnouncedWeights) -> None:
     """How new weights come."""
 
     @router.post("/init_communicator/")
     async def init_communicator(body: GroupBody, request: Request) -> dict[str, str]:
         reached, _ = request.scope.get("server") or ("127.0.0.1", 0)
-        await group.join(body.host, body.port, reached=reached)
+        await weights.join(body.host, body.port, reached=reached)
         return {"message": "the group is being made"}
 
     @router.post("/update_named_param/")
     async def update_named_param(body: ParameterBody) -> dict[str, str]:
-        await group.receive_tensor(body.name, body.dtype, body.shape)
+        await weights.receive_tensor(body.name, body.dtype, body.shape)
         return {"message": f"waiting for {body.name}"}
 
     @router.post("/update_flattened_params/")
     async def update_flattened_params(body: BucketBody) -> dict[str, str]:
-        await group.receive_bucket(body.metadatas)
+        await weights.receive_bucket(body.metadatas)
         return {"message": f"waiting for {len(body.metadatas)} tensors"}
 
     @router.post("/update_adapter_flattened_param/")
     async def update_adapter_flattened_param(body: AdapterBody) -> dict[str, str]:
-        await group.receive_bucket(body.metadatas, body.peft_config)
+        await weights.receive_bucket(body.metadatas, body.peft_config)
         return {"message": f"waiting for {len(body.metadatas)} tensors of an adapter"}
 
     @router.post("/update_weights_from_path/")
     async def update_weights_from_path(body: PathBody) -> dict[str, str]:
-        await group.load(body.path)
+        await weights.load(body.path)
         return {"message": f"loaded {body.path}"}
 
     async def apply() -> dict[str, Any]:
-        version = await group.ready()
+        version = await weights.ready()
         return {"message": "done", "version": version}
 
     # with every new weights the prefix cache is empty already
@@ -183,7 +184,7 @@ def _add_weights(router: APIRouter, group: WeightGroup) -> None:
 
     @router.post("/close_communicator/")
     async def close_communicator() -> dict[str, str]:
-        await group.close()
+        await weights.close()
         return {"message": "closed"}
 
 

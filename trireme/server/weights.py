@@ -1,9 +1,11 @@
-"""Weights: what a trainer sends over a process group, tensor by tensor or in buckets.
+"""Weights: what a trainer sends over a process group, received in an engine's process.
 
-The trainer says by HTTP what it will broadcast and then broadcasts it, so that the answer comes
-before the tensor. What has come is put to use, all at once, by `ready`: before the next rollout, or
-when the client ends its update. A failed broadcast is told there. LoRA weights are merged into the
-full ones that they belong to.
+- Our own trainer leads the engine's workers through an update: join, then receive and commit
+  (`GroupEngine`). The group itself says what comes.
+- A trainer of ms-swift or TRL says by HTTP what it will broadcast and then broadcasts it, so that
+  the answer comes before the tensor (`AnnouncedWeights`). What has come is put to use, all at once,
+  by `ready`: before the next rollout, or when the client ends its update. A failed broadcast is
+  told there. LoRA weights are merged into the full ones that they belong to.
 """
 
 from __future__ import annotations
@@ -12,10 +14,8 @@ import asyncio
 import ipaddress
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +23,14 @@ from torch import Tensor
 
 from trireme.aio import in_thread
 from trireme.engines.engine import Engine
-from trireme.engines.weight_group import gloo_group, open_store
+from trireme.engines.weight_group import (
+    TIMEOUT_S,
+    Meeting,
+    Part,
+    WeightGroup,
+    dtype_named,
+    unpack,
+)
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _PREFIX = "base_model.model."
@@ -85,22 +92,66 @@ def base_weights(model_path: str) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-TIMEOUT_S = 120.0
-"""How long the trainer may take to meet us, and to send what it has announced."""
+class GroupEngine(Protocol):
+    """An engine whose workers are members themselves."""
+
+    group_size: int
+    """Its workers."""
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """All workers come to the meeting, and wait for the others there."""
+        ...
+
+    async def receive_weights(self) -> None:
+        """Pause, and take what the trainer broadcasts."""
+        ...
+
+    async def commit_weights(self, version: int) -> None:
+        """Use it from now on, and go on."""
+        ...
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor's place in a bucket, in bytes."""
+class EmbeddedGroup:
+    """The same for an engine of this process, which holds new weights back until the commit."""
 
-    name: str
-    dtype: str
-    shape: Sequence[int]
-    start_idx: int
-    end_idx: int
+    group_size = 1
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._group: WeightGroup | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._resume = False
+
+    async def join_group(self, meeting: Meeting) -> None:
+        """See GroupEngine."""
+
+        def join() -> WeightGroup:
+            group = WeightGroup(meeting)
+            group.connect()
+            return group
+
+        self._group = await in_thread(join, name="weight-group")
+
+    async def receive_weights(self) -> None:
+        """See GroupEngine."""
+        group = self._group
+        if group is None:
+            raise ValueError("this engine is in no weight group: join one first")
+        # paused by an update that failed, the engine still has to go on after this one
+        self._resume = self._resume or not self._engine.health().paused
+        await self._engine.pause()
+        self._tensors = await in_thread(lambda: dict(group.receive()), name="weight-group")
+
+    async def commit_weights(self, version: int) -> None:
+        """See GroupEngine."""
+        tensors, self._tensors = self._tensors, {}
+        await self._engine.update_weights(tensors, version)
+        if self._resume:
+            self._resume = False
+            await self._engine.resume()
 
 
-class WeightGroup:
+class AnnouncedWeights:
     """The server's side of the group: rank 0 of two, the trainer is the last."""
 
     def __init__(
@@ -119,8 +170,8 @@ class WeightGroup:
         self._model_path = model_path
         self._base: dict[str, Tensor] | None = None
         self._adapter: Mapping[str, Any] | None = None
-        self._timeout = timedelta(seconds=timeout or TIMEOUT_S)
-        self._group: Any = None
+        self._timeout = timeout or TIMEOUT_S
+        self._group: WeightGroup | None = None
         self._joining: asyncio.Future[None] | None = None
         self._last: asyncio.Future[None] | None = None
         """The broadcast that was announced last."""
@@ -180,9 +231,7 @@ class WeightGroup:
 
         def receive() -> None:
             self._broadcast(bucket)
-            for p in parts:
-                own = bucket[p.start_idx : p.end_idx].clone().view(empty[p.name].dtype)
-                self._tensors[p.name] = own.reshape(tuple(p.shape))
+            self._tensors |= dict(unpack(parts, bucket))
 
         async with self._one_by_one:
             await (self._after_last() if adapter is None else self._apply())
@@ -221,7 +270,7 @@ class WeightGroup:
 
     def _empty(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
         """Room for a tensor. Raises ValueError for one that cannot be this model's."""
-        kind, size = _dtype(dtype), math.prod(shape)
+        kind, size = dtype_named(dtype), math.prod(shape)
         if any(not 0 <= length < 2**40 for length in shape):
             raise ValueError(f"shape of {name} is {list(shape)!s:.80}: expected sizes of a tensor")
         self._look_at_size(size * kind.itemsize, name)
@@ -254,19 +303,19 @@ class WeightGroup:
             await self._engine.update_weights(tensors, self._engine.health().version + 1)
 
     def _connect(self, host: str, port: int) -> None:
-        seconds = self._timeout.total_seconds()
         try:
-            store = open_store(host, port, serve=True, timeout=seconds)
-            self._group = gloo_group(store, 0, 2, timeout=seconds, address=host)
+            group = WeightGroup(Meeting(host, port, 2, 0, timeout=self._timeout))
+            group.open()
         except OSError as error:
             raise RuntimeError(
                 f"the group's port {host}:{port} cannot be opened: {error}"
             ) from error
         except RuntimeError as error:
+            first = str(error).strip().partition("\n")[0]
             raise RuntimeError(
-                f"no trainer came to the group at {host}:{port} in "
-                f"{self._timeout.total_seconds():g} s: {_first_line(error)}"
+                f"no trainer came to the group at {host}:{port} in {self._timeout:g} s: {first}"
             ) from error
+        self._group = group
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
@@ -274,12 +323,10 @@ class WeightGroup:
                 "there is no group to receive weights in: call init_communicator first"
             )
         try:
-            self._group.broadcast(tensor, 1).wait()
-        except RuntimeError as error:
+            self._group.broadcast(tensor, 1, failure="the weights that were announced did not come")
+        except RuntimeError:
             self._group, self._tensors = None, {}
-            raise RuntimeError(
-                f"the weights that were announced did not come: {_first_line(error)}"
-            ) from error
+            raise
 
     def _background(self, function: Callable[[], None]) -> None:
         """In a thread that keeps nobody from ending."""
@@ -295,20 +342,9 @@ class WeightGroup:
                 task.result()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 async def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None)
-        return ipaddress.ip_address(found[0][4][0])
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, None)
+        return ipaddress.ip_address(addresses[0][4][0])
     except (OSError, UnicodeError) as error:
         raise ValueError(f"host is {host!r:.80}: expected an address of this machine") from error
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype '{name}' is not known: expected float32, bfloat16 and so on")
-    return found

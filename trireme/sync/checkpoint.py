@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trireme.checkpoint.layout import JobFolder
@@ -20,7 +20,7 @@ from trireme.engines.engine import Engine
 from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
 from trireme.log import get_logger
-from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
+from trireme.sync.probe import WeightSource, probe_ids, prove
 from trireme.sync.synchronizer import Persist, is_due, once
 
 logger = get_logger("synchronizer")
@@ -58,7 +58,7 @@ class CheckpointPush:
         if self._engine is None:
             return {}
         await self._engine.update_weights(self._folder.weights_dir(step), version)
-        return await check(self._engine, probe, dtype=self._dtype)
+        return await _prove(self._engine, probe, self._dtype)
 
     def announce(self, state: str, step: int) -> None:
         """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
@@ -83,12 +83,10 @@ class CheckpointPush:
         return step, probe
 
 
-async def check(engine: Engine, probe: dict[str, Any], *, dtype: str) -> dict[str, float]:
-    """Whether an engine serves the weights that a probe.json was written of."""
-    version = probe["version"]
-    compare_weights(await engine.fingerprint(), probe["fingerprint"], version=version)
-    [scored] = await engine.logprobs([probe["ids"]])
-    return compare(scored, probe["logprobs"], version=version, dtype=dtype)
+async def _prove(engine: Engine, probe: Mapping[str, Any], dtype: str) -> dict[str, float]:
+    """By what probe.json holds."""
+    marks, expected, version = (probe[key] for key in ("fingerprint", "logprobs", "version"))
+    return await prove(engine, probe["ids"], marks, expected, version=version, dtype=dtype)
 
 
 class PolledSync:
@@ -181,7 +179,7 @@ class PolledSync:
         version = probe["version"] if probe else self.version + 1
         await self._engine.update_weights(weights, version)
         if probe:
-            await check(self._engine, probe, dtype=self._dtype)
+            await _prove(self._engine, probe, self._dtype)
         self.version, self._loaded_step = version, step
         logger.info("version %d: the weights of train step %d", version, step)
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trireme.engines.engine import Engine
+
 PROBE_LENGTH = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
 """Largest difference of a log-probability, nats: rounding stays far below, a wrong tensor far
@@ -78,3 +80,20 @@ def compare_weights(
             f"after the push of version {version} the engine does not serve the trainer's weights: "
             f"{len(wrong)} of {len(engine)} tensors differ ({', '.join(wrong[:3])}{more})"
         )
+
+
+async def prove(
+    engine: Engine,
+    ids: list[int],
+    marks: Mapping[str, float],
+    expected: Sequence[float],
+    *,
+    version: int,
+    dtype: str,
+) -> dict[str, float]:
+    """The metric of `compare`; raises WrongWeights unless the engine has tensors with the trainer's
+    fingerprints `marks`, and scores the row `ids` as expected.
+    """
+    compare_weights(await engine.fingerprint(), marks, version=version)
+    [scored] = await engine.logprobs([ids])
+    return compare(scored, expected, version=version, dtype=dtype)

@@ -18,9 +18,8 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.sync.memory import MemorySync
 from trireme.sync.probe import WrongWeights, compare, probe_ids
-from trireme.sync.process_group import GroupSync
+from trireme.sync.push import GroupSync, MemorySync
 from trireme.trainer.backend import Backend, TrainSettings
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -1,4 +1,6 @@
-"""Process group: weights from a trainer to engines of other processes, by broadcast.
+"""Push: weights from a trainer to its engines, in this process or over a process group.
+
+Within one process they are shared, or copied once. Over a group:
 
 - The group is made at the first push, and anew when an engine was started again. Both sides wait
   for each other with a time-out that names who did not come.
@@ -19,9 +21,52 @@ import torch
 from torch import Tensor
 
 from trireme.engines.device import Device
+from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.weight_group import BUCKET_BYTES, TIMEOUT_S, Meeting, WeightGroup, fingerprint
-from trireme.sync.probe import WeightSource, compare, compare_weights, probe_ids
+from trireme.sync.probe import WeightSource, probe_ids, prove
+
+
+class MemorySync:
+    """Pushes the trainer's tensors; where they are shared only the version changes hands."""
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        engine: Engine,
+        device: Device,
+        *,
+        shared: bool,
+        dtype: str,
+        vocabulary: int,
+    ) -> None:
+        """`shared`: engine and trainer read the same tensors."""
+        self._backend = backend
+        self._engine = engine
+        self._device = device
+        self._shared = shared
+        self._dtype = dtype
+        self._probe = probe_ids(vocabulary)
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Engine at `version`, and proof that it is the trainer's. Raises WrongWeights.
+
+        Weights and expected scores are read in one go on the device: no train step comes between.
+        """
+        source, marks, expected = await self._device.run(self._snapshot)
+        await self._engine.update_weights(source, version)
+        return await prove(
+            self._engine, self._probe, marks, expected, version=version, dtype=self._dtype
+        )
+
+    def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
+        """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
+        expected = self._backend.score([self._probe])[0]
+        weights = self._backend.weights()
+        if self._shared:
+            return None, fingerprint(weights, self._dtype), expected
+        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        return copies, fingerprint(copies, self._dtype), expected
 
 
 class GroupSync:
@@ -69,17 +114,17 @@ class GroupSync:
         (marks, expected), _ = await together(self._device.run(self._send, group, tell), receive())
         await self._engine.call_all("/engine/group/commit", self._engine.as_version(version))
         self._engine.now_at(version)
-        compare_weights(await self._engine.fingerprint(), marks, version=version)
-        [scored] = await self._engine.logprobs([self._probe])
-        return compare(scored, expected, version=version, dtype=self._dtype)
+        return await prove(
+            self._engine, self._probe, marks, expected, version=version, dtype=self._dtype
+        )
 
     async def _meet(self) -> WeightGroup:
         """The group, when all have come."""
         self._group = None
-        found = await self._engine.get_all("/engine/group/size")
+        sizes = await self._engine.get_all("/engine/group/size")
         firsts, names = [], {}
         rank = 1
-        for url, workers in zip(self._engine.urls, (f["workers"] for f in found), strict=True):
+        for url, workers in zip(self._engine.urls, (s["workers"] for s in sizes), strict=True):
             firsts.append(rank)
             names |= {rank + w: f"worker {w} of {url}" for w in range(workers)}
             rank += workers
