@@ -1,4 +1,6 @@
-"""Aio: calls users' code, plain or async, and finds code that blocks the event loop.
+"""Aio: work side by side, users' code, plain or async, and code that blocks the event loop.
+
+Of work side by side the first failure ends all (`first_failure`), and no task is left behind.
 
 What blocks runs in a daemon thread of its own, not in a shared pool, which hung code would use up:
 what hangs here holds up nobody else, and does not keep the process alive. What hangs on the event
@@ -14,8 +16,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
@@ -26,6 +28,50 @@ from trireme.usercode import UserCode, innermost
 
 T = TypeVar("T")
 WARN_S, LOOK_S, INTERRUPT_S = 10.0, 0.5, 2.0
+
+
+GRACE_S = 3.0
+"""How long the cause of a failure may take to arrive after what came of it."""
+
+
+@asynccontextmanager
+async def running(*work: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
+    """The work as tasks, all of which have ended afterwards: what still runs then is cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_failure(
+    *work: Awaitable[Any], consequence: type[Exception] | tuple[()] = ()
+) -> list[Any]:
+    """The results of all; the first that raises cancels the others and is raised.
+
+    A `consequence` is raised by one only because another has failed, and gives way to that one's
+    error: which of the two comes first is chance, and over processes the one may come without the
+    other.
+    """
+    async with running(*work) as tasks:
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        follows = [error for task in done if isinstance(error := _error(task), consequence)]
+        for error in follows:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+        if follows and pending:
+            await asyncio.wait(pending, timeout=GRACE_S)
+        failures = [error for task in tasks if (error := _error(task)) is not None]
+        for failure in sorted(failures, key=lambda error: isinstance(error, consequence)):
+            raise failure
+        return [task.result() for task in tasks]
+
+
+def _error(task: asyncio.Future[Any]) -> BaseException | None:
+    """What an ended task has raised."""
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 Away = Callable[[Callable[[], Any]], Awaitable[Any]]

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from trireme.aio import first_failure
 from trireme.buffer.buffer import OtherSideFailed
-from trireme.launch.modes import first_failure
 
 
 @pytest.mark.parametrize("cause_waits", [0.0, 0.05])
@@ -22,7 +22,7 @@ def test_a_side_that_fails_because_of_the_other_gives_way_to_it(cause_waits: flo
         raise OtherSideFailed("the other side has failed") from cause
 
     with pytest.raises(ValueError, match="the engine broke"):
-        asyncio.run(first_failure(follows(), breaks()))
+        asyncio.run(first_failure(follows(), breaks(), consequence=OtherSideFailed))
 
 
 def test_the_first_failure_ends_the_others() -> None:

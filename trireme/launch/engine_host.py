@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from trireme.aio import running
 from trireme.config import Plan
 from trireme.engines.make import EngineSpec
 from trireme.engines.servers import Servers
@@ -88,10 +89,8 @@ class EngineKeeper:
 
     async def run(self, work: Awaitable[T]) -> T:
         """The result of `work`; an engine that is gone for good cancels it: its error is raised."""
-        task = asyncio.ensure_future(work)
-        keepers = [asyncio.ensure_future(self._keep(host)) for host in self._hosts]
-        keepers.append(asyncio.ensure_future(self._servers.keep_complete()))
-        try:
+        keeping = (*map(self._keep, self._hosts), self._servers.keep_complete())
+        async with running(work, *keeping) as (task, *keepers):
             await asyncio.wait({task, *keepers}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or task.exception() is not None:
                 await asyncio.sleep(DYING_S)
@@ -102,10 +101,6 @@ class EngineKeeper:
                     if keeper.done():
                         keeper.result()
             return await task
-        finally:
-            for one in (task, *keepers):
-                one.cancel()
-            await asyncio.gather(task, *keepers, return_exceptions=True)
 
     async def _keep(self, host: EngineHost) -> None:
         """Start it again whenever it ends. Raises RuntimeError where that was often enough."""
@@ -120,28 +115,21 @@ class EngineKeeper:
 
     async def _end_of(self, host: EngineHost, *, again: bool) -> Exception:
         """Start it `again`; why it cannot go on, by our own looks or by those who asked it."""
-        watches: list[asyncio.Future[Any]] = []
         try:
             if again:
                 await host.stop(grace=0)
                 host.start()
                 await host.ready()
                 await self._servers.again(host.url)
-            looks = asyncio.ensure_future(host.watch())
-            loss = asyncio.ensure_future(self._servers.loss(host.url))
-            watches = [looks, loss]
-            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            if looks.done():
-                looks.result()
-            await asyncio.sleep(DYING_S)
-            host.examine()
-            return RuntimeError(f"{host.name}: {loss.result()}")
+            async with running(host.watch(), self._servers.loss(host.url)) as (looks, loss):
+                await asyncio.wait({looks, loss}, return_when=asyncio.FIRST_COMPLETED)
+                if looks.done():
+                    looks.result()
+                await asyncio.sleep(DYING_S)
+                host.examine()
+                return RuntimeError(f"{host.name}: {loss.result()}")
         except (RuntimeError, TimeoutError) as error:
             return error
-        finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
 
 
 START_S = 600.0

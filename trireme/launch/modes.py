@@ -6,15 +6,11 @@ the synchronizer.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-from typing import Any, Protocol
+from typing import Protocol
 
+from trireme.aio import first_failure
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.launch.stage import Stage, StageResult
-
-GRACE_S = 3.0
-"""How long the cause of a failure may take to arrive after what came of it."""
 
 
 class Trains(Protocol):
@@ -68,7 +64,8 @@ async def run_both(
 
     if refresh:
         await trainer.refresh()
-    _, step = await first_failure(explore(), trainer.train())
+    work = explore(), trainer.train()
+    _, step = await first_failure(*work, consequence=OtherSideFailed)
     await trainer.final_push()
     await explorer.evaluate(step)
     return await result_of(stage, explorer, trainer)
@@ -104,33 +101,3 @@ async def result_of(stage: Stage, *sides: Explores | Trains | None) -> StageResu
     for side in filter(None, sides):
         result.add(await side.result())
     return result
-
-
-async def first_failure(*work: Awaitable[Any]) -> list[Any]:
-    """The results of all; the first that raises cancels the others and is raised.
-
-    What one says only because the other has failed gives way to the other's own error: which of
-    the two ends first is chance, and over processes the one may come without the other.
-    """
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        follows = [error for task in done if isinstance(error := _error(task), OtherSideFailed)]
-        for error in follows:
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-        if follows and pending:
-            await asyncio.wait(pending, timeout=GRACE_S)
-        failures = [error for task in tasks if (error := _error(task)) is not None]
-        for failure in sorted(failures, key=lambda error: isinstance(error, OtherSideFailed)):
-            raise failure
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _error(task: asyncio.Future[Any]) -> BaseException | None:
-    """What an ended task has raised."""
-    return task.exception() if task.done() and not task.cancelled() else None

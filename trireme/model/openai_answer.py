@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trireme.aio import running
 from trireme.engines.engine import OnToken, Sampling, with_options
 from trireme.model.openai_wire import (
     ChatBody,
@@ -100,18 +101,15 @@ async def stream(
     """The response in chunks, each as soon as its text is known. Ending early aborts."""
     sampling = sampling_of(body, chat=chat)
     tokens: asyncio.Queue[tuple[int, int, float, dict[int, float]] | None] = asyncio.Queue()
-    work = asyncio.ensure_future(_ask(model, body, chat, sampling, lambda *t: tokens.put_nowait(t)))
-    work.add_done_callback(lambda _: tokens.put_nowait(None))
     chunks = _Chunks(model, body, chat, with_options(model.sampling, sampling).stop)
-    try:
+    asked = _ask(model, body, chat, sampling, lambda *t: tokens.put_nowait(t))
+    async with running(asked) as (work,):
+        work.add_done_callback(lambda _: tokens.put_nowait(None))
         while (token := await tokens.get()) is not None:
             chunk = chunks.add(*token)
             if chunk is not None:
                 yield chunk
         replies = await work
-    finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
     make = chat_response if chat else text_response
     response = {**make(replies, body, model.model_path, model.chat_tokens.decode), "id": chunks.id}
     if note is not None:

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteError
 
-from trireme.aio import LoopWatch
+from trireme.aio import LoopWatch, running
 from trireme.engines.engine import what_is_wrong
 from trireme.server import openai_routes, rollout_routes
 from trireme.server.bodies import Answer
@@ -151,18 +151,16 @@ class AppServer:
         `limit`: seconds that a user's code may block the event loop; None: it is not ended.
         """
         blocked = LoopWatch(limit)  # a plug-in's scheduler may block it
-        watching = None if watch is None else asyncio.ensure_future(watch)
-        if watching is not None:
-            watching.add_done_callback(self._watch_has_ended)
         try:
-            await self._server.serve(sockets=[self._listener])
-            if watching is not None and watching.done():
-                watching.result()
+            async with running(*filter(None, [watch])) as watching:
+                for task in watching:
+                    task.add_done_callback(self._watch_has_ended)
+                await self._server.serve(sockets=[self._listener])
+                for task in watching:
+                    if task.done():
+                        task.result()
         finally:
             blocked.stop()
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
 
     def _watch_has_ended(self, _: asyncio.Future[None]) -> None:
         self._server.should_exit = True

@@ -17,6 +17,8 @@ from fastapi import HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
+from trireme.aio import running
+
 T = TypeVar("T")
 LARGE_BODY = 2**20
 """Bytes; one that is larger is read beside the event loop."""
@@ -88,20 +90,13 @@ def read_json(body: bytes) -> Any:
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of `work`; it is cancelled, its generation aborted, when the client has gone."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass  # the body has been read: all that may still come is the end
+
+    async with running(work, disconnected()) as (task, gone):
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise HTTPException(499, "the client has gone")
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass  # the body has been read: all that may still come is the end

@@ -15,11 +15,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trireme.aio import first_failure
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
@@ -104,14 +104,15 @@ class GroupSync:
         if self._group is None or self._met != self._engine.servers.instances:
             self._group = await self._meet()
         group = self._group
-        sending = asyncio.Event()
-        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, sending.set)
+        begun = asyncio.Event()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
 
         async def receive() -> None:
-            await sending.wait()  # a train step may come first, for longer than engines wait
+            await begun.wait()  # a train step may come first, for longer than engines wait
             await self._engine.call_all("/engine/group/receive")
 
-        (marks, expected), _ = await together(self._device.run(self._send, group, tell), receive())
+        send = self._device.run(self._send, group, tell)
+        (marks, expected), _ = await first_failure(send, receive())
         await self._engine.call_all("/engine/group/commit", self._engine.as_version(version))
         self._engine.now_at(version)
         return await prove(
@@ -132,7 +133,7 @@ class GroupSync:
         common["timeout"] = self._timeout
         group = WeightGroup(Meeting(port=0, rank=0, **common))
         bodies = [common | {"port": group.port, "rank": first} for first in firsts]
-        await together(
+        await first_failure(
             asyncio.to_thread(group.connect, names),
             self._engine.call_all("/engine/group/join", *bodies),
         )
@@ -157,17 +158,3 @@ class GroupSync:
         with closing(self._backend.each_weight()) as weights:
             group.send(noted(weights), dtype=dtype, bucket_bytes=self._bucket_bytes)
         return marks, expected
-
-
-async def together(*work: Any) -> list[Any]:
-    """All results; the first failure is raised at once, whatever the others wait for."""
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
-        return [task.result() for task in tasks]
-    finally:
-        for task in tasks:
-            task.cancel()

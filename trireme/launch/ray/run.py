@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from trireme.aio import GRACE_S, first_failure, running
 from trireme.config import Plan
 from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
-from trireme.launch.modes import GRACE_S, first_failure, run_both, run_explore, run_train
+from trireme.launch.modes import run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.ray.actors import (
     EnginePart,
@@ -111,20 +112,18 @@ class Actors:
     async def run(self, measure_end: bool) -> StageResult:
         """The mode's work, watched; meanwhile what the parts say is shown."""
         sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
-        pumps = [asyncio.ensure_future(self._pump(handle)) for handle in sides]
-        work = self._work = asyncio.ensure_future(self._guarded(self._run_mode(measure_end)))
-        work.add_done_callback(lambda _: [pump.cancel() for pump in pumps])
-        tasks: list[asyncio.Future[Any]] = [work, *pumps]
+        modes = self._guarded(self._run_mode(measure_end))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for pump in pumps:
-                if pump.done() and not pump.cancelled():
-                    pump.result()  # a monitor has failed
-            return await work
+            async with running(modes, *map(self._pump, sides)) as tasks:
+                work, *pumps = tasks
+                self._work = work
+                work.add_done_callback(lambda _: [pump.cancel() for pump in pumps])
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for pump in pumps:
+                    if pump.done() and not pump.cancelled():
+                        pump.result()  # a monitor has failed
+                return await work
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for handle in sides:
                 with suppress(asyncio.TimeoutError, RayError):  # of a part that is gone
                     await asyncio.wait_for(self._show(handle, 0.0), GRACE_S)
@@ -198,9 +197,9 @@ class Actors:
             opens.append(remote(ExplorerPart, self._explorer).open(spec))
         await self._while_following(asyncio.ensure_future(first_failure(*opens)))
 
-    async def _while_following(self, opening: asyncio.Future[Any]) -> None:
-        """Until `opening` is done. A rank that fails before it meets rank 0 cannot tell it."""
-        try:
+    async def _while_following(self, opens: asyncio.Future[Any]) -> None:
+        """Until `opens` is done. A rank that fails before it meets rank 0 cannot tell it."""
+        async with running(opens) as (opening,):
             await asyncio.wait({opening, *self._following}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():  # what rank 0 fails of as well, it says better
                 await asyncio.wait({opening}, timeout=GRACE_S)
@@ -209,9 +208,6 @@ class Actors:
                     if follower.done() and (error := follower.exception()) is not None:
                         raise RuntimeError(f"trainer rank {rank} failed: {error}") from error
             await opening
-        finally:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
 
     def _actor(self, name: str, options: dict[str, Any], part: type[Part]) -> Any:
         """The handle of a part in an actor of its own."""
@@ -225,9 +221,7 @@ class Actors:
         """`work`, while all parts live. Raises who has died before what came of that."""
         timeout = self._plan.config.cluster.heartbeat_timeout
         parts = list(self._watched)
-        task = asyncio.ensure_future(work)
-        guard = asyncio.ensure_future(self._guard(parts, timeout))
-        try:
+        async with running(work, self._guard(parts, timeout)) as (task, guard):
             await asyncio.wait({task, guard}, return_when=asyncio.FIRST_COMPLETED)
             failures = [t.exception() for t in (guard, task) if t.done()]
             for failure in filter(None, failures):
@@ -238,10 +232,6 @@ class Actors:
                     raise dead from failure
                 raise failure
             return task.result()
-        finally:
-            for each in (task, guard):
-                each.cancel()
-            await asyncio.gather(task, guard, return_exceptions=True)
 
     async def _guard(self, parts: list[Watched], timeout: float) -> None:
         limit = self._plan.config.cluster.start_timeout

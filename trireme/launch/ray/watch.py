@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from trireme.aio import first_failure
 from trireme.launch.ray.remote import answer
 from trireme.log import get_logger
 
@@ -94,15 +95,7 @@ async def watch(parts: Sequence[Watched], timeout: float) -> None:
             await part.beat(timeout)
             await asyncio.sleep(timeout / BEATS)
 
-    tasks = [asyncio.ensure_future(one(part)) for part in parts]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
+    await first_failure(*(one(part) for part in parts))
 
 
 async def who_died(parts: Sequence[Watched], timeout: float) -> PartDied | None:
