@@ -27,7 +27,7 @@ CEILING = {
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
-    "import circles": 1,
+    "import circles": 0,
     "methods called by a string": 0,
 }
 """What must not grow."""

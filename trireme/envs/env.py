@@ -7,14 +7,17 @@ environment's tasks are written as data sets.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Protocol
 
+from trireme.aio import OwnThread, call_user, is_async
 from trireme.files import write_text
+from trireme.log import get_logger
 
 
 class Env(Protocol):
@@ -37,6 +40,54 @@ class Seen:
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OpenEnv:
+    """An environment while an episode lasts. Its plain methods run in a thread of its own, which
+    also closes it: what hangs there is left there, and holds up no other episode.
+    """
+
+    def __init__(self, name: str, *, thread: bool = True) -> None:
+        """Without a `thread` plain methods run on the event loop."""
+        self.env: Any = None
+        self._thread = OwnThread(name) if thread else None
+
+    async def make(self, make: Callable[..., Any], *args: Any) -> None:
+        """`make(*args)` is the environment, or a coroutine that gives it."""
+
+        def made() -> Any:  # kept by its own thread, which closes it
+            self.env = make(*args)
+
+        if is_async(make):
+            self.env = await make(*args)
+        else:
+            await self.call(made)
+            if isawaitable(self.env):
+                self.env = await self.env
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A method of it, or another of the user's that may take time."""
+        return await call_user(function, *args, away=self._thread and self._thread.run)
+
+    async def close(self) -> None:
+        """Close it; in the thread that is not waited for. What a plain `close` fails of there is
+        logged: the episode was lived through.
+        """
+        close = getattr(self.env, "close", None)
+        in_loop = self._thread is None or is_async(close)
+        if self._thread is not None:
+            self._thread.close(None if in_loop else self._close)
+        if in_loop and close is not None:
+            await call_user(close)
+
+    def _close(self) -> None:
+        """There may be an environment only when the thread gets to this."""
+        try:
+            getattr(self.env, "close", lambda: None)()
+        except Exception:
+            get_logger("explorer").warning(
+                "%s.close failed", type(self.env).__name__, exc_info=True
+            )
 
 
 def after_reset(given: Any) -> Seen:

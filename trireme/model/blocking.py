@@ -19,10 +19,11 @@ from torch import Tensor
 from trireme.experience import Experience
 from trireme.model.chat_tokens import Message, plain_message
 from trireme.model.conversation import experience_of, with_metrics
-from trireme.model.model import Model, Reply
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
+
+    from trireme.model.model import Model, Reply
 
 T = TypeVar("T")
 WAIT_S = 3600.0

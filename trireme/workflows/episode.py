@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from trireme.aio import OwnThread, call_user, is_async
-from trireme.envs.env import Seen, after_reset, after_step
+from trireme.envs.env import OpenEnv, Seen, after_reset, after_step
 from trireme.envs.pool import LentEnv
 from trireme.experience import Experience
 from trireme.model.chat_tokens import Message
@@ -154,23 +153,19 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
     async def run(self) -> list[Experience]:
         """One episode. However it ends, the environment is closed."""
-        thread = OwnThread(f"env-{self.task.task_id}") if self.blocking_env else None
-        env: Any = None
+        opened = OpenEnv(f"env-{self.task.task_id}", thread=self.blocking_env)
+        what = f"the environment of {type(self).__name__}"
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
-            with UserCode(f"the environment of {type(self).__name__}", function) as _:
-                return await call_user(function, *args, away=thread and thread.run)
+            with UserCode(what, function) as _:
+                return await opened.call(function, *args)
 
         try:
-            env = await call(self.make_env)
-            return await self._play(env, call)
+            with UserCode(what, self.make_env) as _:
+                await opened.make(self.make_env)
+            return await self._play(opened.env, call)
         finally:
-            close = getattr(env, "close", None)
-            if thread is not None:
-                # not waited for: what hangs in the thread is left there
-                thread.close(None if is_async(close) else close)
-            if close is not None and (thread is None or is_async(close)):
-                await call_user(close)
+            await opened.close()
 
     async def _play(self, env: Any, call: Callable[..., Any]) -> list[Experience]:
         seen = after_reset(await call(env.reset))

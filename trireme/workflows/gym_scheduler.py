@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from trireme.aio import OwnThread, call_user, is_async
+from trireme.envs.env import OpenEnv
 from trireme.registry import CONTEXT_MANAGERS, ENVS, MULTI_TURNS
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
@@ -80,13 +79,13 @@ class GymScheduler(MultiTurnScheduler):
     ) -> None:
         super().__init__(max_turns)
         self._env_name, self._env_config = env, dict(env_config or {})
-        found = CONTEXT_MANAGERS.get(context_manager) if _named(context_manager) else None
-        make: Any = found or context_manager
+        make: Any = context_manager
+        if isinstance(context_manager, str):
+            make = CONTEXT_MANAGERS.get(context_manager)
         self._context = None if make is None else make(dict(ctx_config or {}))
-        if _named(env):
+        if isinstance(env, str):
             ENVS.get(env)  # an unknown one is an error before the run
-        self._env: Any = None
-        self._thread = OwnThread(f"gym-{id(self)}")
+        self._opened = OpenEnv(f"gym-{id(self)}")
         self._observation = ""
         self._rewards: list[float] = []
 
@@ -100,19 +99,16 @@ class GymScheduler(MultiTurnScheduler):
                 "gym_scheduler has no environment: give workflow_args.env, or the row's "
                 f"env_config.name. Known: {', '.join(ENVS.names()) or 'none yet'}"
             )
-        make: Any = ENVS.get(name) if _named(name) else name
-
-        def made() -> None:  # kept by its own thread, which closes it
-            self._env = make(config)
-
-        await self._call(made)
-        given = await self._call(self._env.reset, request)
-        if not isinstance(given, tuple) or len(given) != 3:
+        make: Any = ENVS.get(name) if isinstance(name, str) else name
+        await self._opened.make(make, config)
+        env = self._opened.env
+        beginning = await self._opened.call(env.reset, request)
+        if not isinstance(beginning, tuple) or len(beginning) != 3:
             raise TypeError(
-                f"{type(self._env).__name__}.reset returned {given!r:.80}: expected (observation, "
+                f"{type(env).__name__}.reset returned {beginning!r:.80}: expected (observation, "
                 "info, system)"
             )
-        observation, _, system = given
+        observation, _, system = beginning
         messages = [{"role": "system", "content": system}] if system else []
         request.messages = [*messages, {"role": "user", "content": str(observation)}]
         await self._shorten(request)
@@ -124,13 +120,14 @@ class GymScheduler(MultiTurnScheduler):
         done = False
         if result.finish_reason != "length" or result.token_ids:
             action = copy.deepcopy(infer_request.messages)
-            given = await self._call(self._env.step, action)
-            if not isinstance(given, tuple) or len(given) != 4:
+            env = self._opened.env
+            transition = await self._opened.call(env.step, action)
+            if not isinstance(transition, tuple) or len(transition) != 4:
                 raise TypeError(
-                    f"{type(self._env).__name__}.step returned {given!r:.80}: expected "
+                    f"{type(env).__name__}.step returned {transition!r:.80}: expected "
                     "(observation, reward, done, info)"
                 )
-            observation, reward, done, _ = given
+            observation, reward, done, _ = transition
             self._observation = str(observation)
             self._rewards.append(float(reward or 0.0))
         infos = {
@@ -150,37 +147,13 @@ class GymScheduler(MultiTurnScheduler):
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
         """Close the environment. What fails in that is logged: the trajectory was lived through."""
-        close = getattr(self._env, "close", None)
-        waits = is_async(close)
-        # not waited for, as it may hang; there may be an environment only when it gets to it
-        self._thread.close(None if waits else self._close)
-        if waits and close is not None:
-            with _logged(self._env):
-                await close()
-
-    def _close(self) -> None:
-        with _logged(self._env):
-            getattr(self._env, "close", lambda: None)()
+        try:
+            await self._opened.close()
+        except Exception:
+            logger.warning("%s.close failed", type(self._opened.env).__name__, exc_info=True)
 
     async def _shorten(self, request: RolloutInferRequest) -> None:
         if self._context is not None:
             history = copy.deepcopy(request.messages)
-            request.messages = await self._call(
-                self._context.manage_context, history, request.uuid or ""
-            )
-
-    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A method of the user's; a plain one in the thread."""
-        return await call_user(function, *args, away=self._thread.run)
-
-
-@contextmanager
-def _logged(env: Any) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        logger.warning("%s.close failed", type(env).__name__, exc_info=True)
-
-
-def _named(given: Any) -> bool:
-    return isinstance(given, str)
+            shorten = self._context.manage_context
+            request.messages = await self._opened.call(shorten, history, request.uuid or "")
