@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 245,
+    "trireme files": 237,
     "trireme lines": 45_300,
     "trinity files": 3,
     "longest file": 500,

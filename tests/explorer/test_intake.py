@@ -13,7 +13,7 @@ import pytest
 from trireme.buffer.sql import SqlBuffer
 from trireme.checkpoint.layout import JobFolder
 from trireme.experience import EID, Experience
-from trireme.explorer.intake import Intake
+from trireme.launch.serving import Intake
 from trireme.pipeline.pipeline import Pipeline
 from trireme.registry import ALGORITHMS
 

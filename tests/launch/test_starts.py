@@ -13,8 +13,8 @@ from tests.e2e.job import small_config
 from tests.tiny import make_model
 from trireme.cli.run import run as command
 from trireme.config import load_config
-from trireme.launch.changes import changes
 from trireme.launch.check import make_plans
+from trireme.launch.opening import changes
 from trireme.launch.starts import hidden_words, resolved, without_secrets
 
 

@@ -19,7 +19,7 @@ from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.launch import training
 from trireme.launch.check import make_plans
-from trireme.launch.trainer_ranks import TrainerRanks, follow_plan
+from trireme.launch.training import TrainerRanks, follow_plan
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
 from trireme.trainer.ranks import Place

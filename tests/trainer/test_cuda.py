@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from tests.trainer.ranks import run
-from trireme.launch.trainer_ranks import place_of
+from trireme.launch.training import place_of
 from trireme.trainer import ranks as ranks_module
 from trireme.trainer.orders import Orders, follow
 from trireme.trainer.ranks import Place, Ranks

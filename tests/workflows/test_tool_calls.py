@@ -19,8 +19,7 @@ from trireme import RolloutInferRequest, RolloutResponseChoice, Task
 from trireme.model.model import Model
 from trireme.workflows.scheduled import multi_turn_scheduler
 from trireme.workflows.scheduler import ChatMessage
-from trireme.workflows.tool_calls import ToolCallScheduler, read_calls
-from trireme.workflows.tools import calculator, python_tool
+from trireme.workflows.tool_calls import ToolCallScheduler, calculator, python_tool, read_calls
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "solution": "4"}
 ASK = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+2"}}\n</tool_call>'
@@ -228,7 +227,7 @@ def test_the_calculator_refuses(expression: str) -> None:
 
 
 def test_a_tool_of_a_file_is_known_by_its_path() -> None:
-    assert python_tool("trireme.workflows.tools:calculator").name == "calculator"
+    assert python_tool("trireme.workflows.tool_calls:calculator").name == "calculator"
 
 
 SERVER = """

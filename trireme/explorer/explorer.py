@@ -24,8 +24,14 @@ from trireme.buffer.record import Record, summary
 from trireme.checkpoint.layout import JobFolder
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
 from trireme.experience import Experience
-from trireme.explorer.feedback import Feedback
-from trireme.explorer.metrics import Lost, by_cause, evaluation_metrics, rollout_metrics, told
+from trireme.explorer.metrics import (
+    Feedback,
+    Lost,
+    by_cause,
+    evaluation_metrics,
+    rollout_metrics,
+    told,
+)
 from trireme.explorer.runner import Failed, Outcome
 from trireme.explorer.scheduler import Scheduler
 from trireme.files import write_json

@@ -6,10 +6,11 @@ of someone else's behind an OpenAI API. They are never trained and get no new we
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import AutoTokenizer
 
@@ -20,15 +21,73 @@ from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.make import EngineSpec, make_torch_engine
 from trireme.launch.data import chat_template_of
-from trireme.model.auxiliary import Endpoint
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.asker import refuse_silent
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
     from trireme.engines.device import Device
     from trireme.engines.remote import RemoteEngine
     from trireme.explorer.runner import Key
+
+
+class Endpoint:
+    """A model of someone else's server, which answers by the OpenAI clients alone."""
+
+    def __init__(
+        self, base_url: str, model_path: str, *, api_key: str | None = None, timeout: float = 600.0
+    ) -> None:
+        """`model_path` is the name that requests give; `timeout` is of one request, in seconds."""
+        self.model_path = model_path
+        self.base_url = base_url
+        self._options: dict[str, Any] = {
+            "base_url": base_url,
+            "api_key": api_key or "EMPTY",
+            "timeout": timeout,
+        }
+        self._clients: dict[int, AsyncOpenAI] = {}
+        self._client: OpenAI | None = None
+
+    def model(self, key: Key) -> Endpoint:
+        """What a workflow holds: it remembers nothing, and serves all rollouts."""
+        return self
+
+    def blocking(self, loop: asyncio.AbstractEventLoop | None = None) -> Endpoint:
+        """What class workflows hold: itself."""
+        return self
+
+    def get_openai_async_client(self) -> AsyncOpenAI:
+        """The asynchronous client of this event loop; `client.model_path` is set."""
+        import openai
+
+        try:
+            loop = id(asyncio.get_running_loop())
+        except RuntimeError:
+            loop = 0  # made in a thread of a class workflow, whose loop comes later
+        if loop not in self._clients or not loop:
+            client = openai.AsyncOpenAI(**self._options)
+            client.model_path = self.model_path  # type: ignore[attr-defined]
+            self._clients[loop] = client
+        return self._clients[loop]
+
+    def get_openai_client(self) -> OpenAI:
+        """The blocking client; `client.model_path` is set."""
+        import openai
+
+        if self._client is None:
+            self._client = openai.OpenAI(**self._options)
+            self._client.model_path = self.model_path  # type: ignore[attr-defined]
+        return self._client
+
+    async def logprobs(self, tokens: Any, temperature: float = 1.0) -> NoReturn:
+        """Raises ValueError: the OpenAI API scores no given ids."""
+        raise ValueError(
+            f"the auxiliary model {self.model_path} at {self.base_url} cannot score given tokens: "
+            "a teacher needs its own engine (engine_type torch), or engine_type remote"
+        )
+
 
 LONGEST = 8192
 """Tokens of an auxiliary model whose `max_model_len` is not given: at most, or the run's."""
@@ -69,7 +128,7 @@ def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> Remo
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """One of them."""
+    """A model that an engine of this run serves, or rollout servers do."""
 
     engine: Engine
     chat: ChatTokens
@@ -89,24 +148,17 @@ class Auxiliary:
         )
 
 
-@dataclass(frozen=True)
-class Served:
-    """One behind an OpenAI API."""
-
-    endpoint: Endpoint
-
-    def model(self, key: Key) -> Endpoint:
-        """What a workflow holds: it remembers nothing, and serves all rollouts."""
-        return self.endpoint
-
-
-def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Served]:
+def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Endpoint]:
     """All of the plan's, in the YAML's order."""
-    models = plan.config.explorer.auxiliary_models
-    return [
-        _served(plan, config) if config.engine_type == "external" else _make(plan, config, device)
-        for config in models
-    ]
+    limit = plan.config.explorer.max_timeout
+    made: list[Auxiliary | Endpoint] = []
+    for config in plan.config.explorer.auxiliary_models:
+        if config.engine_type == "external":
+            url, name = config.base_urls[0], config.model_path or ""
+            made.append(Endpoint(url, name, api_key=config.api_key, timeout=limit))
+        else:
+            made.append(_make(plan, config, device))
+    return made
 
 
 def examine_auxiliary(plan: Plan) -> None:
@@ -117,14 +169,14 @@ def examine_auxiliary(plan: Plan) -> None:
             refuse_silent(who, config.base_urls[0])
 
 
-def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary | Served], tokenizer: Any) -> None:
+def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary | Endpoint], tokenizer: Any) -> None:
     """Raise ValueError unless the first of them reads the ids that the trained model writes."""
     if not auxiliary:
         raise ValueError(
             "explorer.auxiliary_models is empty: the algorithm needs a teacher, the first of them"
         )
     teacher = auxiliary[0]
-    if isinstance(teacher, Served):
+    if isinstance(teacher, Endpoint):
         raise ValueError(
             "explorer.auxiliary_models[0].engine_type is external: the OpenAI API scores no given "
             "tokens, and a teacher does: expected torch or remote"
@@ -161,12 +213,6 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     )
     reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))
-
-
-def _served(plan: Plan, config: RolloutModelConfig) -> Served:
-    timeout = plan.config.explorer.max_timeout
-    name = config.model_path or ""
-    return Served(Endpoint(config.base_urls[0], name, api_key=config.api_key, timeout=timeout))
 
 
 def _positions(path: str) -> int:

@@ -1,19 +1,25 @@
-"""Opening: compares a resume with the start before it, and opens the run's monitors.
+"""Opening: opens a run with its monitors, and says what has changed since its last start.
 
+A resume goes on with the checkpoint's weights, moments and places in the data; all else is as the
+YAML says now. Each sentence here says which of the two holds for a key, or why it is refused.
 Monitors and the watchdog begin where the checkpoint does.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from trireme.algorithms.recipes import Recipe
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, Problem
+from trireme.config.lookup import located
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.explorer.explorer import explorer_state
-from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.data import examine_taskset
 from trireme.launch.engines import examine_auxiliary
 from trireme.launch.stage import Console, Stage, open_stage
@@ -158,3 +164,188 @@ def _steps_that_count(stage: Stage) -> dict[str, int]:
     state = resumed.run_state if resumed else {}
     explored = state.get("explorer", {"step": step})["step"]
     return {"trainer": step, "explorer": explored, "eval": explored}
+
+
+_SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+"""Keys of a model's config.json without which weights mean nothing."""
+
+# Beginning of a key -> what a change of it does; the longest beginning that fits holds. {train} and
+# {explore} are the first train and explore step that it can bear on, {row} the data's next row.
+_EFFECTS = {
+    "": "from train step {train} on",
+    "model.model_path": "its weights are ignored, since the checkpoint's are loaded; tokenizer, "
+    "chat template and, where there is one, the reference model are those of the new path",
+    "model.critic_model_path": "ignored: the checkpoint's value model is loaded",
+    "model.": "rollouts from explore step {explore} on",
+    "algorithm.algorithm_type": "from train step {train} on; what waits in the buffer was made for "
+    "the former one",
+    "algorithm.repeat_times": "groups from explore step {explore} on; those in the buffer keep "
+    "their size",
+    "algorithm.optimizer.": "from train step {train} on; the optimizer's moments stay",
+    "algorithm.critic.optimizer.": "from train step {train} on; the optimizer's moments stay",
+    "buffer.batch_size": "explore steps from {explore} on; the tasks go on at row {row}",
+    "buffer.total_epochs": "moves the end of the run, and a schedule that spans it",
+    "buffer.total_steps": "moves the end of the run, and a schedule that spans it",
+    "buffer.explorer_input.taskset": "tasks from explore step {explore} on: the run goes on at row "
+    "{row}, of whatever the data are now",
+    "buffer.explorer_input.eval_tasksets": "evaluations from now on: not comparable with those "
+    "before",
+    "buffer.explorer_input.": "explore steps from {explore} on",
+    "buffer.trainer_input.": "from train step {train} on: the run goes on at its place in the "
+    "data, whatever they are now",
+    "buffer.trainer_input.experience_buffer.capacity": "from now on",
+    "data_processor.": "experiences from explore step {explore} on",
+    "seed": "what is drawn from explore step {explore} on; equal to no run that had one seed",
+    "deterministic": "from now on",
+    "plugins": "your own code, from now on",
+    "synchronizer.": "from train step {train} on",
+    "trainer.total_steps": "moves the end of the run, and a schedule that spans it",
+    "trainer.save": "checkpoints from now on",
+    "trainer.max_checkpoints_to_keep": "at the next checkpoint older ones go",
+    "explorer.": "rollouts from explore step {explore} on",
+    "explorer.eval": "evaluations from now on",
+    "cluster.": "where the parts run; the last bits of a sum may differ",
+    "monitor.": "from now on; numbers do not depend on it",
+    "log.": "from now on; numbers do not depend on it",
+    "project": "none: the folder is the same",
+    "name": "none: the folder is the same",
+    "group": "none: the folder is the same",
+    "checkpoint_root_dir": "none: the folder is the same",
+    "continue_from_checkpoint": "none at a resume",
+    "versions.": "from now on; the last bits of results may differ",
+    "code.": "from now on",
+    "model weights": "ignored, since the checkpoint's are loaded",
+    "model tokenizer": "prompts from explore step {explore} on are encoded by the new one",
+}
+
+
+def changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, train: int, explore: int, row: int | None
+) -> list[str]:
+    """One line for each difference of two entries of `starts`, with its effect.
+
+    `train` and `explore` are the next steps, `row` how many rows of the tasks were handed out.
+    """
+    at = {"train": train, "explore": explore, "row": "where it was" if row is None else row}
+    out = []
+    for key, before, now in _differences(old, new):
+        told = "" if _is_hash(before) or _is_hash(now) else f": {_short(before)} -> {_short(now)}"
+        out.append(f"{key}{told or ' differ'}: {_effect(key).format(**at)}")
+    return out
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, old and new value of all that a run's course may depend on."""
+    before, now = _flat(old["config"]), _flat(new["config"])
+    yield from _unequal(before, now)
+    for key, facts in new["data"].items():
+        was = old["data"].get(key)
+        if was and was["path"] == facts["path"] and was["sha256"] != facts["sha256"]:
+            differ = was["rows"] != facts["rows"]
+            yield (
+                f"{key} rows" if differ else f"{key} contents",
+                *((was["rows"], facts["rows"]) if differ else (was["sha256"], facts["sha256"])),
+            )
+    if old["model"]["path"] == new["model"]["path"]:
+        for kind in ("weights", "tokenizer"):
+            if old["model"][kind] != new["model"][kind]:
+                yield f"model {kind}", old["model"][kind], new["model"][kind]
+    for path in sorted({*old["plugins"], *new["plugins"]}):
+        was, is_ = old["plugins"].get(path), new["plugins"].get(path)
+        if was != is_ and was and is_:
+            yield f"plugins {Path(path).name}", was, is_
+    yield from _unequal(_flat(old["versions"], "versions."), _flat(new["versions"], "versions."))
+    yield from _unequal(_flat(old["code"], "code."), _flat(new["code"], "code."))
+
+
+def _unequal(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys((*before, *now)):
+        if before.get(key) != now.get(key):
+            yield key, before.get(key), now.get(key)
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Leaves of nested sections by their full names; lists of plain values are leaves."""
+    if isinstance(value, Mapping) and value:
+        dot = key if not key or key.endswith(".") else f"{key}."
+        parts = (_flat(inner, f"{dot}{name}") for name, inner in value.items())
+        return {k: v for part in parts for k, v in part.items()}
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        flat = (_flat(item, f"{key}[{place}]") for place, item in enumerate(value))
+        return {k: v for part in flat for k, v in part.items()}
+    return {key: value}
+
+
+def _effect(key: str) -> str:
+    return _EFFECTS[max((start for start in _EFFECTS if key.startswith(start)), key=len)]
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and " " not in value
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def refuse_meaningless(
+    plan: Plan,
+    model_path: str,
+    folder: JobFolder,
+    step: int,
+    recipe: Recipe,
+    old: Mapping[str, Any] | None,
+    new: Mapping[str, Any],
+) -> None:
+    """Raise ConfigError where the checkpoint of `step` is none of the run that the YAML describes.
+
+    `old` and `new` are entries of `starts`.
+    """
+    expected = "; expected as it was, or another name (or continue_from_checkpoint: false)"
+    found = _other_shape(folder.hf_dir(step) / "config.json", model_path)
+    if found is not None:
+        key, was, now = found
+        raise _refused(
+            f"model.model_path is {model_path}, whose {key} is {now}, and the checkpoint "
+            f"{folder.step_dir(step)} has {was}{expected}"
+        )
+    if recipe.needs_critic and not folder.critic_dir(step).is_dir():
+        raise _refused(
+            f"algorithm.algorithm_type is {plan.config.algorithm.algorithm_type}, which learns a "
+            f"value model, and the checkpoint {folder.step_dir(step)} has none{expected}"
+        )
+    if old is None:
+        return
+    for key, was in old["resumes"].items():
+        now = new["resumes"].get(key)
+        if was != now:
+            raise _refused(
+                f"the run in {folder.root} had {key} {was}, and now has {now}, for which its "
+                f"checkpoint of step {step} means nothing{expected}"
+            )
+    if plan.config.model.lora_configs and old["model"]["weights"] != new["model"]["weights"]:
+        raise _refused(
+            f"model.model_path is {model_path}, and the checkpoint {folder.step_dir(step)} has a "
+            f"LoRA adapter of other weights ({old['model']['path']}){expected}"
+        )
+
+
+def _refused(text: str) -> ConfigError:
+    return ConfigError([Problem("", text)])
+
+
+def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
+    """The first key in which a model's configuration differs from the checkpoint's."""
+    place = located(model_path, "models")
+    if place is None or not saved.is_file() or not (place / "config.json").is_file():
+        return None
+    was, now = (
+        json.loads(path.read_text(encoding="utf-8")) for path in (saved, place / "config.json")
+    )
+    differ = (key for key in _SHAPE if was.get(key) != now.get(key))
+    key = next(differ, None)
+    return None if key is None else (key, was.get(key), now.get(key))

@@ -12,7 +12,7 @@ from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.launch.data import Text
-from trireme.launch.engines import Auxiliary, Served
+from trireme.launch.engines import Auxiliary, Endpoint
 from trireme.model.model import Model
 from trireme.task import Task
 
@@ -25,7 +25,7 @@ def make_scheduler(
     gate: Gate | None,
     *,
     greedy_run: bool = False,
-    auxiliary: Sequence[Auxiliary | Served] = (),
+    auxiliary: Sequence[Auxiliary | Endpoint] = (),
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt.
 

@@ -23,8 +23,13 @@ from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer, make
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.rollout import make_scheduler
 from trireme.launch.stage import Stage, StageResult
-from trireme.launch.trainer_ranks import TrainerRanks
-from trireme.launch.training import make_backend, make_learning, make_push, make_synchronizer
+from trireme.launch.training import (
+    TrainerRanks,
+    make_backend,
+    make_learning,
+    make_push,
+    make_synchronizer,
+)
 from trireme.log import get_logger
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.synchronizer import ExplorerSync, Push

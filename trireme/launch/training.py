@@ -1,10 +1,15 @@
-"""Training: makes a plan's trained models and their optimizers, and the push of their weights."""
+"""Training: makes a plan's trained models, on one rank or several, and the push of their weights.
+
+Whatever starts the processes of several ranks (Ray, a launcher of subprocesses, torchrun) needs to
+tell each only the plan, the model and its `Place`.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
-from trireme.algorithms.recipes import Recipe
+from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Demand
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
@@ -18,8 +23,9 @@ from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.learning import Learning
 from trireme.trainer.lora import Lora
-from trireme.trainer.orders import Orders
-from trireme.trainer.ranks import Ranks
+from trireme.trainer.orders import Commands, Orders, follow
+from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.step import commands
 
 
 def make_backend(
@@ -157,3 +163,54 @@ def make_push(
         dtype=plan.dtype,
         vocabulary=vocabulary,
     ).push
+
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerRanks:
+    """Rank 0, and through it all others."""
+
+    def __init__(self, plan: Plan, model_path: str, recipe: Recipe, place: Place) -> None:
+        """Waits for the other ranks."""
+        logger.info("%d trainer ranks meet at %s", place.world, place.address)
+        self._group = Ranks(place)
+        self._orders = Orders(self._group)
+
+        def load() -> tuple[Backend, Learning]:
+            group = self._group
+            backend = make_backend(plan, model_path, recipe, group, self._orders)
+            return backend, make_learning(plan, model_path, recipe, group)
+
+        self.backend, self.learning = self._orders.guarded(load, doing="loading")
+
+    def close(self) -> None:
+        """Send the others home."""
+        self._orders.close()
+
+
+def place_of(plan: Plan, rank: int, world: int, address: str, device: str | None = None) -> Place:
+    """The place of one rank by the plan's keys; `address` is host:port of rank 0, free to take."""
+    trainer = plan.config.trainer
+    return Place(
+        rank,
+        world,
+        address,
+        sequence=trainer.ulysses_sequence_parallel_size,
+        device=device or plan.device,
+        timeout=trainer.collective_timeout,
+    )
+
+
+def follow_plan(plan: Plan, model_path: str, place: Place) -> None:
+    """Be one of the other ranks until rank 0 says stop.
+
+    The user's plugins must be loaded. Raises what went wrong here, having told rank 0.
+    """
+    recipe = get_recipe(plan.config.algorithm)
+
+    def make(ranks: Ranks) -> Commands:
+        backend = make_backend(plan, model_path, recipe, ranks)
+        return commands(backend, recipe, make_learning(plan, model_path, recipe, ranks))
+
+    follow(place, make)

@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 from trireme.aio import running
 from trireme.engines.engine import OnToken, Sampling, with_options
 from trireme.model.openai_wire import (
+    OPENING,
     ChatBody,
     TextBody,
     chat_response,
     checked,
     new_id,
     options_of,
+    record_tool_calls,
     refuse_many,
     text_logprobs,
     text_response,
     token_row,
+    wants_tool_calls,
 )
-from trireme.model.tool_calls import OPENING, record_tool_calls, wants_tool_calls
 
 if TYPE_CHECKING:
     from trireme.model.model import Model, Reply

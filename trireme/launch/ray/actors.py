@@ -32,8 +32,7 @@ from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.launch.ray.remote import Event, Part, Reports, remote
 from trireme.launch.sides import ExplorerSide, TrainerSide, load_models
 from trireme.launch.stage import Stage, open_stage
-from trireme.launch.trainer_ranks import follow_plan, place_of
-from trireme.launch.training import make_polled_sync
+from trireme.launch.training import follow_plan, make_polled_sync, place_of
 from trireme.log import setup_logging
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due

@@ -34,8 +34,7 @@ from trireme.launch.ray.actors import (
     TrainerPart,
 )
 from trireme.launch.ray.cluster import Places, cluster
-from trireme.launch.ray.remote import Part, RayActor, remote
-from trireme.launch.ray.watch import Watched, meet_all, watch, who_died
+from trireme.launch.ray.remote import Part, RayActor, Watched, meet_all, remote, watch, who_died
 from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
