@@ -14,6 +14,7 @@ from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.experience import Experience
 from trireme.registry import policy_loss
+from trireme.trainer import head
 from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import NotFinite
 from trireme.trainer.step import train_step
@@ -151,7 +152,7 @@ def test_logits_made_in_chunks_give_the_same_gradient(tiny_dir, monkeypatch):
     expected, _ = _gradients(
         _backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences()
     )
-    monkeypatch.setattr("trireme.trainer.model._LOGIT_NUMBERS", 100 * 7)
+    monkeypatch.setitem(head._LOGIT_NUMBERS, "cpu", 100 * 7)
     got, _ = _gradients(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences())
     for name in expected:
         assert torch.allclose(got[name], expected[name], atol=1e-6, rtol=1e-4), name

@@ -1,8 +1,8 @@
 """Backend: the trained weights, their optimizer and the reference model, on one rank or alone.
 
-Every rank calls the same methods in the same order; `Orders` has rank 0 tell the others. On a CPU
-all is float32. On a GPU with dtype bfloat16 the weights, gradients and optimizer stay float32 and
-the forward pass runs in bfloat16; log-probabilities are float32 always.
+Every rank calls the same methods in the same order; `Orders` has rank 0 tell the others. A plan
+has a CPU compute in float32. With dtype bfloat16 the weights, gradients and optimizer stay float32
+and the forward pass runs in bfloat16; log-probabilities are float32 always.
 
 Invariants:
 - gradients add up over micro-batches and ranks, and do not depend on how a batch is cut;
@@ -79,7 +79,7 @@ class TrainSettings:
         """The model in shards over ranks, or whole."""
         if ranks is None:
             return Root(model)
-        return shard(model, ranks.mesh, half=self._half(ranks.device), offload=self.offload)
+        return shard(model, ranks.mesh, half=self.half, offload=self.offload)
 
     def descent(self, parameters: Iterable[nn.Parameter]) -> Descent:
         """The optimizer of a model's parameters."""
@@ -90,13 +90,15 @@ class TrainSettings:
         return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
     def precision(self, ranks: Ranks | None) -> AbstractContextManager:
-        """bfloat16 autocast on a GPU that was asked for it; shards have a policy of their own."""
-        if ranks is None and self._half(torch.device(self.device)):
-            return torch.autocast("cuda", torch.bfloat16)
+        """bfloat16 autocast where that was asked for; shards have a policy of their own."""
+        if ranks is None and self.half:
+            return torch.autocast(torch.device(self.device).type, torch.bfloat16)
         return nullcontext()
 
-    def _half(self, device: torch.device) -> bool:
-        return self.dtype == "bfloat16" and device.type == "cuda"
+    @property
+    def half(self) -> bool:
+        """Whether the forward pass is in bfloat16. A plan asks a CPU for float32 alone."""
+        return self.dtype == "bfloat16"
 
 
 class Backend:

@@ -1,7 +1,6 @@
 """Model: log-probabilities of a packed micro-batch from a Hugging Face causal language model.
 
-The base model runs on the flat tokens; logits are made only where an entry needs them, in chunks
-that are computed again in the backward pass, so that no [M, V] tensor outlives its chunk.
+The base model runs on the flat tokens; logits are made only where an entry needs them.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
+from trireme.trainer.head import score_entries
 from trireme.trainer.pack import Layout, pack_on
 
 logger = logging.getLogger(__name__)
 
-# How much float32 logits may take at once, in numbers: 64 MiB.
-_LOGIT_NUMBERS = 2**24
 _AGREEMENT = 1e-3  # largest difference to the model's own forward pass, nats, float32
 
 
@@ -102,29 +99,6 @@ def token_logprobs(
     return score_entries(model, hidden, layout.predecessors, targets, temperatures, entropy=entropy)
 
 
-def score_entries(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    predecessors: Tensor,
-    targets: Tensor,
-    temperatures: Tensor,
-    *,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """See `token_logprobs`; `predecessors` [M] are where the entries' tokens lie in `hidden`."""
-    chunk = max(1, _LOGIT_NUMBERS // model.config.get_text_config().vocab_size)
-    parts: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, len(targets), chunk):
-        at = slice(start, start + chunk)
-        inputs = (model, hidden, predecessors[at], targets[at], temperatures[at], entropy)
-        if len(targets) > chunk and torch.is_grad_enabled():
-            parts.append(checkpoint(_score, *inputs, use_reentrant=False))
-        else:
-            parts.append(_score(*inputs))
-    logprobs, entropies = (torch.cat(column, -1) for column in zip(*parts, strict=True))
-    return logprobs, entropies if entropy else None
-
-
 def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
     """Last hidden states [T, D] of the flat tokens."""
     out = model.base_model(
@@ -134,55 +108,6 @@ def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
         packed=layout,
     )
     return out.last_hidden_state[0]
-
-
-def _score(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    predecessors: Tensor,
-    targets: Tensor,
-    temperatures: Tensor,
-    entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    """What `token_logprobs` gives of a chunk of entries; no entropy where it is not asked for.
-
-    Entries that follow the same token at the same temperature (equal rollouts) share their logits.
-    """
-    nodes, node_of = predecessors.unique(return_inverse=True)
-    at_node = torch.empty_like(nodes, dtype=torch.float32).index_copy_(0, node_of, temperatures)
-    shared = bool((at_node[node_of] == temperatures).all())
-    if not shared:
-        nodes, node_of, at_node = predecessors, torch.arange(len(predecessors)), temperatures
-        node_of = node_of.to(predecessors.device)
-    logits = _logits(model, attention.select(hidden, nodes)) / at_node[:, None]
-    log_sums = logits.logsumexp(-1)
-    flat_index = node_of * logits.shape[1] + targets
-    logprobs = logits.view(-1)[flat_index] - log_sums[node_of]
-    if not entropy:
-        return logprobs, logprobs.new_empty(0)
-    p = logits.softmax(-1)
-    entropies = log_sums - (p * logits).sum(-1)
-    rows = [entropies]
-    if not torch.is_grad_enabled():
-        rows.append((p.square() * ((entropies - log_sums)[:, None] + logits)).sum(-1))
-    return logprobs, torch.stack(rows)[:, node_of]
-
-
-def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Float32 logits [M, V], with the scale or soft cap that a few architectures put on them."""
-    head = model.get_output_embeddings()
-    assert head is not None
-    logits = head(hidden)
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    config = model.config
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if divisor := getattr(config, "logits_scaling", None):
-        logits = logits / divisor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    return logits
 
 
 def _own_logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trireme.batch import Batch
 from trireme.trainer.attention import packed_attention
-from trireme.trainer.model import score_entries
+from trireme.trainer.head import score_entries
 from trireme.trainer.pack import Layout, pack_on
 from trireme.trainer.ranks import SequenceGroup
 

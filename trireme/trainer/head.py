@@ -1,0 +1,222 @@
+"""Head: log-probabilities and entropies of entries from hidden states, without all logits at once.
+
+Logits are made in chunks, and made again in the backward pass, so that no [M, V] tensor outlives
+its chunk. Entries that follow the same token at the same temperature (equal rollouts) share theirs.
+The gradient of the head's weight is added up over the chunks in float32, whatever the weight is in:
+in bfloat16 each addition would lose what is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from trireme.trainer.attention import select
+
+# Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU.
+_LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
+
+
+class Scale(NamedTuple):
+    """What a few architectures do to their logits: z -> cap tanh(factor z / cap)."""
+
+    factor: float
+    cap: float | None
+
+    def of(self, raw: Tensor) -> Tensor:
+        """Float32 logits, or float64, from what the head's product gives."""
+        logits = raw.float() if raw.dtype in (torch.bfloat16, torch.float16) else raw
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d raw, by the logits."""
+        return self.factor * (1 - (logits / self.cap).square()) if self.cap else self.factor
+
+
+class _Chunk(NamedTuple):
+    nodes: slice
+    """Of those that logits are made for."""
+    entries: slice
+    """Sorted by their nodes: the entries of these."""
+    at: Tensor
+    """[E] the node of each, counted within the chunk."""
+
+
+def score_entries(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    predecessors: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `token_logprobs`; `predecessors` [M] are where the entries' tokens lie in `hidden`."""
+    # a token and the bits of its temperature: one number, so that equal ones are found at once
+    keys = predecessors << 32 | temperatures.float().view(torch.int32).long()
+    found, node_of = keys.unique(return_inverse=True)
+    order = node_of.argsort(stable=True)
+    heat = (found & 0xFFFFFFFF).int().view(torch.float32)
+    head = model.get_output_embeddings()
+    assert head is not None
+    size = _LOGIT_NUMBERS[hidden.device.type] // model.config.get_text_config().vocab_size
+    chunks = list(_chunks(len(found), node_of[order], max(size, 1)))
+    nodes, targets, scale = select(hidden, found >> 32), targets[order], _scale(model)
+    if not torch.is_grad_enabled():
+        parts = [
+            _score(scale.of(head(nodes[c.nodes])), heat, targets, c, 1 + 2 * entropy)
+            for c in chunks
+        ]
+        rows = torch.cat(parts, dim=1)
+    elif type(head) is nn.Linear:
+        given = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
+        rows = torch.stack(_LinearHead.apply(*given))
+    else:  # with an adapter, say
+        rows = torch.cat([_again(head, nodes, heat, targets, c, scale, entropy) for c in chunks], 1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    rows = rows[:, back]
+    return rows[0], rows[1:] if entropy else None
+
+
+def _scale(model: PreTrainedModel) -> Scale:
+    config = model.config
+    factor = getattr(config, "logit_scale", None) or 1.0
+    factor /= getattr(config, "logits_scaling", None) or 1.0
+    return Scale(factor, getattr(config, "final_logit_softcapping", None))
+
+
+def _chunks(num_nodes: int, node_of: Tensor, size: int) -> Iterator[_Chunk]:
+    """Of `size` nodes each; `node_of` [M] is sorted."""
+    starts = torch.arange(0, num_nodes + size, size, device=node_of.device)
+    bounds = torch.searchsorted(node_of, starts).tolist()
+    for n, (begin, end) in enumerate(pairwise(bounds)):
+        nodes, entries = slice(n * size, (n + 1) * size), slice(begin, end)
+        yield _Chunk(nodes, entries, node_of[entries] - n * size)
+
+
+def _score(logits: Tensor, heat: Tensor, targets: Tensor, chunk: _Chunk, num: int) -> Tensor:
+    """The first `num` numbers [num, E] of a chunk's entries: log p, the entropy, and the mean of
+    p (H + log p) over the vocabulary.
+    """
+    logits = logits / heat[chunk.nodes, None]
+    log_sums = logits.logsumexp(-1)
+    index = chunk.at * logits.shape[1] + targets[chunk.entries]
+    logprobs = logits.view(-1)[index] - log_sums[chunk.at]
+    if num == 1:
+        return logprobs[None]
+    p = logits.softmax(-1)
+    entropies = log_sums - (p * logits).sum(-1)
+    rows = [entropies]
+    if num == 3:
+        rows.append((p.square() * ((entropies - log_sums)[:, None] + logits)).sum(-1))
+    return torch.stack([logprobs, *(row[chunk.at] for row in rows)])
+
+
+def _again(
+    head: nn.Module,
+    nodes: Tensor,
+    heat: Tensor,
+    targets: Tensor,
+    chunk: _Chunk,
+    scale: Scale,
+    entropy: bool,
+) -> Tensor:
+    """`_score` of a chunk by any head, computed again in the backward pass."""
+
+    def score(states: Tensor) -> Tensor:
+        return _score(scale.of(head(states)), heat, targets, chunk, 1 + entropy)
+
+    return checkpoint(score, nodes[chunk.nodes], use_reentrant=False)
+
+
+class _LinearHead(torch.autograd.Function):
+    """Log-probabilities, and entropies where they are asked for, by a linear head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        nodes: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        heat: Tensor,
+        targets: Tensor,
+        chunks: list[_Chunk],
+        scale: Scale,
+        entropy: bool,
+    ) -> tuple[Tensor, ...]:
+        """nodes [N, D], weight [V, D], heat [N], targets [M] -> [M], and [M] again."""
+        kind = nodes.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        ctx.dtype = ctx.dtype or weight.dtype
+        ctx.chunks, ctx.scale, ctx.entropy = chunks, scale, entropy
+        ctx.save_for_backward(nodes, weight, bias, heat, targets)
+        cast, num = weight.to(ctx.dtype), 1 + entropy
+        parts = [
+            _score(_LinearHead._logits(ctx, nodes[c.nodes], cast, bias), heat, targets, c, num)
+            for c in chunks
+        ]
+        return tuple(torch.cat(parts, dim=1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Of log p: (one-hot - p) / heat. Of the entropy: -p (log p + H) / heat."""
+        nodes, weight, bias, heat, targets = ctx.saved_tensors
+        cast = weight.to(ctx.dtype)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        d_nodes = torch.empty_like(nodes)
+        d_weight = weight.new_zeros(weight.shape, dtype=wide) if ctx.needs_input_grad[1] else None
+        d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=wide)
+        for c in ctx.chunks:
+            states = nodes[c.nodes].to(ctx.dtype)
+            logits = _LinearHead._logits(ctx, states, cast, bias)
+            d_logits = _gradient(logits, heat[c.nodes], c, targets, gradients, ctx.entropy)
+            d_raw = d_logits.mul_(ctx.scale.slope(logits))
+            if d_bias is not None:
+                d_bias += d_raw.sum(0)
+            d_raw = d_raw.to(ctx.dtype)
+            d_nodes[c.nodes] = d_raw @ cast
+            if d_weight is not None and d_weight.dtype == d_raw.dtype:
+                d_weight.addmm_(d_raw.T, states)
+            elif d_weight is not None:
+                d_weight += d_raw.T @ states
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+        return d_nodes, d_weight, d_bias, None, None, None, None, None
+
+    @staticmethod
+    def _logits(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias.to(weight.dtype)
+        raw = torch.nn.functional.linear(states.to(weight.dtype), weight, bias)
+        return ctx.scale.of(raw)
+
+
+def _gradient(
+    logits: Tensor,
+    heat: Tensor,
+    chunk: _Chunk,
+    targets: Tensor,
+    gradients: tuple[Tensor, ...],
+    entropy: bool,
+) -> Tensor:
+    """Of a chunk's logits [N, V], by those of its entries' numbers."""
+    log_p = (logits / heat[:, None]).log_softmax(-1)
+    p = log_p.exp()
+    of_logprobs = gradients[0][chunk.entries]
+    summed = torch.zeros_like(heat, dtype=p.dtype).index_add_(0, chunk.at, of_logprobs)
+    out = p * -summed[:, None]
+    at = chunk.at * logits.shape[1] + targets[chunk.entries]
+    out.view(-1).index_add_(0, at, of_logprobs)
+    if entropy:
+        of_entropies = torch.zeros_like(summed).index_add_(0, chunk.at, gradients[1][chunk.entries])
+        entropies = -(p * log_p).sum(-1)
+        out -= p * (log_p + entropies[:, None]) * of_entropies[:, None]
+    return out.div_(heat[:, None])
