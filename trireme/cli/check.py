@@ -110,7 +110,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
         engine = ", ".join(plan.engine_urls) or _engines(plan)
-        rows.append(("runners", f"{plan.runners} on {engine}"))
+        at_once = min(plan.runners, plan.batch_size) * plan.repeat_times
+        each = -(-at_once // max(plan.num_engines, len(plan.engine_urls)))
+        requests = f"at most {each} requests at once{' an engine' * (each < at_once)}"
+        rows.append(("runners", f"{plan.runners} on {engine}: {requests}"))
         rows.append(("evaluation", f"every {plan.eval_interval} explore steps"))
     if plan.mode in ("both", "explore"):
         rows.append(("sync", _sync(plan)))
@@ -152,7 +155,9 @@ def _places(plan: Plan) -> str:
     taken = plan.num_engines * plan.engine_size
     engines = f"{taken} for engines ({plan.num_engines} x {plan.engine_size})"
     trainer = f"{plan.trainer_ranks} for the trainer"
-    own = [engines] * bool(taken) + [trainer] * bool(plan.trainer_ranks)
+    other = f"{plan.auxiliary_places} for auxiliary models"
+    own = [engines] * bool(taken) + [other] * bool(plan.auxiliary_places)
+    own += [trainer] * bool(plan.trainer_ranks)
     nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
     total = plan.nodes * plan.places_per_node
     return f"{total} on {nodes}: {', '.join(own)}"

@@ -113,7 +113,9 @@ class VllmEngine:
             on_cpu=platforms.current_platform.is_cpu(),
         )
         parallel = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
-        llm = core.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**given))
+        # vLLM's batch sizes follow from it: by default they are the smallest, 128 requests at once
+        context = import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+        llm = core.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**given), usage_context=context)
         engine = cls(
             llm,
             model=model,

@@ -125,7 +125,9 @@ class TriremeWorker:
     def trireme_join(self, meeting: dict[str, Any]) -> None:
         """Come to a weight group, each worker with a rank of its own."""
         parallel = self.parallel_config
-        place = parallel.data_parallel_rank * parallel.world_size + self.rank
+        # data_parallel_rank is 0 in every replica of a dense model; the index tells them apart
+        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        place = replica * parallel.world_size + self.rank
         self._trireme_group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
         self._trireme_group.connect()
 
