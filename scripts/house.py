@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 237,
-    "trireme lines": 45_300,
+    "trireme files": 239,
+    "trireme lines": 46_300,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -97,7 +97,8 @@ def test_more_gpus_than_the_machine_has_are_refused(tmp_path, machine):
     assert plan.launcher == "local"
 
 
-def test_a_named_cluster_means_ray(tmp_path):
+def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: None)
     assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").launcher == "ray"
 
 
@@ -120,6 +121,57 @@ def test_megatron_is_said_to_be_fsdp2(tmp_path):
     overrides = ("cluster.launcher=ray", "cluster.gpu_per_node=3")
     plan = plan_of(tmp_path, *overrides, "trainer.trainer_strategy=megatron")
     assert any(note.endswith("FSDP2 shards the model in its place") for note in plan.notes)
+
+
+def test_the_gpus_are_those_of_the_cluster_and_not_of_the_commands_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: 8)  # 0 here + 2 x 8
+    asked = ("cluster.ray_address=10.0.0.1:6379", "cluster.node_num=2", "cluster.gpu_per_node=8")
+    plan = plan_of(tmp_path, *asked, f"{ENGINES}=8")
+    assert (plan.device, plan.dtype, plan.trainer_ranks) == ("cuda", "bfloat16", 8)
+    assert plan.gpus == {"explorer": 8, "trainer": 8}
+
+
+def test_a_cluster_that_does_not_answer_is_noted(tmp_path):
+    plan = plan_of(tmp_path, "cluster.ray_address=127.0.0.1:1")
+    assert plan.device == "cpu"
+    assert any("counts no GPU, since the Ray cluster at 127.0.0.1:1" in n for n in plan.notes)
+
+
+MODEL = "explorer.rollout_model"
+
+
+def test_an_engine_takes_its_tensor_pipeline_and_data_parallel_places(tmp_path, machine):
+    machine(8)
+    sizes = (f"{MODEL}.pipeline_parallel_size=2", f"{MODEL}.data_parallel_size=2")
+    plan = plan_of(tmp_path, "cluster.gpu_per_node=8", f"{MODEL}.engine_type=remote", *URLS)
+    assert (plan.num_engines, plan.trainer_ranks) == (0, 8)
+    with pytest.raises(ConfigError, match=r"data_parallel_size \(2\) takes 8 of the cluster's 8"):
+        plan_of(tmp_path, "cluster.gpu_per_node=8", f"{ENGINES}=2", *sizes)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 16: an engine has to fit"):
+        plan_of(tmp_path, "cluster.gpu_per_node=8", f"{MODEL}.pipeline_parallel_size=16")
+
+
+URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)
+
+
+def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
+    machine(4)
+    judge = f"explorer.auxiliary_models=[{{model_path: {values(tmp_path)['model']['model_path']}}}]"
+    plan = plan_of(tmp_path, "cluster.gpu_per_node=4", f"{MODEL}.engine_type=torch", judge)
+    assert (plan.num_engines, plan.auxiliary_places, plan.trainer_ranks) == (1, 1, 2)
+    assert plan.gpus == {"explorer": 2, "trainer": 2}
+    machine(0)
+    assert plan_of(tmp_path, "cluster.launcher=ray", judge).auxiliary_places == 0
+
+
+def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_path, machine):
+    machine(1)
+    asked = ("cluster.launcher=local", f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
+    plan = plan_of(tmp_path, *asked)
+    assert plan.engine_hosts == 0
+    assert any("takes a GPU beside the trainer's, and this machine has 1" in n for n in plan.notes)
+    machine(3)
+    assert plan_of(tmp_path, *asked).engine_hosts == 2
 
 
 FOUND = placement.Vllm("/envs/vllm/bin/python", "0.32.0", ("max_num_seqs", "block_size", "seed"))

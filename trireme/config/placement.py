@@ -1,7 +1,8 @@
 """Placement: decides who starts the parts of a run, on which devices, and which engine generates.
 
-A place is a GPU, or on machines without any a CPU process with one thread. Engines take
-`engine_num * tensor_parallel_size` of the `node_num * gpu_per_node` places, the trainer the rest.
+A place is a GPU, or on machines without any a CPU process with one thread. Of the
+`node_num * gpu_per_node` places an engine takes as many as its tensor, pipeline and data parallel
+sizes make together, auxiliary models on GPUs take one, and the trainer has the rest.
 
 vLLM lives in an environment of its own: `explorer.rollout_model.engine_python` names its Python,
 else this interpreter where it has vLLM, else TRIREME_VLLM_PYTHON. Where none has it the embedded
@@ -11,6 +12,7 @@ engine generates. vLLM is not loaded to find out: its files are read.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -78,6 +80,8 @@ class Places(NamedTuple):
     num_engines: int
     engine_size: int
     trainer_ranks: int
+    auxiliary: int = 0
+    """For the models that the explorer's process holds beside the engines: a GPU for all."""
 
     @property
     def total(self) -> int:
@@ -90,25 +94,45 @@ class Places(NamedTuple):
         if self.num_engines:
             taken = self.num_engines * self.engine_size
             parts.append(f"{taken} for engines ({self.num_engines} x {self.engine_size})")
+        if self.auxiliary:
+            parts.append(f"{self.auxiliary} for auxiliary models")
         if self.trainer_ranks:
             parts.append(f"{self.trainer_ranks} for the trainer")
         return ", ".join(parts)
+
+
+def size_of(model: RolloutModelConfig) -> int:
+    """Places of one engine."""
+    if model.engine_type == "torch":  # where the others have no effect
+        return model.tensor_parallel_size
+    return math.prod((model.tensor_parallel_size, *_further(model).values()))
+
+
+def _further(model: RolloutModelConfig) -> dict[str, int]:
+    return {name: getattr(model, name) for name in ("pipeline_parallel_size", "data_parallel_size")}
 
 
 def places_of(stage: Stage, present: int) -> Places:
     """The places of a stage on a machine with `present` GPUs. Problems are noted."""
     cluster, model = stage.config.cluster, stage.config.explorer.rollout_model
     launcher = _launcher(stage, present)
-    engines, size = model.engine_num, model.tensor_parallel_size
-    if stage.remote or not (stage.config.mode != "train" or stage.evaluates):
+    engines, size = model.engine_num, size_of(model)
+    generates = stage.config.mode != "train" or stage.evaluates
+    if stage.remote or not generates:
         engines = 0
+    loaded = [
+        other
+        for other in stage.config.explorer.auxiliary_models
+        if other.engine_type not in ("remote", "external")
+    ]
+    auxiliary = int(launcher == "ray" and present > 0 and generates and bool(loaded))
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node
     if not per_node and launcher == "ray":
         trains = stage.config.mode in ("both", "train")
         per_node = present or engines * size + trains
-    rest = max(nodes * per_node - engines * size, 0)
+    rest = max(nodes * per_node - engines * size - auxiliary, 0)
     ranks = rest if stage.config.mode in ("both", "train") else 0
-    places = Places(launcher, nodes, per_node, engines, size, ranks)
+    places = Places(launcher, nodes, per_node, engines, size, ranks, auxiliary)
     if places.total > 1 or launcher == "ray":
         _check_split(stage, places)
     here = cluster.ray_address in ("auto", "local") and nodes == 1
@@ -121,7 +145,7 @@ def gpus_of(places: Places, present: int) -> dict[str, int]:
     """The GPUs of each role; in one process they share one."""
     if places.launcher == "local":
         return {"explorer": min(present, 1), "trainer": min(present, 1)}
-    engines = places.num_engines * places.engine_size
+    engines = places.num_engines * places.engine_size + places.auxiliary
     return {"explorer": engines if present else 0, "trainer": places.trainer_ranks * bool(present)}
 
 
@@ -181,22 +205,29 @@ def _launcher(stage: Stage, present: int) -> Launcher:
 def _check_split(stage: Stage, places: Places) -> None:
     """Trinity's rules: each side has its places, and none is cut across machines."""
     model = stage.config.explorer.rollout_model
-    taken = places.num_engines * places.engine_size
+    taken = places.num_engines * places.engine_size + places.auxiliary
     trains = stage.config.mode in ("both", "train")
     have = f"{places.total} places ({places.nodes} x {places.per_node})"
     asked = f"({model.engine_num}) x tensor_parallel_size ({model.tensor_parallel_size})"
+    if model.engine_type != "torch":
+        more = {name: size for name, size in _further(model).items() if size > 1}
+        asked += "".join(f" x {name} ({size})" for name, size in more.items())
+    asked += " and the auxiliary models' GPU" * bool(places.auxiliary)
     key = "explorer.rollout_model.engine_num"
     if places.num_engines and places.engine_size > places.per_node:
+        sizes = {"tensor_parallel_size": model.tensor_parallel_size} | _further(model)
+        largest = max(sizes, key=lambda name: sizes[name])
+        together = f" of {places.engine_size} places" * (sizes[largest] != places.engine_size)
         stage.problem(
-            "explorer.rollout_model.tensor_parallel_size",
-            f"is {places.engine_size}: an engine has to fit on one machine, which has "
-            f"{places.per_node} places",
+            f"explorer.rollout_model.{largest}",
+            f"is {sizes[largest]}: an engine{together} has to fit on one machine, which "
+            f"has {places.per_node} places",
         )
     elif taken >= places.total and trains:
         stage.problem(
             key,
             f"{asked} takes {taken} of the cluster's {have} and leaves none for the trainer: "
-            f"expected at most {places.total - 1}",
+            f"expected at most {places.total - 1 - places.auxiliary}",
         )
     elif taken > places.total:
         stage.problem(key, f"{asked} takes {taken} of the cluster's {have}")
@@ -260,6 +291,14 @@ def choose_engine(stage: Stage, gpus: int, *, on_ray: bool) -> EngineChoice:
         return EngineChoice("vllm", found.python, model.engine_num)
     several = model.engine_type == "torch" and model.engine_num > 1
     if several and stage.config.mode != "serve" and not on_ray:
+        trainers = int(stage.config.mode == "both")
+        if gpus and model.engine_num > gpus - trainers:
+            beside = " beside the trainer's" * trainers
+            stage.notes.append(
+                f"{KEY}.engine_num ({model.engine_num}): one embedded engine generates, since each "
+                f"of several takes a GPU{beside}, and this machine has {gpus}"
+            )
+            return EngineChoice()
         stage.notes.append(f"{KEY}.engine_num ({model.engine_num}): one process an engine")
         return EngineChoice(hosts=model.engine_num)
     return EngineChoice()
@@ -272,7 +311,7 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
         f"{KEY}.engine_type (vllm)",
         "the embedded torch engine generates in its place",
     )
-    wanted = model.engine_num * model.tensor_parallel_size * model.pipeline_parallel_size
+    wanted = model.engine_num * size_of(model)
     try:
         found = find_vllm(model.engine_python)
     except ValueError as error:

@@ -106,6 +106,8 @@ class Plan:
     num_engines: int
     engine_size: int
     """Places of one engine."""
+    auxiliary_places: int
+    """Of the models that the explorer's process holds beside the engines."""
     engine_kind: EngineKind
     engine_python: str
     """The interpreter of engine processes."""
@@ -126,10 +128,13 @@ class Plan:
         return name if self.mode == "explore" and name != "explorer" else ""
 
 
-def derive(stage: Stage, root: Path) -> Plan:
-    """The Plan of one stage whose files lie in `root`. Problems found on the way are noted."""
+def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
+    """The Plan of one stage whose files lie in `root`. Problems found on the way are noted.
+
+    `gpus` are those of a machine of the cluster; None: of this one.
+    """
     config, sync, explorer = stage.config, stage.config.synchronizer, stage.config.explorer
-    gpus = num_gpus()
+    gpus = num_gpus() if gpus is None else gpus
     places = places_of(stage, gpus)
     on_ray = places.launcher == "ray"
     engine = choose_engine(stage, gpus, on_ray=on_ray)
@@ -183,6 +188,7 @@ def derive(stage: Stage, root: Path) -> Plan:
         places_per_node=places.per_node if on_ray else 1,
         num_engines=places.num_engines if on_ray else max(hosts, 1),
         engine_size=places.engine_size if on_ray else 1,
+        auxiliary_places=places.auxiliary,
         engine_kind=engine.kind,
         engine_python=engine.python,
         engine_hosts=hosts,

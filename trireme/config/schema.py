@@ -182,7 +182,8 @@ class ModelConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Placement: engines take `engine_num * tensor_parallel_size` places, the trainer the rest."""
+    """Placement. Engines take `engine_num * tensor_parallel_size * pipeline_parallel_size *
+    data_parallel_size` places, auxiliary models on GPUs one, the trainer the rest."""
 
     launcher: Literal["auto", "local", "ray"] = "auto"
     """One process, or Ray's actors; auto: Ray where several GPUs are here and asked for, or

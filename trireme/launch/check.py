@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +31,8 @@ from trireme.config.check import (
 )
 from trireme.config.load import read_config
 from trireme.config.lookup import ModelFacts, located
-from trireme.config.plan import derive
+from trireme.config.placement import ON_RAY
+from trireme.config.plan import derive, num_gpus
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import Stage, UsedTaskset, stages_of, used_tasksets
@@ -170,11 +172,29 @@ def draft(config: Config) -> Draft:
         whole.problems += error.problems
         loaded = False
     parts = [make_parts(stage, names_are_known=loaded) for stage in stages]
-    plans = [derive(stage, root) for stage in stages]
+    gpus = _gpus_elsewhere(stages)
+    plans = [derive(stage, root, gpus) for stage in stages]
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")
     return Draft(plans, whole.problems + shared(stages), parts)
+
+
+def _gpus_elsewhere(stages: Sequence[Stage]) -> int | None:
+    """GPUs of a named cluster's machine, where this one has none; None: they are counted here."""
+    asking = [stage for stage in stages if stage.config.mode in ON_RAY]
+    if not asking or num_gpus() or find_spec("ray") is None:
+        return None
+    cluster = asking[0].config.cluster
+    if cluster.launcher == "local" or cluster.ray_address in ("auto", "", "local"):
+        return None
+    from trireme.launch.ray.cluster import gpus_of
+
+    try:
+        return gpus_of(cluster)
+    except (TimeoutError, ValueError, RuntimeError) as error:  # a run ends of it, and says so too
+        asking[0].notes.append(f"cluster.ray_address: this plan counts no GPU, since {error}")
+        return None
 
 
 def shared(stages: Sequence[Stage]) -> list[Problem]:

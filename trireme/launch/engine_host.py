@@ -29,6 +29,7 @@ import httpx
 
 from trireme.aio import running
 from trireme.config import Plan
+from trireme.config.placement import size_of
 from trireme.engines.make import EngineSpec
 from trireme.engines.servers import Servers
 from trireme.launch.engines import engine_spec
@@ -58,7 +59,7 @@ def _devices(plan: Plan, index: int) -> dict[str, str]:
     if plan.device != "cuda":
         return {}
     rollout = plan.config.explorer.rollout_model
-    size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
+    size = size_of(rollout)
     begin = (plan.mode == "both" and not plan.takes_turns) + index * size
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(gpu) for gpu in range(begin + size)]

@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trireme.config import Plan
+from trireme.config.schema import ClusterConfig
 
 ANSWER_S = 30.0
 """Seconds in which a cluster has to answer."""
@@ -60,6 +61,23 @@ def address_of(plan: Plan) -> str | None:
         return None if named == "local" else named
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / RUNNING
     return path.read_text().strip() or None if path.exists() else None
+
+
+def gpus_of(config: ClusterConfig) -> int | None:
+    """The most GPUs that a machine of a named cluster has; None where none is named.
+
+    Raises TimeoutError, ValueError or RuntimeError where its address does not answer.
+    """
+    address = config.ray_address
+    if address in ("auto", "", "local") or address.startswith("ray://") or ray.is_initialized():
+        return None
+    _reach(address)
+    _join(address, {"log_to_driver": False, "logging_level": logging.ERROR})
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    finally:
+        ray.shutdown()
+    return max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
 
 
 def namespace_of(plan: Plan) -> str:
@@ -133,6 +151,8 @@ class Places:
             bundles = max(ranks // per_node, 1)
             strategy = "STRICT_SPREAD" if bundles > 1 else "STRICT_PACK"
             self._reserve([self._bundle(self._ranks_per_bundle)] * bundles, strategy)
+        if plan.auxiliary_places:
+            self._reserve([self._bundle(plan.auxiliary_places)], "PACK")
         if plan.num_engines and not plan.engine_urls:
             self._reserve([self._bundle(plan.engine_size)] * plan.num_engines, "PACK")
 
@@ -159,6 +179,12 @@ class Places:
     def rank(self, index: int) -> dict[str, Any]:
         """Options of the actor of a trainer rank."""
         return self._options(self._groups[0], index // self._ranks_per_bundle, 1)
+
+    def explorer(self) -> dict[str, Any]:
+        """Options of the explorer's actor: a place where it holds auxiliary models."""
+        if not self._plan.auxiliary_places:
+            return {"num_cpus": 0}
+        return self._options(self._groups[bool(self._plan.trainer_ranks)], 0, 1)
 
     def release(self) -> None:
         """Give all places back."""

@@ -105,7 +105,7 @@ class Actors:
             self._followers.append(self._actor(name, places.rank(rank), FollowerPart))
         measures = stage.recipe.from_data and stage.eval_tasksets
         if plan.mode in ("both", "explore") or measures:
-            self._explorer = self._actor("explorer", {"num_cpus": 0}, ExplorerPart)
+            self._explorer = self._actor("explorer", places.explorer(), ExplorerPart)
         await self._guarded(self._open())
 
     async def run(self, measure_end: bool) -> StageResult:
