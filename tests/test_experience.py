@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from trireme.experience import EID, Experience, group_by
-from trireme.serialize import decode, encode
+from trireme.serialize import FORMAT, decode, encode
 
 
 def test_response_length_fields_are_padded_to_the_tokens() -> None:
@@ -126,3 +127,20 @@ def test_an_experience_of_90_tokens_takes_less_than_1500_bytes() -> None:
         response_text=text[:90], messages=messages, info={"model_version": 3},
     )  # fmt: skip
     assert len(encode([e])) < 1500  # version 1: 3,300
+
+
+def test_experiences_are_written_as_safetensors_writes_them() -> None:
+    data = encode([Experience([1, 2, 3], prompt_length=1, reward=0.5, eid=EID(1, 2, 3))])
+    assert save(load(data), metadata={"format": FORMAT}) == data
+
+
+def test_a_list_of_what_is_no_number_is_refused() -> None:
+    values: list[Any] = [["3", "4"], [None, 1], [[1], [2]]]
+    for wrong in values:
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            Experience(wrong, prompt_length=1)
+
+
+def test_trained_tokens_are_those_of_the_mask() -> None:
+    assert Experience([1, 2, 3, 4], mask=[False, True, False, True]).trained_tokens == 2
+    assert Experience([1, 2], prompt_length=2).trained_tokens == 0

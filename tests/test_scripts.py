@@ -26,6 +26,7 @@ FILES = sorted(
 QUICK = (
     "against_peers",
     "async_rollout",
+    "explorer_overhead",
     "fsdp2",
     "generation",
     "prefix_sharing",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,7 +142,7 @@ class Experience:
         rejected: Tensor | Sequence[int] | None = None,
         multi_modal_inputs: dict[str, Tensor] | None = None,
     ) -> None:
-        self.tokens = torch.as_tensor(tokens, dtype=torch.int64)
+        self.tokens = _row(tokens, torch.int64)
         if self.tokens.dim() != 1 or len(self.tokens) == 0:
             raise ValueError(
                 f"Experience.tokens must be one row of ids, not {list(self.tokens.shape)}"
@@ -181,7 +182,7 @@ class Experience:
         """`value` at the length of `tokens`; a response-length one gets zeros (versions: -1) before
         it.
         """
-        row = torch.as_tensor(value, dtype=TOKEN_FIELDS[name])
+        row = _row(value, TOKEN_FIELDS[name])
         total = len(self.tokens)
         if len(row) == total:
             return row
@@ -208,15 +209,28 @@ class Experience:
         """The oldest weight version that sampled a token of this experience; -1 where none did."""
         if self.versions is None:
             return -1
-        sampled = self.versions[self.versions >= 0]
+        versions = self.versions.numpy(force=True)
+        sampled = versions[versions >= 0]
         return int(sampled.min()) if len(sampled) else -1
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that are trained."""
+        return int(np.count_nonzero(self.mask.numpy(force=True)))
 
     def __repr__(self) -> str:
         return (
             f"Experience({self.eid.uid}, tokens={len(self.tokens)}, "
-            f"trained={int(self.mask.sum())}, "
+            f"trained={self.trained_tokens}, "
             f"reward={self.reward}, stop={self.stop_reason})"
         )
+
+
+def _row(values: Tensor | Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """A row of numbers as a tensor. numpy reads a list in a third of torch's time."""
+    if isinstance(values, list) and (array := np.asarray(values)).dtype.kind in "biuf":
+        return torch.from_numpy(array).to(dtype)
+    return torch.as_tensor(values, dtype=dtype)
 
 
 def _prompt_length(

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,6 +160,14 @@ def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{
     """`form` with the nearest of the known names; nothing where none is near."""
     near = get_close_matches(name, list(known), n=1)
     return form.format(near[0]) if near else ""
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """`inspect.signature`, remembered for plain functions: it takes as long as a small reward."""
+    return _signature(function) if inspect.isfunction(function) else inspect.signature(function)
+
+
+_signature = lru_cache(maxsize=256)(inspect.signature)
 
 
 def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[str]) -> None:

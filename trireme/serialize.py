@@ -22,6 +22,7 @@ from trireme.experience import EID, TOKEN_FIELDS, Experience
 FORMAT = "trireme-experiences-2"
 _FORMAT_1 = "trireme-experiences-1"
 _ROWS = ("tokens", *TOKEN_FIELDS, "chosen", "rejected")
+_COMPACT = json.JSONEncoder(separators=(",", ":")).encode
 Words = np.ndarray[Any, np.dtype[np.int32]]
 _PLAIN = (
     "prompt_length",
@@ -40,10 +41,10 @@ _PLAIN = (
 
 def encode(experiences: Sequence[Experience]) -> bytes:
     """All experiences as bytes. Raises TypeError, naming the id, where `info` is not plain JSON."""
-    tensors: dict[str, torch.Tensor] = {}
+    images: dict[str, torch.Tensor] = {}
     for index, e in enumerate(experiences):
         for key, value in (e.multi_modal_inputs or {}).items():
-            tensors[f"mm/{index}/{key}"] = value.contiguous()
+            images[f"mm/{index}/{key}"] = value.contiguous()
     forms, words = [], []
     for name in _ROWS:
         rows = [row for e in experiences if (row := getattr(e, name)) is not None]
@@ -53,10 +54,25 @@ def encode(experiences: Sequence[Experience]) -> bytes:
             words.append(packed)
     header = {"rows": forms, "experiences": [_header(e) for e in experiences]}
     text = zlib.compress(_as_json(header, experiences), 1)
-    tensors["json"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if words and not images:
+        return _block(np.concatenate(words), text)
+    tensors = images | {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     if words:
         tensors["words"] = torch.from_numpy(np.concatenate(words))
     return save(tensors, metadata={"format": FORMAT})
+
+
+def _block(words: Words, text: bytes) -> bytes:
+    """What safetensors' `save` writes of these two, byte for byte, in a fraction of its time."""
+    size = words.nbytes
+    entries = {
+        "__metadata__": {"format": FORMAT},
+        "words": {"dtype": "I32", "shape": [len(words)], "data_offsets": [0, size]},
+        "json": {"dtype": "U8", "shape": [len(text)], "data_offsets": [size, size + len(text)]},
+    }
+    header = _COMPACT(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return b"".join((len(header).to_bytes(8, "little"), header, words.tobytes(), text))
 
 
 def decode(data: bytes) -> list[Experience]:
@@ -143,9 +159,11 @@ def _packed(row: torch.Tensor) -> tuple[str, Words]:
     size = len(words)
     borders = np.flatnonzero(words[1:] != words[:-1]) + 1
     if 4 * (len(borders) + 1) < size:
-        starts = np.concatenate(([0], borders))
-        lengths = np.diff(starts, append=size)
-        return "runs", np.concatenate((words[starts], lengths)).astype(np.int32)
+        starts = np.empty(len(borders) + 1, np.int64)
+        starts[0], starts[1:] = 0, borders
+        lengths = np.empty(len(starts), np.int32)
+        lengths[:-1], lengths[-1] = starts[1:] - starts[:-1], size - starts[-1]
+        return "runs", np.concatenate((words[starts], lengths))
     there = words != 0
     borders = np.flatnonzero(there[1:] != there[:-1]) + 1
     values = words[there]

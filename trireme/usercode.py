@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from trireme.registry import signature_of
+
 _MARK = "__trireme_user_code__"
 _NOT_THEIRS = (
     str(Path(__file__).resolve().parent),
@@ -112,7 +114,7 @@ def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: An
     """Raise Refused where `call` does not take the arguments that `expected`, `(task, answer)` say,
     names, beside the `named` ones. `code` is what the user wrote.
     """
-    signature = inspect.signature(call)
+    signature = signature_of(call)
     try:
         signature.bind(*expected.strip("()").split(", "), **named)
     except TypeError:

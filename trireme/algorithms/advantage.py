@@ -139,7 +139,9 @@ def counted(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
     counts = torch.ones_like(rewards, dtype=torch.bool)
     if runs is None:
         return counts
-    _, run_of = torch.stack([groups, runs]).unique(dim=1, return_inverse=True)
+    once, run_of = torch.stack([groups, runs]).unique(dim=1, return_inverse=True)
+    if once.shape[1] == len(run_of):
+        return counts
     for mine in by_group(run_of):
         places = mine.nonzero().flatten()
         if len(places) > 1 and bool((rewards[places] == rewards[places[0]]).all()):

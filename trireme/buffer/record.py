@@ -304,7 +304,7 @@ def summary(experience: Experience) -> dict[str, Any]:
         "response": experience.response_text,
         "prompt_length": experience.prompt_length,
         "response_length": experience.response_length,
-        "trained_tokens": int(experience.mask.sum()),
+        "trained_tokens": experience.trained_tokens,
         "model_version": experience.version,
         "stop_reason": experience.stop_reason,
         "truncate_status": experience.truncate_status,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Le
 
-from trireme.registry import did_you_mean, refuse_unknown_options
+from trireme.registry import did_you_mean, refuse_unknown_options, signature_of
 
 Share = Annotated[float, Ge(0), Le(1)]
 """A number from 0 to 1, in sections and in algorithms' functions."""
@@ -107,7 +107,7 @@ def fitting_options(
     Raises ValueError, with `whose` (`reward 'math'`, say) in front, for one that is unknown, is
     missing, or is of another kind.
     """
-    arguments = list(inspect.signature(function).parameters.values())[first:]
+    arguments = list(parameters_of(function).values())[first:]
     own = [p for p in arguments if p.name not in given and p.kind not in _COLLECTING]
     if not any(p.kind is p.VAR_KEYWORD for p in arguments):
         refuse_unknown_options(whose, options, [p.name for p in own])
@@ -177,7 +177,7 @@ def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function, by name."""
-    return inspect.signature(function).parameters
+    return signature_of(function).parameters
 
 
 def _is_plain(kind: Any) -> bool:

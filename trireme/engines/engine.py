@@ -208,6 +208,8 @@ def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
     out of its range.
     """
     options = {name: value for name, value in given.items() if value is not None}
+    if not options:
+        return base
     for name in options:
         if name not in _NAMES:
             hint = did_you_mean(name, _NAMES, "did you mean '{}'? ")

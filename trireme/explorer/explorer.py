@@ -285,7 +285,7 @@ class Explorer:
                 experience.eid.batch = f"{step}/{self.name}"
         metrics = rollout_metrics(outcomes)
         metrics["rollout/dropped_tasks"] = float(self.scheduler.dropped_tasks)
-        sampled = sum(int(e.mask.sum()) for e in experiences)
+        sampled = sum(e.trained_tokens for e in experiences)
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
         if self.show and (shown := _to_show(outcomes)):
             self.show(shown)

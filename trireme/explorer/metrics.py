@@ -59,7 +59,7 @@ def run_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         metrics["rollout/reward/std"] = _std(rewards)
     groups = list(group_by(experiences, "run").values())
     too_long = [any(e.truncate_status == "prompt_truncated" for e in run) for run in groups]
-    trained = [any(bool(e.mask.any()) for e in run) for run in groups]
+    trained = [any(e.trained_tokens > 0 for e in run) for run in groups]
     if groups:
         metrics["rollout/prompt_truncated/mean"] = statistics.fmean(too_long)
         untrained = (not t and not long for t, long in zip(trained, too_long, strict=True))
@@ -75,7 +75,7 @@ def runs_of(experiences: Iterable[Experience]) -> list[dict[str, float]]:
     rows = []
     for steps in group_by(experiences, "run").values():
         last = max(steps, key=lambda e: e.eid.step)
-        row: dict[str, float] = {"response_length": float(sum(int(e.mask.sum()) for e in steps))}
+        row: dict[str, float] = {"response_length": float(sum(e.trained_tokens for e in steps))}
         row["truncated"] = float(any(e.stop_reason == "length" for e in steps))
         if last.reward is not None:
             row["reward"] = last.reward

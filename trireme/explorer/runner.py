@@ -236,7 +236,7 @@ def _told(name: str, experiences: Sequence[Experience]) -> str:
     """A rollout in one line."""
     rewards = ", ".join("none" if e.reward is None else f"{e.reward:.3g}" for e in experiences[:8])
     more = " …" if len(experiences) > 8 else ""
-    sampled = sum(int(e.mask.sum()) for e in experiences)
+    sampled = sum(e.trained_tokens for e in experiences)
     return f"{name}: reward {rewards}{more}, {sampled} tokens sampled"
 
 

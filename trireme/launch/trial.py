@@ -160,7 +160,7 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
     e = experience
     parts = ", ".join(f"{name} {value:g}" for name, value in e.metrics.items())
     reward = "none" if e.reward is None else f"{e.reward:g}"
-    trained, size = int(e.mask.sum()), len(e.tokens)
+    trained, size = e.trained_tokens, len(e.tokens)
     yield (
         f"rollout {e.eid.run}, step {e.eid.step}: reward {reward}{f' ({parts})' * bool(parts)}; "
         f"{trained} of {size} tokens would be trained; ended by {e.stop_reason or 'the workflow'}"

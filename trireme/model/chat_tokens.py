@@ -74,6 +74,9 @@ class ChatTokens:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
         # n rollouts of a task begin with the same prompt
+        self._render_once = lru_cache(maxsize=256)(
+            lambda messages: self.render([dict(message) for message in messages])
+        )
         self._encode_prompt = lru_cache(maxsize=256)(
             lambda text, most: tuple(self.encode(text, most=most))
         )
@@ -157,8 +160,15 @@ class ChatTokens:
             between = self._after(continuing, messages, tools, generate=True, most=most)
             if between is not None:
                 return Prompt(between, extends=True)
-        text = self.render(messages, tools)
+        text = self._opening(messages) if not tools else self.render(messages, tools)
         return Prompt(list(self._encode_prompt(text, most)), text=text)
+
+    def _opening(self, messages: Sequence[Message]) -> str:
+        """`render` of a conversation, remembered where it holds nothing but text."""
+        key = tuple(tuple(message.items()) for message in messages)
+        if all(isinstance(value, str) for message in key for _, value in message):
+            return self._render_once(key)
+        return self.render(messages)
 
     def tail(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, continuing: Recorded

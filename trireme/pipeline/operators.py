@@ -229,7 +229,7 @@ def length_penalty(
         raise ValueError(f"cache_length is {cache_length}: expected 1 to max_length ({max_length})")
     penalized = 0
     for experience in experiences:
-        over = int(experience.mask.sum()) - (max_length - cache_length)
+        over = experience.trained_tokens - (max_length - cache_length)
         if over > 0:
             penalized += 1
             share = min(over / cache_length, 1.0)
