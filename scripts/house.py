@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 239,
-    "trireme lines": 46_300,
+    "trireme files": 241,
+    "trireme lines": 46_700,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

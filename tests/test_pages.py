@@ -6,6 +6,7 @@ tests/test_documents.py.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import re
@@ -38,6 +39,9 @@ from trireme.registry import (
     TASK_OPERATORS,
     WORKFLOWS,
 )
+from trireme.server.gateway import Gateway
+from trireme.server.rollouts import Rollouts
+from trireme.workflows.workflow import resolve
 
 USER = [{"role": "user", "content": "?"}]
 Page = Callable[[str], ModuleType]
@@ -109,6 +113,34 @@ def test_rewards(page: Page) -> None:
 
 def test_serve(page: Page) -> None:
     page("serve.md")  # the clients are made; tests/server sends what they send
+
+
+def test_agents(page: Page, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = page("agents.md")
+    (tmp_path / "result.txt").write_text("6\n")
+    assert module.tests_pass(Task({"response": "6"}), "", workdir=str(tmp_path)) == 1.0
+
+    async def main() -> list[Experience]:
+        model = make(["It is 6.", "6"])
+        rollouts = Rollouts(model.engine, model.chat_tokens, "fake", model.max_model_len)
+        gateway = model._gateway = (held := Gateway(rollouts)).address
+        assert gateway is not None
+        try:
+            found = await resolve("my_agent").call(
+                Task({"prompt": "?", "response": "6"}), model, 1, 0
+            )
+            for name, value in model.address.environment.items():
+                monkeypatch.setenv(name, value)
+            task = tmp_path / "task.json"
+            task.write_text('{"prompt": "2 x 3?"}')
+            monkeypatch.setenv("TRIREME_TASK", str(task))
+            await asyncio.to_thread(module.main)
+            return found
+        finally:
+            await held.close()
+
+    [experience] = asyncio.run(main())
+    assert experience.reward == 1.0 and capsys.readouterr().out == "6\n"
 
 
 def test_workflows(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

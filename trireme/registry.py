@@ -270,6 +270,7 @@ WORKFLOWS = Registry(
     home=[
         *(f"{_WORKFLOWS}.{name}" for name in ("single_turn", "gym", "alfworld", "webshop")),
         f"{_WORKFLOWS}.scheduled",
+        f"{_WORKFLOWS}.command",
     ],
     by="workflow",
 )

@@ -49,12 +49,17 @@ class Task:
         return self.raw_task.get(self.prompt_key)
 
     @property
+    def truth_key(self) -> str:
+        """The column of the right answer."""
+        return self._format("response_key", "response")
+
+    @property
     def truth(self) -> Any:
         """The column that `format.response_key` names; None where the data set has none.
 
         A number is its text, since replies are text: CSV, JSON and Parquet give `42` as an integer.
         """
-        return as_text(self.raw_task.get(self._format("response_key", "response")))
+        return as_text(self.raw_task.get(self.truth_key))
 
     @property
     def task_desc(self) -> Any:

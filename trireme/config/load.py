@@ -137,7 +137,7 @@ def _unresolved(reason: str) -> str:
     return f"cannot be resolved: {reason.splitlines()[0]}"
 
 
-_PATHS = ("path", "model_path", "critic_model_path", "chat_template_path")
+_PATHS = ("path", "model_path", "critic_model_path", "chat_template_path", "cwd")
 
 
 def _locate(

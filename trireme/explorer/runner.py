@@ -120,7 +120,8 @@ class Runner:
         index: int = 0,
         explorer: str = "",
     ) -> None:
-        """`concurrent_mode` is how blocking workflows run their repeats; others always overlap.
+        """`concurrent_mode` is how workflows that block, or start processes, run their repeats;
+        those of others always overlap.
 
         `explorer`: which of several; each samples its own replies to the same tasks.
         """
@@ -138,7 +139,7 @@ class Runner:
         started = time.monotonic()
         if spec.can_repeat:
             parts = [await self._rollout(task, spec, list(runs))]
-        elif self.overlap or not spec.blocking:
+        elif self.overlap or not spec.one_at_a_time:
             parts = await asyncio.gather(*(self._rollout(task, spec, [run]) for run in runs))
         else:
             parts = [await self._rollout(task, spec, [run]) for run in runs]

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,16 +72,19 @@ class Scheduler:
         over_rollout: OverRollout | None = None,
         report_interval: float = 0.0,
         further: Callable[[Task], Sequence[Any]] | None = None,
+        close_last: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """With `report_interval` what each runner does is logged every so many seconds.
 
-        `further` makes the auxiliary models that judge a task's rollouts.
+        `further` makes the auxiliary models that judge a task's rollouts. `close_last` ends what
+        the rollouts used, when none is left.
         """
         self._runners = list(runners)
         self._max_repeats = max_repeats_per_runner
         self._over = over_rollout
         self._report_interval = report_interval
         self._further = further
+        self._close_last = close_last
         self._busy: dict[int, tuple[str, float]] = {}
         self.dropped_tasks = 0
         self._closing = False
@@ -171,6 +174,8 @@ class Scheduler:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._close_last is not None:
+            await self._close_last()
         self._closing = False
         for part in self._heap:
             part.done.cancel()

@@ -14,6 +14,8 @@ from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.launch.data import Text
 from trireme.launch.engines import Auxiliary, Endpoint
 from trireme.model.model import Model
+from trireme.server.gateway import Gateway
+from trireme.server.rollouts import Rollouts
 from trireme.task import Task
 
 
@@ -33,6 +35,8 @@ def make_scheduler(
     may ask.
     """
 
+    gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
+
     def make_further(task: Task) -> list[Any]:
         key = (batch_order(task), task.task_id, -1)
         return [other.model(key) for other in auxiliary]
@@ -51,6 +55,7 @@ def make_scheduler(
             enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
             model_path=model_path,
             auxiliary=[other.model(key) for other in auxiliary],
+            gateway=gateway.address,
         )
 
     explorer = plan.config.explorer
@@ -82,6 +87,7 @@ def make_scheduler(
         else None,
         report_interval=explorer.runner_state_report_interval,
         further=make_further if auxiliary else None,
+        close_last=gateway.close,
     )
 
 

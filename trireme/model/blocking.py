@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
     from trireme.model.model import Model, Reply
+    from trireme.model.openai_client import Address
 
 T = TypeVar("T")
 WAIT_S = 3600.0
@@ -82,7 +83,6 @@ class BlockingModel:
     """The names that the seeds' classes use, over a Model."""
 
     enable_history = True
-    api_key = "EMPTY"
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -107,6 +107,27 @@ class BlockingModel:
     def max_model_len(self) -> int:
         """Most tokens of a prompt with its reply."""
         return self.model.max_model_len
+
+    @property
+    def address(self) -> Address:
+        """Where programs of other processes find this model: see `Model.address`."""
+
+        async def ask() -> Address:
+            return self.model.address
+
+        if _running_loop() is self._loop:
+            return self.model.address
+        return wait_for(self._loop, ask(), "the model's address")
+
+    @property
+    def base_url(self) -> str:
+        """The address for OpenAI's clients."""
+        return self.address.base_url
+
+    @property
+    def api_key(self) -> str:
+        """What clients must show there."""
+        return self.address.api_key
 
     @property
     def auxiliary(self) -> list[Any]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
     from trireme.model.blocking import BlockingModel
+    from trireme.model.openai_client import Address
 
 
 T = TypeVar("T")
@@ -85,10 +86,12 @@ class Model:
         enable_prompt_truncation: bool = True,
         model_path: str = "",
         auxiliary: Sequence[Any] = (),
+        gateway: Callable[[Model], Address] | None = None,
     ) -> None:
         """`key` is (batch, task, run); `sampling` holds for calls that say nothing else.
 
-        `auxiliary` are further models of the run: other Models, and Endpoints.
+        `auxiliary` are further models of the run: other Models, and Endpoints. `gateway` makes the
+        address.
         """
         self.engine = engine
         self.chat_tokens = chat
@@ -103,8 +106,13 @@ class Model:
         self._counter = itertools.count()
         self.seconds = 0.0
         """What its calls waited for the engine; calls that overlap count each."""
+        self.keeps_sampling = False
+        """Whether clients get the rollout's own temperature and the like, whatever they ask for."""
+        self._gateway = gateway
+        self._address: Address | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._revoked = threading.Event()  # shared with forks
+        self._addresses: list[Address] = []  # shared with forks
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **sampling: Any
@@ -232,8 +240,10 @@ class Model:
         return of_call(call, self.chat_tokens.decode, run=run)
 
     def revoke(self) -> None:
-        """From now on every call raises Revoked."""
+        """From now on every call raises Revoked, and nobody is served at its address."""
         self._revoked.set()
+        while self._addresses:
+            self._addresses.pop().close()
         for model in self.auxiliary:
             if isinstance(model, Model):
                 model.revoke()
@@ -250,8 +260,10 @@ class Model:
             enable_prompt_truncation=self.enable_prompt_truncation,
             model_path=self.model_path,
             auxiliary=self.auxiliary,
+            gateway=self._gateway,
         )
         twin._counter, twin._loop, twin._revoked = self._counter, self._loop, self._revoked
+        twin._addresses = self._addresses
         return twin
 
     def blocking(self, loop: asyncio.AbstractEventLoop | None = None) -> BlockingModel:
@@ -267,6 +279,31 @@ class Model:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
+
+    @property
+    def address(self) -> Address:
+        """Where programs of other processes on this machine find this model: every call that they
+        make is recorded like `chat`. The server begins with the first one who asks.
+
+        Raises RuntimeError for a model without one (an auxiliary one), and Revoked.
+        """
+        self._check_live()
+        if self._address is None:
+            if self._gateway is None:
+                raise RuntimeError("this model has no address: only that of a rollout has one")
+            self._address = self._gateway(self)
+            self._addresses.append(self._address)
+        return self._address
+
+    @property
+    def base_url(self) -> str:
+        """The address for OpenAI's clients, `http://127.0.0.1:<port>/s/<rollout>/v1`."""
+        return self.address.base_url
+
+    @property
+    def api_key(self) -> str:
+        """What clients must show there."""
+        return self.address.api_key
 
     @property
     def openai(self) -> AsyncOpenAI:

@@ -89,7 +89,7 @@ async def respond(
     model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
 ) -> dict[str, Any]:
     """The whole response. Raises ValueError for what cannot be served."""
-    replies = await _ask(model, body, chat, sampling_of(body, chat=chat), None)
+    replies = await _ask(model, body, chat, sampling_of(model, body, chat=chat), None)
     make = chat_response if chat else text_response
     response = make(replies, body, model.model_path, model.chat_tokens.decode)
     if note is not None:
@@ -101,7 +101,7 @@ async def stream(
     model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
 ) -> AsyncIterator[dict[str, Any]]:
     """The response in chunks, each as soon as its text is known. Ending early aborts."""
-    sampling = sampling_of(body, chat=chat)
+    sampling = sampling_of(model, body, chat=chat)
     tokens: asyncio.Queue[tuple[int, int, float, dict[int, float]] | None] = asyncio.Queue()
     chunks = _Chunks(model, body, chat, with_options(model.sampling, sampling).stop)
     asked = _ask(model, body, chat, sampling, lambda *t: tokens.put_nowait(t))
@@ -123,11 +123,17 @@ async def stream(
         yield {**chunks.base, "choices": [], "usage": response["usage"]}
 
 
-def sampling_of(body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+KEPT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""What a rollout may have for itself: how it is drawn, not how much and until where."""
+
+
+def sampling_of(model: Model, body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     """The sampling options of a body. Raises ValueError for whatever is wrong with it."""
     checked(ChatBody if chat else TextBody, body)
     options = options_of(body, chat=chat)
     with_options(Sampling(), options)
+    if model.keeps_sampling:
+        return {name: value for name, value in options.items() if name not in KEPT}
     return options
 
 

@@ -1,14 +1,17 @@
 """OpenAI client: real OpenAI clients whose requests reach the rollout's Model, in this process.
 
-Only the wire is ours: an httpx transport (newer clients use httpx2, and take httpx still) that
-answers `chat/completions` and `completions`. Every request is recorded like `model.chat`. A
-ValueError of the model is a 400 with its sentence; any other failure comes out of the client as it
-is, or as the cause of its connection error. Nothing is retried.
+From other processes they reach it by its Address, see server/gateway.py. Here only the wire is
+ours: an httpx transport (newer clients use httpx2, and take httpx still) that answers
+`chat/completions` and `completions`. Every request is recorded like `model.chat`. A ValueError of
+the model is a 400 with its sentence; any other failure comes out of the client as it is, or as the
+cause of its connection error. Nothing is retried.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
@@ -23,6 +26,31 @@ if TYPE_CHECKING:
 
 DONE = "data: [DONE]\n\n"
 BASE_URL = "http://rollout.invalid/v1"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where programs of this machine find a rollout's Model, with a key of its own."""
+
+    base_url: str
+    """As OpenAI's clients want it, with `/v1` at its end."""
+    api_key: str
+    close: Callable[[], None] = field(repr=False)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which the clients of OpenAI and Anthropic find it. Anthropic's append
+        `/v1` themselves.
+        """
+        root = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "ANTHROPIC_AUTH_TOKEN": self.api_key,
+        }
 
 
 def async_client(model: Model) -> AsyncOpenAI:

@@ -3,8 +3,9 @@
 Two forms. A function `(task, answer, *, options) -> number | dict[str, number]`, which may be a
 coroutine function, and whose keyword arguments also take columns of the row by name; and a class
 `RewardFn(**options)` whose instances are called with what their signature names of `response`,
-`truth`, `prompt`, `task`. Either form may also name the sampled ids `response_token`, and
-`auxiliary_models`. Options are checked against the signature.
+`truth`, `prompt`, `task`. Either form may also name the sampled ids `response_token`,
+`auxiliary_models`, and the `workdir` of a program's rollout. Options are checked against the
+signature.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trireme.usercode import Refused, UserCode, refuse_signature
 
 _LARGEST = 3.4e38  # of the float32 in which rewards are compared
 _NAMED = ("response", "truth", "prompt", "task")
-_GIVEN = ("response_token", "auxiliary_models")
+_GIVEN = ("response_token", "auxiliary_models", "workdir")
 """What is given by name, and is no option."""
 
 
@@ -78,14 +79,17 @@ async def score(
     reward: Callable[..., Any],
     tokens: Sequence[int] = (),
     models: Sequence[Any] = (),
+    workdir: str | None = None,
 ) -> dict[str, float]:
     """The parts that `reward` gives an answer. Raises Refused for what is not finite numbers.
 
-    `tokens` are the ids that were sampled, `models` the auxiliary ones.
+    `tokens` are the ids that were sampled, `models` the auxiliary ones, `workdir` the folder that a
+    program had for its rollout.
     """
     name = _name(reward)
+    more = {"response_token": tokens, "auxiliary_models": models, "workdir": workdir}
     with UserCode(f"reward '{name}'", reward) as _:
-        found = await _asked(task, answer, reward, tokens, models)
+        found = await _asked(task, answer, reward, more)
         parts = found if isinstance(found, Mapping) else {name: found}
         whose = f"reward '{name}' gave"
         return {
@@ -114,11 +118,9 @@ async def _asked(
     task: Task,
     answer: str,
     reward: Callable[..., Any],
-    tokens: Sequence[int],
-    models: Sequence[Any],
+    more: dict[str, Any],
 ) -> Any:
-    """What `reward` returns, called in the way of its form."""
-    more = {"response_token": tokens, "auxiliary_models": models}
+    """What `reward` returns, called in the way of its form; `more`: see `_GIVEN`."""
     if _is_function(reward):
         named = {k: v for k, v in more.items() if k in parameters_of(_inner(reward))}
         named |= columns_for(task, reward)

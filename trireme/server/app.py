@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -37,11 +37,12 @@ STATUS = ((ValueError, 400), (TimeoutError, 504), (FileNotFoundError, 400))
 def create_app(
     rollouts: Rollouts,
     *,
-    key: str | None = None,
+    key: str | Callable[[str], str | None] | None = None,
     most: int = MOST,
     sessions: Sessions | None = None,
 ) -> FastAPI:
-    """All endpoints over one engine. `key`: what clients must show; `most`: requests in flight.
+    """All endpoints over one engine. `key`: what clients must show, or that of a path, see Limits;
+    `most`: requests in flight.
 
     With `sessions` those of agents alone: nobody else may steer the engine.
     """
@@ -115,6 +116,7 @@ class AppServer:
         config = uvicorn.Config(
             app,
             log_level="warning",
+            lifespan="off",  # the app has none, and uvicorn's own complains where an end is forced
             timeout_graceful_shutdown=max(1, int(grace)),
             timeout_keep_alive=KEEP_ALIVE_S,
         )
@@ -144,13 +146,18 @@ class AppServer:
             asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
 
     async def serve(
-        self, watch: Coroutine[Any, Any, None] | None = None, *, limit: float | None = None
+        self,
+        watch: Coroutine[Any, Any, None] | None = None,
+        *,
+        limit: float | None = None,
+        watches_loop: bool = True,
     ) -> None:
         """Until it is stopped, or `watch` ends, whose error is raised here.
 
-        `limit`: seconds that a user's code may block the event loop; None: it is not ended.
+        `limit`: seconds that a user's code (a plug-in's scheduler, say) may block the event loop;
+        None: it is not ended. Without `watches_loop` somebody else looks at that.
         """
-        blocked = LoopWatch(limit)  # a plug-in's scheduler may block it
+        blocked = LoopWatch(limit) if watches_loop else None
         try:
             async with running(*filter(None, [watch])) as watching:
                 for task in watching:
@@ -160,7 +167,8 @@ class AppServer:
                     if task.done():
                         task.result()
         finally:
-            blocked.stop()
+            if blocked is not None:
+                blocked.stop()
 
     def _watch_has_ended(self, _: asyncio.Future[None]) -> None:
         self._server.should_exit = True

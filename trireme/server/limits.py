@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,9 +41,16 @@ class Limits:
     """
 
     def __init__(
-        self, app: ASGIApp, *, key: str | None, most: int, instance: str, max_weights: int
+        self,
+        app: ASGIApp,
+        *,
+        key: str | Callable[[str], str | None] | None,
+        most: int,
+        instance: str,
+        max_weights: int,
     ) -> None:
-        """`most`: requests in flight; looks at health are not counted. `instance` is new with every
+        """`key`: what clients must show, or that of a path, where none means that nobody is served.
+        `most`: requests in flight; looks at health are not counted. `instance` is new with every
         start, and goes with every answer: a client so sees that its weights are gone.
         `max_weights`: bytes of a body of weights.
         """
@@ -119,9 +126,12 @@ class Limits:
 
     def _look_at(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Raise Refused for what can be seen before the body."""
-        if self._key is not None:
+        key = self._key(scope["path"]) if callable(self._key) else self._key
+        if callable(self._key) and key is None:
+            raise Refused(401, "there is no rollout at this address, or it is over")
+        if key is not None:
             given = headers.get("x-api-key") or headers.get("authorization", "")
-            if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), self._key.encode()):
+            if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), key.encode()):
                 raise Refused(
                     401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
                 )

@@ -96,8 +96,13 @@ def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> N
             return Answer(await until_gone(request, _count(sessions, body)))
         session, before = sessions.open(name), []
         if path.endswith("/responses") and body.get("previous_response_id"):
-            session, call = sessions.reply(str(body["previous_response_id"]))
-            before = call.conversation
+            owner, call = sessions.reply(str(body["previous_response_id"]))
+            if name is not None and owner is not session:
+                raise ValueError(
+                    f"previous_response_id: the reply {body['previous_response_id']!r:.60} is of "
+                    "another session"
+                )
+            session, before = owner, call.conversation
 
         def note(reply_id: str, replies: Sequence[Reply]) -> None:
             sessions.note(session, reply_id, [reply.call for reply in replies])

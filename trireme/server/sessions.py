@@ -198,8 +198,10 @@ class Sessions:
         return self._drop(old, f"quiet for {self._keep:g} s")
 
     def close(self, name: str, *, sent: bool = False) -> None:
-        """Forget a session; a call that is under way in it fails."""
-        session = self._sessions.pop(name)
+        """Forget a session, if there is one; a call that is under way in it fails."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return
         session.model.revoke()
         times = self._past.pop(name, Past(0, False)).times
         self._past[name] = Past(times + 1, sent)

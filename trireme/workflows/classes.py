@@ -26,6 +26,9 @@ class Workflow:
     can_reset: bool = False
     can_repeat: bool = False
     is_async: bool = False
+    one_at_a_time: bool = False
+    """Whether a runner is to begin the repeats of a task one after the other, as it does where
+    `run` blocks: each takes much of the machine."""
     one_experience: bool = False
     """Whether each rollout leaves exactly one experience, so that the train steps are known
     beforehand. A subclass with another `run` or `ask` says so again."""

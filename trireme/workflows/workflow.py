@@ -60,6 +60,8 @@ class WorkflowSpec:
     """Raises ValueError for a task's options that cannot be; not given: the reward is looked at."""
     code: Any = None
     """The function or class that the user wrote."""
+    one_at_a_time: bool = False
+    """A runner begins the repeats of a task one after the other, unless the YAML says otherwise."""
 
     def needs(self, task: Task) -> Mapping[str, str]:
         """The extras that a class needs: see `Workflow.needs`. None where a subclass of the class
@@ -200,6 +202,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> WorkflowSpec:
         judge=getattr(function, "judge", None),
         examine=getattr(function, "examine", None),
         code=function,
+        one_at_a_time=waits or bool(getattr(function, "one_at_a_time", False)),
     )
 
 
@@ -241,6 +244,7 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
         judge=_class_method(cls, "judge"),
         examine=_class_method(cls, "examine"),
         code=cls,
+        one_at_a_time=not is_async or bool(getattr(cls, "one_at_a_time", False)),
     )
 
 

@@ -1,0 +1,226 @@
+"""A program a rollout: what it is given, how it may end, and what of it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.fake import FakeEngine
+from trireme.explorer.runner import Outcome, Runner, TimeLimit
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.server.gateway import Gateway
+from trireme.server.rollouts import Rollouts
+from trireme.task import Task
+from trireme.workflows.workflow import resolve
+
+ASK = """
+import json, os, sys, urllib.request as web
+def ask(text, **more):
+    body = {"messages": [{"role": "user", "content": text}], **more}
+    head = {"content-type": "application/json", "x-api-key": os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    asked = web.Request(url, json.dumps(body).encode(), head)
+    opened = web.build_opener(web.ProxyHandler({})).open(asked)
+    return json.load(opened)["choices"][0]["message"]["content"]
+"""
+SPAWN = "import subprocess; child = subprocess.Popen(['sleep', '600'])\n"
+ROW = {"prompt": "1 + 2?", "response": "3", "level": 4}
+
+
+def there(text: str, **answers: Any) -> float:
+    return 0.0
+
+
+def of_files(task: Task, answer: str, *, workdir: str) -> dict[str, float]:
+    written = (Path(workdir) / "made.txt").read_text()
+    return {"right": float(answer == f"said {task.truth}"), "written": float(written == "done")}
+
+
+def task_of(code: str, words: tuple[str, ...] = (), reward: Any = None, **options: Any) -> Task:
+    command = [sys.executable, "-S", "-c", ASK + code, *words]
+    args = {"command": command} | options
+    return Task(ROW, workflow="command_workflow", workflow_args=args, reward_fn=reward)
+
+
+def play(task: Task, reply: str = "3", *, limit: float = 30.0, retries: int = 0) -> Outcome:
+    async def main() -> Outcome:
+        engine: Any = FakeEngine(lambda _: reply)
+        chat = ChatTokens(engine.tokenizer)
+        gateway = Gateway(Rollouts(engine, chat, "fake", 4000))
+
+        def make(task: Task, key: tuple[Any, ...]) -> Model:
+            return Model(engine, chat, key=key, max_model_len=4000, gateway=gateway.address)
+
+        runner = Runner(make, engine, limit=TimeLimit(limit), max_retries=retries)
+        spec = resolve("command_workflow")
+        if spec.examine is not None:
+            spec.examine(task)
+        try:
+            return await runner.run(task, spec, range(task.repeat_times))
+        finally:
+            assert not gateway._models  # no address outlives its rollout
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+def test_what_the_program_asked_is_trained_and_its_last_line_is_the_reward() -> None:
+    code = "print('hm', ask('a'), ask(sys.argv[1]))\nprint(json.dumps({'reward': 0.5, 'turns': 2}))"
+    outcome = play(task_of(code, ("{prompt} at level {level}",)))
+    assert not outcome.failures
+    first, second = outcome.experiences
+    assert [e.reward for e in (first, second)] == [0.5, 0.5] and first.metrics["turns"] == 2
+    assert second.messages and second.messages[0]["content"] == "1 + 2? at level 4"
+    assert int(first.mask.sum()) == 2 and first.info["completion"].startswith("hm 3 3\n")
+
+
+def test_the_program_is_told_its_task_without_the_answer() -> None:
+    code = (
+        "ask('a'); known = json.load(open(os.environ['TRIREME_TASK']))\n"
+        "assert known == json.load(open(sys.argv[1])) and os.getcwd() == sys.argv[2]\n"
+        "assert os.environ['TRIREME_WORKDIR'] == sys.argv[2] and os.environ['LEVEL'] == 'l4{}'\n"
+        "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL']\n"
+        "assert '127.0.0.1' in os.environ['NO_PROXY']\n"
+        "print(known['prompt'], known['row'], file=sys.stderr); print(len(known['row']))"
+    )
+    words = ("{task}", "{workdir}")
+    outcome = play(task_of(code, words, cwd="{workdir}", env={"LEVEL": "l{level}{{}}"}))
+    assert not outcome.failures, outcome.failures
+    assert outcome.experiences[0].reward == 2.0  # prompt and level
+
+
+def test_a_reward_function_sees_what_was_printed_and_the_files() -> None:
+    code = "open('made.txt', 'w').write('done'); print('said', ask('a'))"
+    outcome = play(task_of(code, reward=of_files, cwd="{workdir}"))
+    [experience] = outcome.experiences
+    assert experience.reward == 2.0 and experience.metrics["written"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("ask('a'); print('1.0'); sys.exit('no idea')", "exit code 1; it said: no idea"),
+        ("ask('a'); print('0'); os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("ask('a'); print('fine')", "said no reward: its last line is 'fine'"),
+        ("ask('a'); print('{\"reward\": NaN}')", "expected a finite number"),
+        ("print(1)", "never asked the model"),
+        ("ask('a', n='many')", "HTTPError"),
+    ],
+)
+def test_what_does_not_end_well_is_a_failed_rollout_and_no_reward_of_0(
+    code: str, said: str
+) -> None:
+    outcome = play(task_of(code))
+    [failed] = outcome.failures
+    assert said in str(failed) and not outcome.experiences
+
+
+def test_a_failed_program_is_tried_again(tmp_path: Path) -> None:
+    folder = "os.path.dirname(os.environ['TRIREME_WORKDIR'])"
+    code = (
+        f"ask('a'); n = len(os.listdir({folder}))\n"
+        "sys.exit('the first time') if n == 1 else print(1.0)"
+    )
+    outcome = play(task_of(code, keep=str(tmp_path)), retries=2)
+    assert outcome.retries == 1 and [e.reward for e in outcome.experiences] == [1.0]
+    said = sorted((folder / "stderr.txt").read_text() for folder in tmp_path.iterdir())
+    assert said == ["", "the first time\n"]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or waits to be collected by its new parent."""
+    state = Path(f"/proc/{pid}/stat")
+    try:
+        return state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_time_out_kills_the_whole_group(own: bool, tmp_path: Path) -> None:
+    code = SPAWN + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()"
+    begun = time.monotonic()
+    outcome = play(task_of(code, timeout=1.0 if own else None), limit=30.0 if own else 1.0)
+    [failed] = outcome.failures
+    which = "workflow_args.timeout" if own else "explorer.max_timeout"
+    assert which in str(failed) and time.monotonic() - begun < 20
+    pid = int((tmp_path / "pid").read_text())
+    while not ended(pid):
+        assert time.monotonic() - begun < 20
+        time.sleep(0.02)
+
+
+def test_nothing_of_the_group_outlives_a_program_that_ends_well(tmp_path: Path) -> None:
+    code = SPAWN + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); ask('a'); print(1)"
+    begun = time.monotonic()
+    assert not play(task_of(code)).failures
+    pid = int((tmp_path / "pid").read_text())
+    while not ended(pid):
+        assert time.monotonic() - begun < 20
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("code", "limits", "said"),
+    [
+        ("bytearray(10**9)", {"memory_mb": 300}, "MemoryError"),
+        ("[None for _ in iter(int, 1)]", {"cpu_seconds": 1}, "SIG"),
+        ("open('x', 'wb').write(bytes(3 * 10**6))", {"file_mb": 1}, "File too large"),
+    ],
+)
+def test_limits_hold(code: str, limits: dict[str, Any], said: str) -> None:
+    [failed] = play(task_of(code, cwd="{workdir}", **limits)).failures
+    assert said in str(failed) + failed.trace
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
+        ({"command": ""}, "command is empty"),
+        ({"command": "python3 agnt.py", "cwd": "/"}, "there is no 'agnt.py' in '/'"),
+        ({"comand": "x"}, "no option 'comand' (did you mean 'command'?)"),
+        ({"reward": "x"}, "no option 'reward': the reward is default_reward_fn_type"),
+        ({"command": "ls {promt}"}, "{promt}, which stands for nothing; did you mean 'prompt'?"),
+        ({"env": {"A": "{b}"}}, "workflow_args.env.A has {b}"),
+        ({"cwd": "/no/such"}, "workflow_args.cwd is '/no/such'"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"sampling": "both"}, "sampling"),
+    ],
+)
+def test_what_cannot_run_is_said_before_a_model_is_loaded(
+    options: dict[str, Any], said: str
+) -> None:
+    task = Task(ROW, workflow_args={"command": "ls"} | options)
+    examine = resolve("command_workflow").examine
+    assert examine is not None
+    with pytest.raises(ValueError) as caught:
+        examine(task)
+    assert said in str(caught.value)
+
+
+def test_a_text_is_split_without_a_shell_and_a_task_cannot_add_arguments() -> None:
+    row = {"prompt": "a b; echo 'x' $(id) {level}", "response": ""}
+    show = "import sys, os; exec(os.environ['ASK']); ask('a'); "
+    show += "print(len(sys.argv), sys.argv[1]); print(1)"
+    command = f'{sys.executable} -S -c "{show}" {{prompt}}'
+    args = {"command": command, "env": {"ASK": ASK.replace("{", "{{").replace("}", "}}")}}
+    outcome = play(Task(row, workflow="command_workflow", workflow_args=args))
+    assert not outcome.failures, outcome.failures
+    said = outcome.experiences[0].info["completion"]
+    assert said == f"2 {row['prompt']}\n1"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX's")
+def test_rollouts_of_a_group_run_one_after_the_other() -> None:
+    task = task_of("ask('a'); print(1)")
+    task.repeat_times = 3
+    outcome = play(task)
+    assert [e.eid.run for e in outcome.experiences] == [0, 1, 2]

@@ -1,0 +1,83 @@
+"""Gateway: an address of its own for every rollout, where agent programs find the rollout's Model.
+
+Invariants:
+- It listens on loopback alone, from the first time that a workflow asks for an address, in the
+  process of the explorer: whatever engine generates, the programs see one server.
+- An address has a key of its own: whoever shows another one, or none, is refused. It ends with its
+  rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import secrets
+from typing import Any
+
+from trireme.model.model import Model
+from trireme.model.openai_client import Address
+from trireme.server.rollouts import Rollouts
+from trireme.server.sessions import Sessions
+
+MOST_OPEN = 1 << 30
+"""Rollouts end by themselves: none is dropped to make room."""
+
+
+class Gateway:
+    """The addresses of an explorer's rollouts. Used from the event loop of their engine."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+        self._models: dict[str, tuple[Model, str]] = {}
+        """By name, with the key."""
+        self._count = itertools.count(1)
+        self._sessions = Sessions(self._model, most=MOST_OPEN)
+        self._server: Any = None
+        self._serving: asyncio.Future[None] | None = None
+        self._url = ""
+
+    def address(self, model: Model) -> Address:
+        """A new address, behind which `model` is. Raises OSError where no port can be had."""
+        self._serve()
+        words = re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, model.key)).lower()).strip("-")
+        name = f"{words or 'rollout'}-{next(self._count)}"
+        key = secrets.token_urlsafe(24)
+        self._models[name] = model, key
+        return Address(f"{self._url}/s/{name}/v1", key, lambda: self._end(name))
+
+    async def close(self) -> None:
+        """End the server; the next address begins another one."""
+        server, serving = self._server, self._serving
+        self._server = self._serving = None
+        if server is not None and serving is not None:
+            server.stop()
+            server.stop()  # no answer under way is of use to anybody
+            await serving
+
+    def _serve(self) -> None:
+        if self._serving is not None and self._serving.done():
+            self._serving.result()
+        if self._server is None:
+            from trireme.server.app import AppServer, create_app, listen  # most runs need no HTTP
+
+            listener = listen("127.0.0.1", 0)
+            app = create_app(self._rollouts, key=self._key, sessions=self._sessions)
+            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self._server = AppServer(app, listener)
+            serving = asyncio.ensure_future(self._server.serve(watches_loop=False))
+            serving.add_done_callback(lambda _: listener.close())
+            self._serving = serving
+
+    def _end(self, name: str) -> None:
+        if self._models.pop(name, None) is not None:
+            self._sessions.close(name)
+
+    def _key(self, path: str) -> str | None:
+        """What a client of this path must show; None: nobody is served there."""
+        _, first, name, *_ = [*path.split("/"), "", ""]
+        return self._models[name][1] if first == "s" and name in self._models else None
+
+    def _model(self, name: str, _: int) -> Model:
+        """That of a session; tokens are counted without one, and any model can do that."""
+        return (self._models.get(name) or next(iter(self._models.values())))[0]
