@@ -205,6 +205,32 @@ def test_few_rollouts_are_chance() -> None:
     assert said(watchdog, course("explorer", 1, ZERO | {"rollout__runs": 4.0}, 9))
 
 
+def one_group(solved: bool) -> dict[str, float]:
+    """A commit of `mode: serve`: the 8 replies to one task, which are all right or all wrong."""
+    reward = dict.fromkeys(ZERO, float(solved))
+    whole = {"rollout__runs": 8.0, "rollout__tasks": 1.0, "experience_pipeline__idle_groups": 1.0}
+    return reward | whole
+
+
+def test_steps_of_one_group_say_how_hard_their_tasks_are() -> None:
+    easy, hard = one_group(True), one_group(False)
+    mixed = hard | {"rollout__reward__mean": 0.5, "experience_pipeline__idle_groups": 0.0}
+    order = [easy] * 5 + [hard] * 6 + [mixed] + [easy] * 3 + [mixed] + [hard] * 9
+    watchdog = Watchdog()
+    causes = [
+        (step, one.cause)
+        for step, changed in enumerate([*order, *[hard] * 10], 1)
+        for one in watchdog.look("explorer", step, explored(step, **changed))[0]
+    ]
+    assert causes == [(28, "equal_rewards"), (31, "rewards_gone")]
+
+
+def test_two_commits_of_one_group_are_too_few_at_the_end() -> None:
+    watchdog = Watchdog()
+    assert not said(watchdog, course("explorer", 1, one_group(False), 2))
+    assert not watchdog.end()
+
+
 @pytest.mark.parametrize(
     ("algorithm", "rewards_teach", "any_age"),
     [

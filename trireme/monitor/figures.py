@@ -117,6 +117,8 @@ FEW = 3
 """Steps of which the beginning of a run is made, and the present."""
 ROLLOUTS = 32
 """With fewer rollouts the present is made of more steps: chance is no cause."""
+GROUPS = 16
+"""With fewer groups as well: a step of one group says how hard its task is, and not the model."""
 KEPT = 64
 """Steps that are remembered."""
 
@@ -129,7 +131,7 @@ class Course:
     first: list[Figures] = field(default_factory=list)
     rows: list[Figures] = field(default_factory=list)
     best: float = 0.0
-    """The highest mean reward of a few steps."""
+    """The highest mean reward that the present has had."""
     ended: bool = False
     """No step will follow: what there is has to do."""
 
@@ -139,26 +141,32 @@ class Course:
         if len(self.first) < FEW:
             self.first.append(figures)
         self.rows = [*self.rows[1 - KEPT :], figures]
-        rewards = values(self.rows[-FEW:], "rollout/reward/mean")
-        if len(rewards) == FEW:
+        rewards = values(self.now, "rollout/reward/mean")
+        if len(rewards) >= FEW:
             self.best = max(self.best, fmean(rewards))
 
     @property
     def now(self) -> Sequence[Figures]:
-        """The last steps: a few, and so many that they have some rollouts; none: too early."""
+        """The last steps: a few, and so many that they have some rollouts of some groups; none:
+        too early.
+        """
         for start in range(len(self.rows) - FEW, -1, -1):
-            if self._rollouts(start) >= ROLLOUTS:
+            if self._have_enough(start, 1):
                 return self.rows[start:]
-        return self.rows if self.ended and self._rollouts(0) >= ROLLOUTS // 4 else ()
+        return self.rows if self.ended and self._have_enough(0, 4) else ()
 
     @property
     def began(self) -> Sequence[Figures]:
         """The first steps, where the last ones are others."""
         return self.first if len(self.rows) >= len(self.now) + FEW else ()
 
-    def _rollouts(self, start: int) -> float:
-        counts = (row.get("rollout/runs", ROLLOUTS) for row in self.rows[start:])
-        return sum(counts) + sum(values(self.rows[start:], "rollout/failed"))
+    def _have_enough(self, start: int, part: int) -> bool:
+        """Whether the rows from `start` on have enough rollouts and groups, or one in `part`."""
+        rows = self.rows[start:]
+        rollouts = sum(row.get("rollout/runs", ROLLOUTS) for row in rows)
+        rollouts += sum(values(rows, "rollout/failed"))
+        groups = sum(row.get("rollout/tasks", GROUPS) for row in rows)
+        return rollouts >= ROLLOUTS // part and groups >= GROUPS // part
 
 
 def values(rows: Iterable[Figures], name: str) -> list[float]:
