@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 
 from trireme.files import write_text
 
 STARTER = Path(__file__).parents[1] / "demo" / "starter"
-LARGEST = 5
-NUM_TEST = 6
+NAMES = ("Ann", "Ben", "Cleo", "Dan")
+"""The first has the held-out rows."""
+LARGEST = 9
 MAX_LEN = 128
+INITIALIZER_RANGE = 0.04
 
 
 def init(folder: Path) -> int:
@@ -23,18 +24,24 @@ def init(folder: Path) -> int:
     from trireme.demo.tiny_model import make_tiny_model  # loads torch
 
     rows = [
-        {"question": f"What is {a} + {b}?", "answer": a + b}
-        for a in range(LARGEST + 1)
-        for b in range(LARGEST + 1)
+        {"question": f"{name} counts to {number}. What comes next?", "answer": number + 1}
+        for name in NAMES
+        for number in range(LARGEST)
     ]
-    random.Random(0).shuffle(rows)
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    for name, own in (("test", rows[:NUM_TEST]), ("train", rows[NUM_TEST:])):
+    for name, own in (("test", rows[:LARGEST]), ("train", rows[LARGEST:])):
         lines = "".join(json.dumps(row) + "\n" for row in own)
         write_text(folder / "data" / f"{name}.jsonl", lines)
-    texts = [f"{row['question']} No. Try again. {row['answer']}" for row in rows]
-    answers = [str(number) for number in range(2 * LARGEST + 1)]
-    make_tiny_model(folder / "model", [*texts, *answers], seed=0, max_len=MAX_LEN, largest=-1)
+    texts = [row["question"] for row in rows] + ["No. Try again."]
+    answers = [str(row["answer"]) for row in rows]
+    make_tiny_model(
+        folder / "model",
+        [*texts, *answers],
+        seed=0,
+        max_len=MAX_LEN,
+        initializer_range=INITIALIZER_RANGE,
+        largest=LARGEST,
+    )
     for template in sorted(STARTER.iterdir()):
         write_text(folder / template.name.removesuffix(".txt"), template.read_text("utf-8"))
     print(f"{folder} has a workflow, a reward, data, a test and run.yaml. Next:")
