@@ -62,6 +62,14 @@ def test_a_reward_that_fails_is_named_with_its_line(tiny_dir: Path) -> None:
     assert "test_trial.py" in str(caught.value) and "Traceback" in caught.value.trace
 
 
+def test_a_failure_that_a_run_would_retry_is_the_one_that_is_told(tiny_dir: Path) -> None:
+    def number(task: Task, answer: str) -> float:
+        return float(answer == "7" or int("seven"))
+
+    with pytest.raises(TrialFailed, match="reward 'number' failed: ValueError: invalid literal"):
+        trireme.try_workflow(None, "?", model=tiny_dir, reward=number, replies=["1"], **SMALL)
+
+
 def test_debug_takes_a_yaml_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(small_config(tmp_path)))

@@ -28,11 +28,12 @@ def make_scheduler(
     *,
     greedy_run: bool = False,
     auxiliary: Sequence[Auxiliary | Endpoint] = (),
+    max_retries: int | None = None,
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt.
 
     With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
-    may ask.
+    may ask. `max_retries` goes before the plan's.
     """
 
     gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
@@ -70,7 +71,7 @@ def make_scheduler(
             make_model,
             engine,
             limit=limit,
-            max_retries=explorer.max_retry_times,
+            max_retries=explorer.max_retry_times if max_retries is None else max_retries,
             concurrent_mode=explorer.concurrent_mode,
             gate=gate,
             index=index,

@@ -139,8 +139,9 @@ async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -
             if isinstance(other, Auxiliary):
                 held.push_async_callback(other.engine.close)
         scheduler = make_scheduler(
-            plan, plan.model_path, engine, text, None, greedy_run=greedy, auxiliary=others
-        )
+            plan, plan.model_path, engine, text, None, greedy_run=greedy, auxiliary=others,
+            max_retries=0,  # the first failure is the one to show, and replies are there once
+        )  # fmt: skip
         held.push_async_callback(scheduler.close)
         scheduler.start()
         await scheduler.submit(1, [task])
