@@ -254,6 +254,12 @@ def test_what_is_normal_in_an_algorithm_is_no_cause(
     assert bool(old) != any_age
 
 
+def test_a_reply_of_one_token_is_always_cut() -> None:
+    cut = course("explorer", 1, {"rollout__truncated__mean": 1.0}, 9)
+    assert said(Watchdog(), cut)
+    assert not said(Watchdog(Facts(replies_may_end=False)), cut)
+
+
 def test_the_page_has_the_modules_table() -> None:
     page = PAGE.read_text()
     for cause in CAUSES:

@@ -26,6 +26,8 @@ class Facts:
     """False: a teacher does, and rewards only measure."""
     staleness: float | None = 0.0
     """How many pushes old tokens are by the synchronizer's plan; None: they may be of any age."""
+    replies_may_end: bool = True
+    """False: a reply is one token, so the limit cuts every one."""
 
     @classmethod
     def of(cls, plan: Plan, recipe: Recipe) -> Facts:
@@ -36,6 +38,7 @@ class Facts:
         return cls(
             rewards_teach=not recipe.asks("teacher_logprobs"),
             staleness=None if any_age else planned,
+            replies_may_end=plan.max_response_tokens > 1,
         )
 
 
@@ -103,7 +106,7 @@ def _cut(rows: Sequence[Figures]) -> float:
 
 def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
     share, rows = _cut(course.now), course.now
-    if share < limit:
+    if share < limit or not facts.replies_may_end:
         return None
     length = mean(rows, "rollout/response_length/mean")
     return (
