@@ -66,7 +66,7 @@ docs: setup
 
 test: lint docs
 	scripts/postgres_setup.sh
-	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
+	$(REQUIRE)="postgres,'ray',stemmer,rapidfuzz,nbclient,ipykernel" $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not large"
 
 # what runs survive: kills, signals, disks, damage, users' code; twenty minutes on two quiet cores
 faults: setup

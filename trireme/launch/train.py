@@ -35,7 +35,7 @@ BATCH_SIZE = 32
 REPEAT_TIMES = 8
 WAKE_S = 0.2
 """A signal may reach another thread than the one that waits, which then sees it when it wakes."""
-PROMPTS = ("prompt", "question", "messages")
+PROMPTS = ("prompt", "question", "problem", "messages")
 TRUTHS = ("response", "answer", "solution", "truth")
 """The columns that are looked for where no `format` names them, the first that is there."""
 Tasks = str | Path | Iterable[Any]

@@ -53,7 +53,7 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`live`: None asks whether the output is a terminal. If not, a line `every` seconds."""
-        self.output = output or Terminal(file=sys.stdout, highlight=False)
+        self.output = output or Terminal(file=sys.stdout, highlight=False, force_jupyter=False)
         self.live = self.output.is_terminal if live is None else live
         self.every = every
         self.rollout_every = rollout_every
