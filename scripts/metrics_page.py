@@ -19,8 +19,8 @@ HEAD = (
     "means, where it lies in a healthy run, and what to do when it leaves that range. `*` stands "
     "for a name that the run gives: a taskset, a metric of a workflow, a cause. Trackers get the "
     "metrics with a usual name under that name too.\n\n"
-    "A training step's reward is of sampled replies; a held-out evaluation is greedy unless its "
-    "`rollout_args` say otherwise, so the two differ.\n"
+    "A training step's reward is that of sampled replies. A held-out evaluation samples at the "
+    "same temperature unless its taskset sets `rollout_args: {temperature: 0.0}` (greedy).\n"
 )
 
 

@@ -50,7 +50,10 @@ def check_tasksets(stage: Stage) -> None:
         check_path(stage, item.key, item.config)
         form = item.config.format
         if not item.workflow and not form.workflow_key:
-            text = "is not given: expected the workflow that tries these tasks"
+            text = (
+                "is not given: expected the workflow that tries these tasks, such as "
+                "simple_workflow for one prompt and one reply; `trireme workflows` lists all"
+            )
             stage.problem(f"{item.key}.default_workflow_type", text)
         # tasks are rendered by the model's own template: one for a data set alone is not read
         for name, instead in (("chat_template", "custom_chat_template"), ("enable_thinking",) * 2):
