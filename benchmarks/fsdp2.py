@@ -88,7 +88,8 @@ def measure(model: Path, share: bool, place: Place | None, out: Path) -> None:
 
 def run(model: Path, share: bool, world: int, sequence: int, out: Path) -> dict:
     """One row of the table."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # its processes share their imports
+    context.set_forkserver_preload(["trireme.trainer.step"])
     first = Place(0, world, free_address(), sequence, timeout=600)
     places = [replace(first, rank=r) for r in range(world)] if world > 1 else [None]
     processes = [context.Process(target=measure, args=(model, share, p, out)) for p in places]

@@ -212,7 +212,7 @@ def main() -> int:
     minutes: Any = parser.parse_args().minutes
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        with command(model, "--max-model-len", "512") as (process, url):
+        with command(Path(folder), model, "--max-model-len", "512") as (process, url):
             wrong = asyncio.run(both(url, psutil.Process(process.pid), minutes, Path(folder)))
     print("; ".join(wrong) or "flat")
     return 1 if wrong else 0

@@ -19,12 +19,12 @@ from tests.postgres import Server, binaries, serving
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, visibly, where torch has none."""
-    import torch
+    if wanted := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
 
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a GPU: make test-gpu where there is one")
-        for item in items:
-            if item.get_closest_marker("gpu"):
+        if not torch.cuda.is_available():
+            skip = pytest.mark.skip(reason="needs a GPU: make test-gpu where there is one")
+            for item in wanted:
                 item.add_marker(skip)
 
 

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.e2e.job import forkserver
 from trireme.registry import ADVANTAGES, ALGORITHMS, POLICY_LOSSES
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +61,7 @@ def test_a_script_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_benchmark_runs_on_little_work(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    forkserver()  # with what a benchmark's processes need, too
     module = _load(ROOT / "benchmarks" / f"{name}.py", monkeypatch)
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))

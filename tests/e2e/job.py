@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
 from tests.tiny import make_model
 
 ROOT = Path(__file__).parents[2]
+IMPORTS = [
+    "datasets",
+    "sqlalchemy.dialects.sqlite",
+    "torch.utils.tensorboard",
+    "transformers.models.qwen3.modeling_qwen3",
+    "trireme.cli.main",
+    "trireme.cli.run",
+    "trireme.launch.stages",
+    "trireme.server.app",
+]
+"""What a run loads before it does anything: four seconds of a processor."""
 
 
 def rows(count: int, first: int = 0) -> list[dict[str, str]]:
@@ -89,32 +107,166 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
 
-def run(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
+def forkserver() -> ForkServerContext:
+    """What makes processes that begin with `IMPORTS` done, all of a session from one server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with patch.dict(os.environ, environment()):
+        ensure_running()
+    return context
+
+
+class Forked:
+    """`trireme` as a process that begins with its imports done: many small runs in little time.
+
+    It has its own exit code and output, and can be killed, as a `subprocess.Popen`, whose names it
+    takes. All of a session have one hash seed: what may depend on the order of a set is for
+    `run_fresh` to show.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        variables: Mapping[str, str] | None = None,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        """`variables`: beside `environment()`; `prepare` is called in the process first."""
+        self.words = list(words)
+        (folder / "said").mkdir(exist_ok=True)
+        number = next(_NUMBERS)
+        self._out, self._err = (folder / "said" / f"{number}.{name}" for name in ("out", "err"))
+        files = (self._out, self._err)
+        variables = {**environment(), **(variables or {})}
+        self._process = forkserver().Process(
+            target=_command, args=(self.words, folder, files, variables, prepare)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float = 600) -> int:
+        """The exit code; an error if there is none in time."""
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            self.kill()
+            raise AssertionError(f"no end in {timeout:g} s:\n{self.said()}")
+        return code
+
+    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+        """What it printed on stdout and stderr, once it has ended."""
+        self.wait(timeout)
+        return _read(self._out), _read(self._err)
+
+    def ends_well(self) -> None:
+        """Exit code 0, or what it printed."""
+        assert self.wait() == 0, self.said()
+
+    def said(self) -> str:
+        """What it printed so far."""
+        return _read(self._out) + _read(self._err)
+
+    def send_signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for it."""
+        self._process.kill()
+        self._process.join()
+
+    def kill_when(self, path: Path, seconds: float = 600) -> None:
+        """SIGKILL once that file is there; it must not have ended before."""
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            ended = self.poll() is not None and not path.exists()
+            assert not ended, f"it ended before {path} appeared:\n{self.said()}"
+            assert time.monotonic() < deadline, f"{path} never appeared:\n{self.said()}"
+            time.sleep(0.002)
+        self.kill()
+
+
+_NUMBERS = itertools.count()
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _command(
+    words: list[str],
+    folder: Path,
+    files: tuple[Path, Path],
+    variables: dict[str, str],
+    prepare: Callable[[], object] | None,
+) -> None:
+    """In the child: what a new interpreter would begin with, and would do at its end."""
+    from trireme.cli.main import main
+
+    os.environ.clear()
+    os.environ.update(variables)
+    first = ["", *variables["PYTHONPATH"].split(os.pathsep)]
+    sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
+    os.chdir(folder)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    attended()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if prepare is not None:
+        prepare()
+    sys.argv = ["trireme", *words]
+    try:
+        main()
+    finally:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+
+
+def started(folder: Path, config: dict[str, Any], *overrides: str, **options: Any) -> Forked:
+    """`trireme run` on a configuration, begun; `options` are Forked's."""
+    words = command(folder, config, *overrides)
+    return Forked(words[words.index("run") :], folder, **options)
+
+
+def trireme(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command of the program in that folder, run to its end."""
+    process = Forked(words, folder, variables)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(list(words), process.wait(), out, err)
+
+
+def run(
+    folder: Path, config: dict[str, Any], *overrides: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`trireme run` on a configuration, to its end."""
+    words = command(folder, config, *overrides)
+    return trireme(folder, *words[words.index("run") :], **variables)
+
+
+def run_fresh(
+    folder: Path, config: dict[str, Any], *overrides: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The same by a new interpreter, as a user starts it, with a hash seed of its own: 4 s of
+    imports.
+    """
     return subprocess.run(
         command(folder, config, *overrides),
         capture_output=True,
         text=True,
         timeout=600,
-        env=environment(),
+        env=environment() | variables,
         cwd=folder,
     )
-
-
-def kill_when(folder: Path, config: dict[str, Any], moment: str, *overrides: str) -> None:
-    """Start a run, and end it by SIGKILL once the file `moment` is in its job's folder."""
-    words = command(folder, config, *overrides)
-    process = subprocess.Popen(
-        words, env=environment(), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), "job")
-    path = folder / "checkpoints/tests" / name / moment
-    deadline = time.monotonic() + 240
-    while not path.exists() and process.poll() is None:
-        assert time.monotonic() < deadline, f"{path} never appeared"
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
 
 
 def weights(job: Path, step: int) -> bytes:
@@ -122,7 +274,9 @@ def weights(job: Path, step: int) -> bytes:
     return (job / f"global_step_{step}" / "actor/huggingface/model.safetensors").read_bytes()
 
 
-def wait_for(what: Callable[[], Any], seconds: float, *processes: subprocess.Popen[str]) -> Any:
+def wait_for(
+    what: Callable[[], Any], seconds: float, *processes: subprocess.Popen[str] | Forked
+) -> Any:
     """What `what` finds, once it finds something; while all processes run."""
     deadline = time.monotonic() + seconds
     while not (found := what()):

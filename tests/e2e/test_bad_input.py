@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.e2e.job import command, environment, run, small_config, write_jsonl
+from tests.e2e.job import environment, run, small_config, started, write_jsonl
 from tests.tiny import make_model
 from trireme.cli.main import app
 
@@ -170,16 +171,15 @@ FULL = {
 def test_a_full_disk_ends_the_run_and_leaves_no_half_file(tmp_path: Path, limit: int) -> None:
     """No file may grow past the limit, as on a full disk."""
     config = small_config(tmp_path)
-    done = subprocess.run(
-        command(tmp_path, config, "trainer.save_interval=1", "explorer.eval_on_startup=false"),
-        capture_output=True, text=True, timeout=120, env=environment(), cwd=tmp_path,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    words = ("trainer.save_interval=1", "explorer.eval_on_startup=false")
+    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    process = started(tmp_path, config, *words, prepare=small)
+    _, said = process.communicate()
+    assert process.returncode == 1, process.said()
+    [error] = [line for line in said.splitlines() if line.startswith("error: ")]
     path, reason = FULL[limit]
     assert path in error and str(tmp_path / "checkpoints") in error and reason in error
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
     job = tmp_path / "checkpoints/tests/job"
     assert not list(job.glob("global_step_*")), "half a checkpoint under a final name"
     assert not list(job.glob(".tmp-*"))

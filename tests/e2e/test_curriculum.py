@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.job import command, environment, rows, run, small_config, weights, write_jsonl
+from tests.e2e.job import rows, run, small_config, started, weights, write_jsonl
 
 
 def curriculum(folder: Path) -> dict[str, Any]:
@@ -52,16 +49,8 @@ def test_a_killed_curriculum_asks_for_the_same_tasks(tmp_path: Path) -> None:
 
     folder = tmp_path / "killed"
     config = curriculum(folder)
-    process = subprocess.Popen(
-        command(folder, config), env=environment(), cwd=folder, stdout=subprocess.DEVNULL
-    )
     job = folder / "checkpoints/tests/job"
-    deadline = time.monotonic() + 200
-    while not (job / "global_step_2").exists() and process.poll() is None:
-        assert time.monotonic() < deadline, "there never was a checkpoint"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    started(folder, config).kill_when(job / "global_step_2")
     done = run(folder, config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(job, 4) == weights(whole, 4)

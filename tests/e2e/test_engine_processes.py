@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.job import command, environment, run, small_config, wait_for
+from tests.e2e.job import run, small_config, started, wait_for
 from tests.engines.vllm.made import needs_vllm
 from tests.tiny import make_model
 from trireme.sync.probe import TOLERANCE
@@ -110,9 +109,7 @@ def test_an_engine_that_is_killed_is_started_again_and_nothing_is_lost(
     config = job(tmp_path, engine, sync_method=method)
     config["buffer"]["total_steps"] = 12
     config["model"]["max_response_tokens"] = 64
-    going = subprocess.Popen(
-        command(tmp_path, config), stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    going = started(tmp_path, config)
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
         wait_for(lambda: log.exists() and "saved" in log.read_text(), 300, going)
@@ -136,9 +133,7 @@ def test_an_engine_that_is_killed_too_often_ends_the_run_with_its_name(tmp_path:
     config["cluster"] = {"engine_restarts": 1}
     config["buffer"]["total_steps"] = 100_000
     config["buffer"]["total_epochs"] = 100_000
-    going = subprocess.Popen(
-        command(tmp_path, config), stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    going = started(tmp_path, config)
     log = tmp_path / "checkpoints/tests/job/log/trainer.log"
     try:
         wait_for(lambda: log.exists() and "saved" in log.read_text(), 300, going)
@@ -156,15 +151,12 @@ def test_an_engine_that_is_killed_too_often_ends_the_run_with_its_name(tmp_path:
 
 def test_engines_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     config = job(tmp_path, TORCH)
-    going = subprocess.Popen(
-        command(tmp_path, config), stderr=subprocess.DEVNULL, env=environment()
-    )
+    going = started(tmp_path, config)
     deadline = time.monotonic() + 300
     while len(found := engines_of(going.pid)) < 2:
         assert time.monotonic() < deadline and going.poll() is None
         time.sleep(0.1)
     going.kill()
-    going.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in found):
         assert time.monotonic() < deadline, "an engine was left behind"
         time.sleep(0.2)

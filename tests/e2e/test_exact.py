@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-import subprocess
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.e2e.forked import started
-from tests.e2e.job import command, environment, kill_when, run, small_config, weights
+from tests.e2e.job import run, run_fresh, small_config, started, weights
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    """A run that nobody interrupted: its folder and its final weights."""
+    """A run that nobody interrupted, with another hash seed than the others: its folder and its
+    final weights.
+    """
     folder = tmp_path_factory.mktemp("whole")
-    done = run(folder, small_config(folder))
+    done = run_fresh(folder, small_config(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     job = folder / "checkpoints/tests/job"
     return job, weights(job, 4)
@@ -35,14 +37,14 @@ def test_equal_seeds_give_byte_identical_weights(tmp_path: Path, whole: tuple[Pa
 
 
 def test_two_threads_give_byte_identical_weights_too(tmp_path: Path) -> None:
-    found = []
-    for name in ("one", "other"):
-        config = small_config(tmp_path)
-        words = command(tmp_path, config, f"name={name}")
-        two = environment() | {"OMP_NUM_THREADS": "2"}
-        subprocess.run(words, env=two, cwd=tmp_path, check=True, capture_output=True, timeout=240)
-        found.append(weights(tmp_path / "checkpoints/tests" / name, 4))
-    assert found[0] == found[1]
+    config = small_config(tmp_path)
+    two = {"OMP_NUM_THREADS": "2"}
+    done = run_fresh(tmp_path, config, "name=one", **two)
+    assert done.returncode == 0, done.stderr
+    threads = partial(torch.set_num_threads, 2)  # torch, loaded already, has read the variable
+    started(tmp_path, config, "name=other", variables=two, prepare=threads).ends_well()
+    one, other = (weights(tmp_path / "checkpoints/tests" / name, 4) for name in ("one", "other"))
+    assert one == other
 
 
 @pytest.mark.parametrize("moment", ["global_step_2", "monitor/metrics.jsonl"])
@@ -51,7 +53,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
 ) -> None:
     config = small_config(tmp_path)
     job = tmp_path / "checkpoints/tests/job"
-    kill_when(tmp_path, config, moment)
+    started(tmp_path, config).kill_when(job / moment)
     done = run(tmp_path, config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(job, 4) == whole[1]
@@ -119,7 +121,7 @@ def test_three_runs_and_three_killed_ones_end_with_the_same_bytes(
             started(tmp_path, config, *words).kill_when(job / name)
             assert not (job / "global_step_12").exists()
         if name == "c":  # with another hash seed
-            done = run(tmp_path, config, *words)
+            done = run_fresh(tmp_path, config, *words)
             assert done.returncode == 0, done.stdout + done.stderr
         else:
             started(tmp_path, config, *words).ends_well()

@@ -19,8 +19,16 @@ from typing import Any, NamedTuple
 import pytest
 from allpairspy import AllPairs
 
-from tests.e2e.forked import Forked, started
-from tests.e2e.job import command, rows, run, small_config, wait_for, write_jsonl
+from tests.e2e.job import (
+    Forked,
+    command,
+    rows,
+    run_fresh,
+    small_config,
+    started,
+    wait_for,
+    write_jsonl,
+)
 from tests.tiny import CHATML, make_model
 from trireme.config import Plan
 from trireme.experience import Experience
@@ -252,7 +260,7 @@ def test_a_case(tmp_path: Path, case: Case) -> None:
         assert last_weights(again) == last_weights(job), "killed and resumed"
     if case in EXACT and exact:  # by a process with another hash seed
         third = tmp_path / "checkpoints/tests/third"
-        done = run(tmp_path, config, "name=third")
+        done = run_fresh(tmp_path, config, "name=third")
         assert done.returncode == 0, done.stdout + done.stderr
         assert last_weights(third) == last_weights(job)
 
@@ -271,9 +279,9 @@ def serving(folder: Path) -> Iterator[str]:
     folder.joinpath("server").mkdir()
     model = make_model(folder / "server/model", max_len=384, template=TEMPLATE)
     words = ["rollout", "--model", str(model), "--port", "0", "--max-model-len", "192"]
-    command = Forked(words, folder / "server", folder / "server/out.txt")
+    command = Forked(words, folder / "server")
     try:
-        wait_for(lambda: "serving" in command.said() or not command.process.is_alive(), 300)
+        wait_for(lambda: "serving" in command.said(), 300, command)
         yield command.said().split(" on ")[1].split(",")[0].strip()
     finally:
         command.kill()
@@ -373,7 +381,7 @@ def test_what_cannot_go_together_is_refused_in_one_sentence(
     tmp_path: Path, overrides: list[str], sentence: str
 ) -> None:
     command = started(tmp_path, small_config(tmp_path), *overrides)
-    assert command.ended() == 2, command.said()
+    assert command.wait() == 2, command.said()
     assert sentence in " ".join(command.said().split())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.job import command, environment, run, small_config
+from tests.e2e.job import run, small_config, started
 from trireme.checkpoint.layout import JobFolder
 
 VARIANTS = {
@@ -101,16 +100,9 @@ def test_explore_and_train_as_two_commands_on_one_folder(tmp_path: Path) -> None
     processes = []
     for mode in ("explore", "train"):
         (tmp_path / mode).mkdir()
-        words = command(tmp_path / mode, config, f"mode={mode}")
-        processes.append(
-            subprocess.Popen(
-                words, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
+        processes.append(started(tmp_path / mode, config, f"mode={mode}"))
     for process in processes:
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
+        process.ends_well()
     job = tmp_path / "checkpoints/tests/job"
     assert [row["sync/version"] for row in metrics(job, "explorer")] == [0, 1, 2, 3]
     with sqlite3.connect(job / "buffer/shared.db") as database:

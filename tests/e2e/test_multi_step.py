@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.job import ROOT, environment, small_config
+from tests.e2e.job import ROOT, environment, small_config, trireme
 from tests.e2e.job import run as run_job
 
 EXAMPLE = ROOT / "examples" / "grpo_household"
@@ -37,21 +37,13 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, assets: Path, *overrides: str) -> Path:
     """The job's folder of a run that ended well."""
-    program = "from trireme.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "run", "--config", str(EXAMPLE / "household.yaml")]
+    words = ("run", "--config", str(EXAMPLE / "household.yaml"), *SMALL, *overrides)
     own = {
         "TRINITY_CHECKPOINT_ROOT_DIR": str(folder),
         "TRINITY_MODEL_PATH": str(assets / "model"),
         "TRINITY_TASKSET_PATH": str(assets),
     }
-    done = subprocess.run(
-        [*command, *SMALL, *overrides],
-        cwd=folder,
-        env=environment() | own,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = trireme(folder, *words, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "Trireme-examples" / "household"
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import time
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +14,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.job import environment, run, small_config
+from tests.e2e.job import Forked, run, small_config, wait_for
 
+ADDRESS = r"http://127.0.0.1:\d+"
 PLUGIN = '''
 from typing import Any
 
@@ -70,22 +69,12 @@ def config_of(folder: Path) -> dict[str, Any]:
 @contextmanager
 def server(folder: Path, model: str, *flags: str) -> Iterator[str]:
     """A rollout server in a process of its own; its address."""
-    program = "from trireme.cli.main import main; main()"
-    log = folder / f"server{len(flags)}.log"
-    with open(log, "w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", program, "rollout", "--model", model, "--port", "0",
-             "--seed", "42", "--max-model-len", "128", *flags],
-            cwd=folder, env=environment(), stdout=out, stderr=out,
-        )  # fmt: skip
+    words = ("--port", "0", "--seed", "42", "--max-model-len", "128", *flags)
+    process = Forked(("rollout", "--model", model, *words), folder)
     try:
-        deadline = time.monotonic() + 100
-        while not (found := re.search(r"http://127.0.0.1:(\d+)", log.read_text())):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield found[0]
+        yield wait_for(lambda: re.search(ADDRESS, process.said()), 100, process)[0]
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.wait(30)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
-import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.job import command, environment, run, small_config, weights
+from tests.e2e.job import run, small_config, started, weights
 
 HERE = "tests.e2e.test_pipeline"
 
@@ -55,15 +53,9 @@ def test_a_killed_run_with_operators_resumes_to_the_same_weights(tmp_path: Path)
 
     config["checkpoint_root_dir"] = str(killed / "checkpoints")
     other = killed / "checkpoints/tests/job"
-    process = subprocess.Popen(
-        command(killed, config), env=environment(), cwd=killed, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (other / "global_step_2").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process = started(killed, config)
+    process.kill_when(other / "global_step_2")
+    assert process.returncode == -signal.SIGKILL
     done = run(killed, config)
     assert done.returncode == 0, done.stdout + done.stderr
 

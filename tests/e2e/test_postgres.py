@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.job import command, environment, small_config
+from tests.e2e.job import Forked, command, small_config, started, trireme
 from tests.e2e.test_modes import metrics
 from tests.postgres import PASSWORD, Server
 
 
-def start(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
+def start(folder: Path, config: dict[str, Any], *overrides: str) -> Forked:
     folder.mkdir()
-    return subprocess.Popen(
-        command(folder, config, *overrides),
-        env=environment(),
-        cwd=folder.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return started(folder, config, *overrides)
 
 
 def wait_for_explorers(url: str, number: int) -> None:
@@ -68,8 +60,8 @@ def test_two_explorers_feed_a_trainer_and_nobody_says_the_password(
         wait_for_explorers(url, 2)
         running["trainer"] = start(tmp_path / "t", config, "mode=train", "trainer.total_steps=99")
         for name, process in running.items():
-            said[name], _ = process.communicate(timeout=300)
-            assert process.returncode == 0, f"{name}: {said[name]}"
+            process.ends_well()
+            said[name] = process.said()
     finally:
         for process in running.values():
             process.kill()
@@ -96,11 +88,9 @@ def test_check_shows_the_store_without_its_password(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     url = f"postgresql://me:{PASSWORD}@127.0.0.1:1/none"
     config["buffer"]["trainer_input"] = {"experience_buffer": {"storage_type": "sql", "path": url}}
+    command(tmp_path, config)
     for word in ("check", "run"):
-        words = [word if item == "run" else item for item in command(tmp_path, config)]
-        done = subprocess.run(
-            words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        done = trireme(tmp_path, word, "config.yaml")
         said = done.stdout + done.stderr
         assert "me:***@127.0.0.1:1/none" in said
         assert PASSWORD not in said

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.job import ROOT, environment, rows, write_jsonl
+from tests.e2e.job import ROOT, rows, trireme, write_jsonl
 from tests.tiny import make_model
 
 SHIPPED = ROOT / "examples/grpo_gsm8k/gsm8k.yaml"
@@ -52,19 +50,6 @@ def early_ending_model(folder: Path) -> Path:
     return folder
 
 
-def trinity(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command that the seed writes, by the name that it writes."""
-    program = "from trireme.cli.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-        env={**environment(), **variables},
-    )
-
-
 def data_set(folder: Path, *, header: bool) -> Path:
     """The Hugging Face layout of gsm8k: config `main`, splits train and test."""
     write_jsonl(folder / "main/train.jsonl", rows(128))
@@ -82,7 +67,7 @@ def test_the_yaml_runs_and_leaves_the_seeds_folder(tmp_path: Path, header: bool)
         "TRINITY_MODEL_PATH": str(early_ending_model(tmp_path / "model")),
         "TRINITY_TASKSET_PATH": str(data_set(tmp_path / "gsm8k", header=header)),
     }
-    done = trinity(tmp_path, "run", "--config", str(SHIPPED), **variables)
+    done = trireme(tmp_path, "run", "--config", str(SHIPPED), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("cluster asks for 2 GPUs") == 1
     config = yaml.safe_load(SHIPPED.read_text())
@@ -97,7 +82,7 @@ def test_the_yaml_runs_and_leaves_the_seeds_folder(tmp_path: Path, header: bool)
         "global_step_1/actor/huggingface/tokenizer.json",
     ):  # fmt: skip
         assert (job / name).exists(), name
-    converted = trinity(tmp_path, "convert", "--checkpoint-dir", str(job / "global_step_1/actor"))
+    converted = trireme(tmp_path, "convert", "--checkpoint-dir", str(job / "global_step_1/actor"))
     assert converted.returncode == 0 and "1 complete already" in converted.stdout
     exported = job / "global_step_1/actor/huggingface"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -114,7 +99,7 @@ def test_the_stages_variant_runs_sft_then_rft_from_its_model(tmp_path: Path) -> 
         "TRINITY_MODEL_PATH": str(early_ending_model(tmp_path / "model")),
         "TRINITY_TASKSET_PATH": str(data_set(tmp_path / "gsm8k", header=True)),
     }
-    done = trinity(tmp_path, "run", "--config", str(path), **variables)
+    done = trireme(tmp_path, "run", "--config", str(path), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     config = yaml.safe_load(SHIPPED.read_text())
     job = tmp_path / "checkpoints" / config["project"] / config["name"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.job import attended, command, environment, run, small_config, wait_for, weights
+from tests.e2e.job import Forked, run, small_config, started, wait_for, weights
 from tests.e2e.test_two_commands import Pair, check, pair  # noqa: F401 - the fixture
 
 JOB = "checkpoints/tests/job"
@@ -63,27 +62,14 @@ def job(folder: Path, workflow: str = "waits", **sections: dict[str, Any]) -> di
     return config
 
 
-def start(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
-    """The command, under way."""
-    return subprocess.Popen(
-        command(folder, config, *overrides), env=environment(), cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=attended,
-    )  # fmt: skip
-
-
-def told(process: subprocess.Popen[str], *numbers: int) -> tuple[int, str]:
+def told(process: Forked, *numbers: int) -> tuple[int, str]:
     """Its exit code and what it says, once it got the signals."""
-    said = ""
     for number in numbers:
         process.send_signal(number)
-        if len(numbers) > 1 and not said:  # two at once are one
-            assert process.stderr is not None
-            while "at the next safe point" not in (line := process.stderr.readline()):
-                assert line, said
-                said += line
-            said += line
+        if len(numbers) > 1 and number == numbers[0]:  # two at once are one
+            wait_for(lambda: "at the next safe point" in process.said(), LIMIT_S, process)
     _, errors = process.communicate(timeout=LIMIT_S)
-    return process.returncode, said + errors
+    return process.wait(), errors
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +94,7 @@ def test_a_signal_saves_what_was_learned_and_the_same_command_ends_with_equal_we
     config["buffer"]["trainer_input"] = {
         "experience_buffer": {"storage_type": storage, "name": "b"}
     }
-    process = start(tmp_path, config)
+    process = started(tmp_path, config)
     wait_for((tmp_path / "third_step").exists, LIMIT_S, process)
     returned, said = told(process, number)
     assert returned == code, said
@@ -125,7 +111,7 @@ def test_a_signal_saves_what_was_learned_and_the_same_command_ends_with_equal_we
 
 def test_the_words_are_true_where_the_same_command_begins_anew(tmp_path: Path) -> None:
     config = job(tmp_path) | {"continue_from_checkpoint": False}
-    process = start(tmp_path, config)
+    process = started(tmp_path, config)
     wait_for((tmp_path / "third_step").exists, LIMIT_S, process)
     code, said = told(process, signal.SIGTERM)
     assert code == 143 and "begins anew (continue_from_checkpoint: false)" in said
@@ -134,7 +120,7 @@ def test_the_words_are_true_where_the_same_command_begins_anew(tmp_path: Path) -
 
 
 def test_before_the_first_train_step_there_is_nothing_to_save(tmp_path: Path) -> None:
-    process = start(tmp_path, job(tmp_path, "clings"))
+    process = started(tmp_path, job(tmp_path, "clings"))
     wait_for((tmp_path / "clinging").exists, LIMIT_S, process)
     code, said = told(process, signal.SIGTERM)
     assert code == 143 and said.splitlines()[-1].endswith("the same command begins anew"), said
@@ -144,7 +130,7 @@ def test_before_the_first_train_step_there_is_nothing_to_save(tmp_path: Path) ->
 def test_a_loop_that_user_code_blocks_ends_by_the_time_limit_or_a_second_control_c(
     tmp_path: Path, numbers: tuple[int, ...]
 ) -> None:
-    process = start(tmp_path, job(tmp_path, "blocks", cluster={"stop_timeout": 5}))
+    process = started(tmp_path, job(tmp_path, "blocks", cluster={"stop_timeout": 5}))
     wait_for((tmp_path / "blocking").exists, LIMIT_S, process)
     code, said = told(process, *numbers)
     assert code == 128 + numbers[0], said
@@ -173,8 +159,7 @@ def test_two_commands_that_are_told_to_end_go_on_where_they_were(pair: Pair) -> 
         process = pair.running[mode]
         wait_for(ready, LIMIT_S, process)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode in (143, 0), output
+        assert process.wait(LIMIT_S) in (143, 0), process.said()
         pair.start(mode)
     pair.finish()
     check(pair)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import ROOT, environment, wait_for
+from tests.e2e.job import ROOT, Forked, environment, trireme, wait_for
 from tests.faults.jobs import free_port
 from trireme.demo.prepare import prepare
 
@@ -43,28 +43,31 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository's folder after tutorial 101, with a model that has learned nothing."""
     folder = tmp_path_factory.mktemp("tutorials")
     assets = prepare(folder / "checkpoints/arithmetic_assets/seed_0", 0)
-    test = (assets / "test.jsonl").read_text().splitlines(keepends=True)
-    (assets / "test.jsonl").write_text("".join(test[:4]))
     shutil.copytree(assets / "model", folder / MODEL)
     (folder / "lab").mkdir()
     for page in PAGES:
         for name, code in files_of(page):
             (folder / name).write_text(code)
     for name in ("make_secrets.py", "make_calls.py"):
-        subprocess.run([sys.executable, f"lab/{name}"], cwd=folder, env=environment(), check=True)
+        script(folder, f"lab/{name}")
+    for test in (assets / "test.jsonl", folder / "lab/calls/test.jsonl"):
+        test.write_text("".join(test.read_text().splitlines(keepends=True)[:4]))
     return folder
 
 
-def command(*words: str) -> list[str]:
-    """A command of the program, in this interpreter."""
-    return [sys.executable, "-c", "from trireme.cli.main import main; main()", *words]
+def script(place: Path, *words: str) -> str:
+    """What one of the files prints, once it has ended well."""
+    out = subprocess.run(
+        [sys.executable, *words], cwd=place, env=environment(), capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert out.returncode == 0, out.stdout + out.stderr
+    return out.stdout
 
 
 def done(place: Path, *words: str) -> str:
-    """What a command prints, once it has ended well."""
-    out = subprocess.run(
-        words, cwd=place, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    """What a command of the program prints, once it has ended well."""
+    out = trireme(place, *words)
     assert out.returncode == 0, out.stdout + out.stderr
     return out.stdout
 
@@ -82,7 +85,7 @@ def test_every_page_but_the_first_shows_files() -> None:
     [("brief", ()), ("guess", ()), ("calls", STAGES), ("async", ()), ("replay", ())],
 )
 def test_a_tutorials_yaml_runs(place: Path, name: str, overrides: tuple[str, ...]) -> None:
-    printed = done(place, *command("run", f"lab/{name}.yaml", *SMALL, *overrides))
+    printed = done(place, "run", f"lab/{name}.yaml", *SMALL, *overrides)
     assert "1/1" in printed or "1/30" in printed, printed
 
 
@@ -90,31 +93,21 @@ def test_a_tutorials_yaml_runs(place: Path, name: str, overrides: tuple[str, ...
 def test_the_agent_of_303_teaches_the_model_behind_its_server(place: Path) -> None:
     words = ("run", "lab/online.yaml", "buffer.train_batch_size=16", "buffer.total_steps=1")
     port = f"explorer.proxy_port={free_port()}"
-    processes = [
-        subprocess.Popen(
-            command(*words, mode, port),
-            cwd=place,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for mode in ("mode=serve", "mode=train")
-    ]
+    processes = [Forked((*words, mode, port), place) for mode in ("mode=serve", "mode=train")]
     url = place / "checkpoints/lab/online/explorer_server_url.txt"
     wait_for(url.exists, 200, *processes)
-    printed = done(place, sys.executable, "lab/agent.py", str(url), "2")
+    printed = script(place, "lab/agent.py", str(url), "2")
     assert "problems 0 to 1" in printed
-    ended = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(ended)
+    for process in processes:
+        process.ends_well()
 
 
 def test_the_model_of_601_is_loaded_by_transformers(place: Path) -> None:
-    done(place, sys.executable, "lab/use.py", MODEL)
+    script(place, "lab/use.py", MODEL)
 
 
 def test_the_split_of_501_is_checked(place: Path) -> None:
     text = (ROOT / "docs/tutorials/501_cluster.md").read_text(encoding="utf-8")
     [check] = re.findall(r"^trireme (check .*?[^\\])$", text, re.MULTILINE | re.DOTALL)
-    printed = done(place, *command(*check.replace("\\\n", " ").split()))
+    printed = done(place, *check.replace("\\\n", " ").split())
     assert "places        3 on 1 node: 1 for engines (1 x 1), 2 for the trainer" in printed

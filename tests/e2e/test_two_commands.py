@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sqlite3
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.job import command, environment, small_config
+from tests.e2e.job import Forked, small_config, started
 from tests.e2e.test_modes import metrics
 
 STEPS, EXPERIENCES = 4, 64
@@ -27,34 +26,28 @@ class Pair:
         self.folder = folder
         self.config = config
         self.job = folder / "checkpoints/tests/job"
-        self.running: dict[str, subprocess.Popen[str]] = {}
+        self.running: dict[str, Forked] = {}
 
     def start(self, mode: str) -> None:
         """Start a part, or start it again."""
         (self.folder / mode).mkdir(exist_ok=True)
-        words = command(self.folder / mode, self.config, f"mode={mode}")
-        self.running[mode] = subprocess.Popen(
-            words, env=environment(), cwd=self.folder, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        self.running[mode] = started(self.folder / mode, self.config, f"mode={mode}")
 
     def kill_when(self, mode: str, ready: Callable[[], bool]) -> None:
         """SIGKILL a part at a moment when it is known to be under way."""
         process = self.running[mode]
         deadline = time.monotonic() + 300
         while not ready():
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, process.said()
             assert time.monotonic() < deadline, "the moment to kill never came"
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it had ended before it could be killed"
-        process.communicate()
+        process.kill()
+        assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
 
     def finish(self) -> None:
         """Both end by themselves, and well."""
         for process in self.running.values():
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, output
+            process.ends_well()
 
     def explored(self) -> int:
         """Explore steps whose experiences are in the store, by the explorer's own account."""
@@ -134,8 +127,8 @@ def test_each_command_says_what_it_sees_of_the_learning_once(tmp_path: Path) -> 
         for mode in ("explore", "train"):  # one after the other, so that tokens are old
             pair = Pair(tmp_path, config)
             pair.start(mode)
-            said, _ = pair.running[mode].communicate(timeout=280)
-            assert pair.running[mode].returncode == 0, said
+            pair.running[mode].ends_well()
+            said = pair.running[mode].said()
             warned += re.findall(r"^warning: (\w+) step \d+: (\w+): ", said, re.M)
     assert warned == [("explorer", "replies_cut"), ("trainer", "staleness")]
     files = {path.name for path in (tmp_path / "checkpoints/tests/job/monitor").glob("watch*")}

@@ -29,5 +29,6 @@ def test_kills_are_tried_at_more_than_25_named_points() -> None:
 @pytest.mark.timeout(600)
 def test_a_kill_in_the_middle_of_a_checkpoint_loses_and_doubles_nothing() -> None:
     words = [sys.executable, "-m", "tests.faults.harness", "--quick", "--only", "SIGKILL"]
+    words += ["--workers", "1"]  # each loads torch anew
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

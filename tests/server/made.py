@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -17,13 +15,15 @@ import httpx
 import uvicorn
 from transformers import AutoTokenizer
 
-from tests.e2e.job import environment
+from tests.e2e.job import Forked, trireme, wait_for
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.torch.engine import TorchEngine
 from trireme.model.chat_tokens import ChatTokens
 from trireme.server.app import create_app
 from trireme.server.rollouts import Rollouts
+
+ADDRESS = re.compile(r"^serving .* on ([^\s,]+).*\n", re.MULTILINE)
 
 
 @asynccontextmanager
@@ -87,43 +87,19 @@ async def until(condition: Any, seconds: float = 30.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def rollout_command(folder: Path, *flags: str) -> list[str]:
-    """`trireme rollout` as a list of words."""
-    program = "from trireme.cli.main import main; main()"
-    return [sys.executable, "-c", program, "rollout", "--model", str(folder), *flags]
-
-
 @contextmanager
-def command(
-    folder: Path, *flags: str, port: int = 0
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`trireme rollout` as its own process on a free port: the process and its address."""
-    process = subprocess.Popen(
-        rollout_command(folder, "--port", str(port), *flags),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
-    )
+def command(place: Path, folder: Path, *flags: str, port: int = 0) -> Iterator[tuple[Forked, str]]:
+    """`trireme rollout` in `place`, as its own process on a free port: it, and its address."""
+    words = ("rollout", "--model", str(folder), "--port", str(port), *flags)
+    process = Forked(words, place, {"CUDA_VISIBLE_DEVICES": ""})
     try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line.startswith("serving"), (line, process.stderr.read())
-        yield process, line.split(" on ")[1].split(",")[0].strip()
+        yield process, wait_for(lambda: ADDRESS.search(process.said()), 300, process)[1]
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.kill()
 
 
-def fails(folder: Path, *flags: str) -> tuple[int, str]:
+def fails(place: Path, folder: Path, *flags: str) -> tuple[int, str]:
     """The exit code and what is said, of a command that cannot serve."""
-    ended = subprocess.run(
-        rollout_command(folder, *flags),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
-        cwd=os.fspath(folder.parent) if folder.parent.exists() else None,
-    )
+    words = ("rollout", "--model", str(folder), *flags)
+    ended = trireme(place, *words, CUDA_VISIBLE_DEVICES="")
     return ended.returncode, ended.stderr

@@ -62,9 +62,11 @@ def test_no_bad_request_reaches_the_engine(tiny_dir: Path, serve: bool) -> None:
     asyncio.run(main())
 
 
-def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(tiny_dir: Path) -> None:
+def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
     """At the command itself, as its users have it."""
-    with command(tiny_dir, "--max-model-len", "256") as (process, url):
+    with command(tmp_path, tiny_dir, "--max-model-len", "256") as (process, url):
         with httpx.Client(base_url=url, timeout=500) as client:
             body = bad.GOOD | {"max_tokens": 200, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as stream:

@@ -27,10 +27,10 @@ COUNTS = [
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_no_request_breaks_the_server_or_is_answered_by_a_failure_of_ours(
-    tiny_dir: Path, count: int
+    tiny_dir: Path, tmp_path: Path, count: int
 ) -> None:
     with (
-        command(tiny_dir, "--max-model-len", "64") as (process, url),
+        command(tmp_path, tiny_dir, "--max-model-len", "64") as (process, url),
         httpx.Client(base_url=url, timeout=600) as client,
     ):
         target = fuzz.Target(client)

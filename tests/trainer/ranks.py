@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.e2e.job import forkserver
 from trireme.trainer.ranks import Place, free_address
 
 LIMIT = 60.0  # seconds until a rank that has not ended is killed
@@ -17,10 +17,8 @@ LIMIT = 60.0  # seconds until a rank that has not ended is killed
 
 def start(function: Callable[..., Any], place: Place, *args: Any) -> BaseProcess:
     """`function(place, *args)` in a new process with one thread."""
-    context = multiprocessing.get_context("forkserver")
-    # What takes seconds to import is imported once, in the process that forks.
-    context.set_forkserver_preload(["trireme.trainer.step", "tests.trainer.samples"])
-    process = context.Process(target=_one_thread, args=(function, place, *args), daemon=True)
+    words = (function, place, *args)
+    process = forkserver().Process(target=_one_thread, args=words, daemon=True)
     process.start()
     return process
 
