@@ -6,7 +6,8 @@ A small model (4 layers, width 256) takes the same steps on one process with one
 gloo ranks with one thread each, and on two ranks that share each sequence (Ulysses); each with
 prefix sharing and without. Prints the median seconds of a step, the ratio to one process, and the
 largest difference of a weight after 4 steps. Exits 1 where a weight differs by more than 1e-5, or
-two ranks are less than 1.6 times as fast as one process. `--quick`: without sharing alone.
+two ranks are less than 1.6 times as fast as one process. `--quick`: two steps, without sharing
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.ranks import Place, Ranks, free_address
 from trireme.trainer.step import train_step
 
-STEPS, COMPARED = 7, 4
+STEPS, COMPARED, QUICK = 7, 4, 2
 TASKS, ROLLOUTS, PROMPT, REPLY = 4, 8, 96, 32
 RECIPE = get_recipe(
     AlgorithmConfig(algorithm_type="grpo", kl_loss_fn="none", optimizer=OptimizerConfig())
@@ -70,29 +71,31 @@ def batch() -> list[Experience]:
     return out
 
 
-def measure(model: Path, share: bool, place: Place | None, out: Path) -> None:
+def measure(model: Path, share: bool, place: Place | None, out: Path, steps: int) -> None:
     """Median seconds of a step, and the weights after some, into `out` by rank 0."""
     torch.set_num_threads(1)
     settings = TrainSettings(OptimizerConfig(lr=1e-4), 4096, grad_clip=1.0, share_prefix=share)
     backend = Backend(model, settings, Ranks(place) if place else None)
     samples, seconds, weights = batch(), [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         started = time.perf_counter()
         train_step(backend, RECIPE, samples, version=0)
         seconds.append(time.perf_counter() - started)
-        if step + 1 == COMPARED:
+        if step + 1 == min(COMPARED, steps):
             weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
     if place is None or place.rank == 0:
         torch.save({"seconds": statistics.median(seconds[1:]), "weights": weights}, out)
 
 
-def run(model: Path, share: bool, world: int, sequence: int, out: Path) -> dict:
+def run(model: Path, share: bool, world: int, sequence: int, out: Path, steps: int) -> dict:
     """One row of the table."""
     context = multiprocessing.get_context("forkserver")  # its processes share their imports
     context.set_forkserver_preload(["trireme.trainer.step"])
     first = Place(0, world, free_address(), sequence, timeout=600)
     places = [replace(first, rank=r) for r in range(world)] if world > 1 else [None]
-    processes = [context.Process(target=measure, args=(model, share, p, out)) for p in places]
+    processes = [
+        context.Process(target=measure, args=(model, share, p, out, steps)) for p in places
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -106,6 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
+    steps = QUICK if quick else STEPS
     worst, speeds = 0.0, []
     layouts = (("two ranks", 2, 1), ("two ranks, Ulysses", 2, 2))
     print("sharing  how                 s/step   to one process   weights differ by")
@@ -113,9 +117,9 @@ def main() -> int:
         model, out = Path(folder, "model"), Path(folder, "out.pt")
         make_model(model)
         for share in (False,) if quick else (True, False):
-            alone = run(model, share, 1, 1, out)
+            alone = run(model, share, 1, 1, out, steps)
             for name, world, sequence in layouts[: 1 if quick else 2]:
-                got = run(model, share, world, sequence, out)
+                got = run(model, share, world, sequence, out, steps)
                 differ = max(
                     float((got["weights"][n] - w).abs().max()) for n, w in alone["weights"].items()
                 )
