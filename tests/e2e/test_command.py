@@ -24,18 +24,18 @@ ON_RAY = ("cluster.launcher=ray", "cluster.ray_address=local", "cluster.node_num
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param((), id="embedded"),
-        pytest.param(
-            ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2"),
-            id="processes",
-        ),
-        pytest.param((*ON_RAY, "cluster.gpu_per_node=2"), id="ray"),
-        pytest.param(("explorer.rollout_model.engine_type=vllm",), id="vllm", marks=needs_vllm),
-    ],
-)
+ENGINES = [
+    pytest.param((), id="embedded"),
+    pytest.param(
+        ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2"),
+        id="processes",
+    ),
+    pytest.param((*ON_RAY, "cluster.gpu_per_node=2"), id="ray"),
+    pytest.param(("explorer.rollout_model.engine_type=vllm",), id="vllm", marks=needs_vllm),
+]
+
+
+@pytest.mark.parametrize("overrides", ENGINES)
 def test_programs_are_the_rollouts_whatever_generates(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

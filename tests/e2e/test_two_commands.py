@@ -28,10 +28,10 @@ class Pair:
         self.job = folder / "checkpoints/tests/job"
         self.running: dict[str, Forked] = {}
 
-    def start(self, mode: str) -> None:
+    def start(self, mode: str, *overrides: str) -> None:
         """Start a part, or start it again."""
         (self.folder / mode).mkdir(exist_ok=True)
-        self.running[mode] = started(self.folder / mode, self.config, f"mode={mode}")
+        self.running[mode] = started(self.folder / mode, self.config, f"mode={mode}", *overrides)
 
     def kill_when(self, mode: str, ready: Callable[[], bool]) -> None:
         """SIGKILL a part at a moment when it is known to be under way."""

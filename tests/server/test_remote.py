@@ -301,3 +301,34 @@ def test_samples_are_those_of_an_engine_in_this_process(tiny_dir: Path) -> None:
         assert far == here
 
     with_servers(tiny_dir, 1, main)
+
+
+def test_tokens_are_told_while_they_come_and_each_once(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = replace(SHORT, max_tokens=200, n=2, logprobs=2)
+
+    async def main(engine: RemoteEngine, made: list[Rollouts], _: list[str]) -> None:
+        told: list[tuple[int, int, float, dict[int, float]]] = []
+        ended = asyncio.ensure_future(
+            engine.generate(PROMPT, sampling, key=(1,), on_token=lambda *t: told.append(t))
+        )
+        other = asyncio.ensure_future(engine.generate(PROMPT, sampling, key=(2,)))
+        await until(lambda: len(told) > 2)
+        assert not ended.done()
+        completions = await ended
+        await other
+        for index, completion in enumerate(completions):
+            own = [token for sample, *token in told if sample == index]
+            assert [token for token, *_ in own] == completion.ids
+            assert [p for _, p, _ in own] == pytest.approx(completion.logprobs, abs=1e-6)
+            assert [others for *_, others in own] == completion.alternatives
+        again: list[int] = []
+        tell = remote._without_repeats(lambda sample, token, *_: again.append(token))
+        for part in ((5, 6), (5, 6, 7)):  # the server was lost after two
+            one = tell()
+            for token in part:
+                one(0, token, 0.0, {})
+        assert again == [5, 6, 7]
+
+    with_servers(tiny_dir, 1, main)

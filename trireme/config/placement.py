@@ -29,7 +29,7 @@ from trireme.registry import did_you_mean
 
 Launcher = Literal["local", "ray"]
 EngineKind = Literal["torch", "vllm"]
-ON_RAY = ("both", "train", "explore")
+ON_RAY = ("both", "train", "explore", "serve")
 """Modes that the Ray launcher knows."""
 VARIABLE = "TRIREME_VLLM_PYTHON"
 KEY = "explorer.rollout_model"
@@ -290,7 +290,7 @@ def choose_engine(stage: Stage, gpus: int, *, on_ray: bool) -> EngineChoice:
             return EngineChoice()
         return EngineChoice("vllm", found.python, model.engine_num)
     several = model.engine_type == "torch" and model.engine_num > 1
-    if several and stage.config.mode != "serve" and not on_ray:
+    if several and not on_ray:
         trainers = int(stage.config.mode == "both")
         if gpus and model.engine_num > gpus - trainers:
             beside = " beside the trainer's" * trainers
@@ -328,8 +328,6 @@ def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
         return None
     if found is None:
         why = f"no Python with vLLM was named ({KEY}.engine_python, or {VARIABLE})"
-    elif mode == "serve":
-        why = "mode serve generates in its own process"
     elif stage.colocated:
         sync = stage.config.synchronizer
         if (sync.sync_style, sync.sync_interval, sync.sync_offset) != ("fixed", 1, 0):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class RemoteEngine:
         """See Engine. Of an aborted request nothing comes back."""
         self._check()
         body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
-        found = await self._ask_while(key, lambda url: self._generate(url, body))
+        told = None if on_token is None else _without_repeats(on_token)
+        found = await self._ask_while(key, lambda url: self._generate(url, body, told))
         if found is None:
             return [Completion([], [], [], [], "aborted") for _ in range(sampling.n)]
         completions = [_completion(c) for c in found]
@@ -241,12 +243,12 @@ class RemoteEngine:
             call.cancel()
             del self._calls[call]
 
-    async def _generate(self, url: str, body: dict[str, Any]) -> Any:
+    async def _generate(self, url: str, body: dict[str, Any], told: Restarts | None) -> Any:
         """Completions as the server sends them, asked for together with others."""
         if url not in self._outboxes:
             self._outboxes[url] = Outbox(self._client, url, lambda found: self._judge(url, found))
         outbox = self._outboxes[url]
-        return await self._heard(url, "/engine/stream", outbox.ask(body))
+        return await self._heard(url, "/engine/stream", outbox.ask(body, told and told()))
 
     async def _post(self, url: str, path: str, body: Any) -> Any:
         sent: dict[str, Any] = {"json": body}
@@ -281,6 +283,30 @@ class RemoteEngine:
             if isinstance(one, BaseException):
                 raise one
         return found
+
+
+Restarts = Callable[[], OnToken]
+"""Who is told the tokens of one more attempt at a generation."""
+
+
+def _without_repeats(on_token: OnToken) -> Restarts:
+    """Tells each token once, also where a server that was lost has told some of them: another one
+    samples the same, since a generation's random stream is its own.
+    """
+    told: Counter[int] = Counter()
+
+    def again() -> OnToken:
+        come: Counter[int] = Counter()
+
+        def one(sample: int, token: int, logprob: float, others: dict[int, float]) -> None:
+            come[sample] += 1
+            if come[sample] > told[sample]:
+                told[sample] += 1
+                on_token(sample, token, logprob, others)
+
+        return one
+
+    return again
 
 
 def _completion(wire: Mapping[str, Any]) -> Completion:

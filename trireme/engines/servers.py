@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from trireme.engines.engine import MOST_SAMPLES
+from trireme.engines.engine import MOST_SAMPLES, OnToken
 from trireme.log import get_logger
 
 GATHER_S = 0.002
@@ -30,7 +30,7 @@ GATHER_S = 0.002
 MOST_TOKENS = 2**21
 """Of the prompts in one request: about 14 MiB of JSON."""
 
-Asked = list[tuple[dict[str, Any], asyncio.Future[Any]]]
+Asked = list[tuple[dict[str, Any], asyncio.Future[Any], OnToken | None]]
 
 
 class Outbox:
@@ -46,14 +46,16 @@ class Outbox:
         self._waiting: Asked = []
         self._work: set[asyncio.Task[None]] = set()
 
-    async def ask(self, request: dict[str, Any]) -> Any:
+    async def ask(self, request: dict[str, Any], on_token: OnToken | None = None) -> Any:
         """The completions of one generation; None where it was aborted at the server.
 
         Raises httpx.TransportError where the server is gone, ValueError and RuntimeError with its
         sentence.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
+        if on_token is not None:
+            request = {**request, "tokens": True}
+        self._waiting.append((request, answer, on_token))
         if len(self._waiting) == 1:
             self._background(self._send())
         return await answer
@@ -72,9 +74,9 @@ class Outbox:
 
     async def _post(self, batch: Asked) -> None:
         name = secrets.token_hex(8)
-        for index, (_, answer) in enumerate(batch):
+        for index, (_, answer, _) in enumerate(batch):
             answer.add_done_callback(lambda done, index=index: self._gone(done, name, index))
-        body = {"id": name, "requests": [request for request, _ in batch]}
+        body = {"id": name, "requests": [request for request, _, _ in batch]}
         failure: BaseException = httpx.ReadError("the server ended its answer early")
         try:
             async with self._client.stream("POST", f"{self._url}/engine/stream", json=body) as got:
@@ -83,14 +85,19 @@ class Outbox:
                 self._check(got)
                 async for line in got.aiter_lines():
                     found = json.loads(line)
-                    _settle(batch[found["index"]][1], found)
+                    _, answer, on_token = batch[found["index"]]
+                    if "token" not in found:
+                        _settle(answer, found)
+                    elif on_token is not None and not answer.done():
+                        sample, token, logprob, others = found["token"]
+                        on_token(sample, token, logprob, {int(k): v for k, v in others.items()})
         except asyncio.CancelledError:
             failure = asyncio.CancelledError()
             raise
         except Exception as error:  # every caller gets it
             failure = error
         finally:
-            for _, answer in batch:
+            for _, answer, _ in batch:
                 if answer.done():
                     continue
                 if isinstance(failure, asyncio.CancelledError):
@@ -120,12 +127,13 @@ def _batches(waiting: Asked) -> Iterator[Asked]:
     """In their order, no more at once than a server takes."""
     batch: Asked = []
     samples = tokens = 0
-    for request, answer in waiting:
+    for asked in waiting:
+        request = asked[0]
         n, length = request["sampling"]["n"], len(request["ids"])
         if batch and (samples + n > MOST_SAMPLES or tokens + length > MOST_TOKENS):
             yield batch
             batch, samples, tokens = [], 0, 0
-        batch.append((request, answer))
+        batch.append(asked)
         samples, tokens = samples + n, tokens + length
     if batch:
         yield batch

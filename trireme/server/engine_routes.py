@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -35,6 +35,8 @@ class GenerateBody(BaseModel):
     ids: list[int]
     sampling: dict[str, Any] = Field(default_factory=dict)
     key: list[Any] = Field(default_factory=list)
+    tokens: bool = False
+    """In `/engine/stream`: a line for each token, too, when it is there."""
 
 
 class LogprobsBody(BaseModel):
@@ -143,6 +145,9 @@ def refuse_older(engine: Engine, version: int, *, begin: bool) -> None:
 
 
 Tasks = list[asyncio.Task[list[Completion]]]
+Told = Callable[..., None]
+Events = asyncio.Queue[tuple[int, Any]]
+"""Which generation, and a token of it; None: it has ended."""
 
 
 class StreamBody(BaseModel):
@@ -164,25 +169,33 @@ def stream_router(rollouts: Rollouts) -> APIRouter:
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     streams: dict[str, Tasks] = {}
 
-    async def generate(request: GenerateBody) -> list[Completion]:
+    async def generate(request: GenerateBody, told: Told) -> list[Completion]:
         sampling = with_options(Sampling(), request.sampling)
-        return await rollouts.engine.generate(request.ids, sampling, key=as_key(request.key))
+        more: Any = {"on_token": told} if request.tokens else {}
+        key = as_key(request.key)
+        return await rollouts.engine.generate(request.ids, sampling, key=key, **more)
 
     @router.post("/stream")
     async def stream(body: StreamBody) -> StreamingResponse:
-        """Lines of JSON: `index` with `completions`, or with `error` and its `status`."""
+        """Lines of JSON: `index` with `completions`, or with `error` and its `status`; before that
+        with `token`, where a generation asks for its tokens.
+        """
         counts = [request.sampling.get("n") for request in body.requests]
         samples = sum(n if isinstance(n, int) else 1 for n in counts)
         if samples > MOST_SAMPLES:
             raise ValueError(
                 f"the request's generations are {samples} samples: expected at most {MOST_SAMPLES}"
             )
-        tasks = [asyncio.ensure_future(generate(request)) for request in body.requests]
+        events: Events = asyncio.Queue()
+        tasks = [
+            asyncio.ensure_future(generate(request, lambda *t, i=i: events.put_nowait((i, t))))
+            for i, request in enumerate(body.requests)
+        ]
         streams[body.id] = tasks
 
         async def lines() -> AsyncIterator[str]:
             try:
-                async for line in _in_order_of_end(tasks):
+                async for line in _in_order_of_end(tasks, events):
                     yield line
             finally:  # also when the client has gone: its generations are aborted
                 streams.pop(body.id, None)
@@ -199,18 +212,23 @@ def stream_router(rollouts: Rollouts) -> APIRouter:
     return router
 
 
-async def _in_order_of_end(tasks: Tasks) -> AsyncIterator[str]:
-    """A line for each task when it has ended; those that end together come together."""
-    ended: asyncio.Queue[int] = asyncio.Queue()
+async def _in_order_of_end(tasks: Tasks, events: Events) -> AsyncIterator[str]:
+    """A line for each task when it has ended, and for each token that one tells; those that come
+    together go together.
+    """
     for index, task in enumerate(tasks):
-        task.add_done_callback(lambda _, index=index: ended.put_nowait(index))
+        task.add_done_callback(lambda _, index=index: events.put_nowait((index, None)))
     left = len(tasks)
     while left:
-        ready = [await ended.get()]
-        while not ended.empty():
-            ready.append(ended.get_nowait())
-        left -= len(ready)
-        yield "".join(json.dumps(_line(index, tasks[index])) + "\n" for index in ready)
+        ready = [await events.get()]
+        while not events.empty():
+            ready.append(events.get_nowait())
+        left -= sum(token is None for _, token in ready)
+        lines = (
+            _line(index, tasks[index]) if token is None else {"index": index, "token": token}
+            for index, token in ready
+        )
+        yield "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:

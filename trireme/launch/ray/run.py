@@ -23,6 +23,7 @@ from trireme.aio import GRACE_S, first_failure, running
 from trireme.config import Plan
 from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
+from trireme.launch.engines import make_remote_engine
 from trireme.launch.modes import run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.ray.actors import (
@@ -61,7 +62,7 @@ async def run_on_ray(
             stop.gently, stop.waits_for = actors.stop_training, actors.doing
             try:
                 await actors.start(may_grow=not own)
-                result = await actors.run(measure_end)
+                result = await actors.run(measure_end, stop)
                 result.warnings = monitored.warnings()
             finally:
                 await actors.stop()
@@ -108,10 +109,10 @@ class Actors:
             self._explorer = self._actor("explorer", places.explorer(), ExplorerPart)
         await self._guarded(self._open())
 
-    async def run(self, measure_end: bool) -> StageResult:
+    async def run(self, measure_end: bool, stop: Stop) -> StageResult:
         """The mode's work, watched; meanwhile what the parts say is shown."""
         sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
-        modes = self._guarded(self._run_mode(measure_end))
+        modes = self._guarded(self._run_mode(measure_end, stop))
         try:
             async with running(modes, *map(self._pump, sides)) as tasks:
                 work, *pumps = tasks
@@ -154,9 +155,14 @@ class Actors:
         if self._places is not None:
             self._places.release()
 
-    async def _run_mode(self, measure_end: bool) -> StageResult:
-        """The same as in one process, with sides that are elsewhere."""
+    async def _run_mode(self, measure_end: bool, stop: Stop) -> StageResult:
+        """The same as in one process, with sides that are elsewhere; a server of agents is here."""
         stage = self._stage
+        if stage.plan.mode == "serve":
+            from trireme.launch.serving import run_serve  # a web server, which no other mode needs
+
+            engine = make_remote_engine(self._plan, self._plan.engine_urls, self._plan.engine_key)
+            return await run_serve(stage, engine, stop)
         explorer = None if self._explorer is None else remote(ExplorerSide, self._explorer)
         if not stage.trains:
             assert explorer is not None
@@ -194,7 +200,8 @@ class Actors:
         opens = [trainer.open(spec)] if self._trainer is not None else []
         if self._explorer is not None:
             opens.append(remote(ExplorerPart, self._explorer).open(spec))
-        await self._while_following(asyncio.ensure_future(first_failure(*opens)))
+        if opens:
+            await self._while_following(asyncio.ensure_future(first_failure(*opens)))
 
     async def _while_following(self, opens: asyncio.Future[Any]) -> None:
         """Until `opens` is done. A rank that fails before it meets rank 0 cannot tell it."""
