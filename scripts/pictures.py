@@ -17,9 +17,21 @@ from pathlib import Path
 
 from trireme.files import write_text
 
-_COLORS = (("#3b55d9", "#93a1ff"), ("#c0561a", "#f0a267"), ("#1e8a5a", "#63c795"))
+_COLORS = (
+    ("#3b55d9", "#93a1ff"),
+    ("#c0561a", "#f0a267"),
+    ("#1e8a5a", "#63c795"),
+    ("#a3339b", "#e58fdf"),
+    ("#8a6d00", "#d6b84a"),
+    ("#0b7c93", "#5fc6da"),
+    ("#b3263e", "#f08c9d"),
+    ("#5b6470", "#a9b3c1"),
+    ("#5a3fb0", "#b7a1f5"),
+)
+_MOST_REWARDS = 3
+"""With more runs than that the rewards of training steps are left out."""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _SPAN_X, _SPAN_Y = 860, 380, 60, 30, 640, 290
-_EVALUATION, _REWARD = "eval/held_out/accuracy/mean@1", "rollout/reward/mean"
+_EVALUATION, _REWARD = "eval/held_out/reward/mean@1", "rollout/reward/mean"
 _LINE, _PACE = 19, 0.2
 
 
@@ -70,8 +82,9 @@ def curves(runs: Sequence[tuple[str, Path]]) -> str:
     for i, (label, folder) in enumerate(runs):
         color = i % len(_COLORS)
         evaluations = series(folder, _EVALUATION)
-        rewards = smoothed(series(folder, _REWARD))
-        parts.append(f'<path class="r s{color}" d="M{"L".join(map(place, rewards))}"/>')
+        rewards = smoothed(series(folder, _REWARD)) if len(runs) <= _MOST_REWARDS else []
+        if rewards:
+            parts.append(f'<path class="r s{color}" d="M{"L".join(map(place, rewards))}"/>')
         parts.append(f'<path class="s{color}" d="M{"L".join(map(place, evaluations))}"/>')
         for point in evaluations:
             x, y = place(point).split()
@@ -81,9 +94,10 @@ def curves(runs: Sequence[tuple[str, Path]]) -> str:
         parts.append(f'<circle class="d{color}" cx="{x}" cy="{y - 4}" r="5"/>')
         parts.append(f'<text x="{x + 12}" y="{y}">{escape(label)}: {end}</text>')
     x, y = _LEFT + _SPAN_X + 12, _TOP + 60 + 24 * len(runs)
-    parts.append(f'<text x="{x}" y="{y}">marks: held out</text>')
-    parts.append(f'<text x="{x}" y="{y + 18}">thin: training,</text>')
-    parts.append(f'<text x="{x}" y="{y + 36}">mean of 9 steps</text></svg>')
+    legend = ["marks: held out", "thin: training,", "mean of 9 steps"]
+    for i, line in enumerate(legend if len(runs) <= _MOST_REWARDS else legend[:1]):
+        parts.append(f'<text x="{x}" y="{y + 18 * i}">{line}</text>')
+    parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 

@@ -1,0 +1,175 @@
+"""Scores a program by its unit tests and a query by its rows, in a limited child process.
+
+    plugins: [sandbox.py]       default_reward_fn_type: unit_tests | same_rows
+
+- A helper process, an isolated Python that sees no environment variable, has loaded what programs
+  may import. It forks a child for each program, which begins by giving up: new file descriptors (no
+  file and no socket can be opened), files of any size, memory beyond 512 MB, and more than 2 s of
+  processor time. An audit hook then refuses what Python would ask of the system: processes,
+  signals, files, imports. After 10 s, or with more than 1 MB of output, the child is killed.
+- What that does not hold: a hole in the interpreter itself. An audit hook is no wall, and the child
+  is the same user as the run. For programs of a model that may be hostile, run the whole of
+  Trireme in a container or as a user who owns nothing.
+- The child does not know what is right: it sends results, and they are compared here.
+- Equal programs with equal arguments are run once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from trireme import Task, reward
+
+LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
+LONGEST = 4000
+"""Characters of a program; longer ones are not run."""
+
+HELPER = """
+import collections, functools, itertools, json, math, os, re, resource, select, signal, sqlite3
+import sys, time
+
+def give_up(limits):
+    for kind, most in ((resource.RLIMIT_CPU, limits["cpu"]), (resource.RLIMIT_FSIZE, 0),
+                       (resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, limits["memory"]),
+                       (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 0)):
+        resource.setrlimit(kind, (most, most))
+    loaded = frozenset(sys.modules)
+    allowed = {"compile", "exec", "object.__getattr__", "object.__setattr__", "builtins.id",
+               "sqlite3.connect", "sqlite3.connect/handle"}
+    def refuse(event, args):
+        if event in allowed or event == "import" and args[0] in loaded:
+            return
+        raise PermissionError(event)
+    sys.addaudithook(refuse)
+
+def results(job):
+    names = {"__name__": "answer"}
+    exec(job["program"], names)
+    return [names["f"](*given) for given in job["arguments"]]
+
+def rows(job):
+    readable = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
+    out = []
+    for script in job["databases"]:
+        base = sqlite3.connect(":memory:")
+        base.executescript(script)
+        base.set_authorizer(lambda kind, *_: 0 if kind in readable else 1)
+        out.append(base.execute(job["query"]).fetchmany(1000))
+        base.close()
+    return out
+
+def answer(job, out):
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((nothing, 0), (out, 1), (nothing, 2)):
+        os.dup2(source, target)
+    os.closerange(3, 256)
+    dumps, write, leave = json.dumps, os.write, os._exit
+    try:
+        give_up(job["limits"])
+        write(1, dumps((results if "program" in job else rows)(job)).encode())
+    except BaseException:
+        leave(1)
+    leave(0)
+
+def collect(source, limits):
+    end, out = time.monotonic() + limits["seconds"], b""
+    while len(out) <= limits["output"]:
+        if not select.select([source], [], [], max(end - time.monotonic(), 0))[0]:
+            return b""
+        part = os.read(source, 1 << 16)
+        if not part:
+            return out
+        out += part
+    return b""
+
+def ended_well(child, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+for line in sys.stdin.buffer:
+    job = json.loads(line)
+    source, out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(source)
+        answer(job, out)
+    os.close(out)
+    text = collect(source, job["limits"])
+    os.close(source)
+    well = ended_well(child, 1.0 if text else 0.0)  # who has closed its output is about to end
+    print(json.dumps(text.decode(errors="replace") if well else ""), flush=True)
+"""
+
+
+class Helper:
+    """The process that forks, one program at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", HELPER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd="/",
+            env={},
+            start_new_session=True,
+        )
+
+    def ask(self, job: dict[str, Any]) -> str:
+        """What the child of a job has written. Raises RuntimeError where the helper is gone."""
+        source, out = self._process.stdin, self._process.stdout
+        assert source is not None and out is not None
+        with self._lock:
+            source.write(json.dumps(job).encode() + b"\n")
+            source.flush()
+            line = out.readline()
+        if not line:
+            raise RuntimeError(f"the sandbox's helper ended with {self._process.wait()}")
+        return json.loads(line)
+
+
+helper = functools.cache(Helper)
+
+
+@functools.lru_cache(maxsize=20_000)
+def run(job: str) -> Any:
+    """What the child answers to a job (JSON); None where it fails, is too slow, or says no JSON."""
+    try:
+        return json.loads(helper().ask({**json.loads(job), "limits": LIMITS}))
+    except json.JSONDecodeError:  # the program has failed, or has printed, too
+        return None
+
+
+@reward("unit_tests")
+def unit_tests(task: Task, answer: str, *, tests: list[Any]) -> dict[str, float]:
+    """1 where the program's function `f` passes all tests: each has arguments and a result."""
+    arguments, wanted = [test[0] for test in tests], [test[1] for test in tests]
+    if len(answer) > LONGEST:
+        return {"accuracy": 0.0}
+    found = run(json.dumps({"program": answer, "arguments": arguments}))
+    return {"accuracy": float(found == wanted)}
+
+
+@reward("same_rows")
+def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[str, float]:
+    """1 where the query gives what the right one (`task.truth`) gives, in all databases."""
+    right = run(json.dumps({"query": task.truth, "databases": databases}))
+    if right is None:
+        raise ValueError(f"the row's own query does not run: {task.truth!r:.80}")
+    if len(answer) > LONGEST:
+        return {"accuracy": 0.0}
+    found = run(json.dumps({"query": answer, "databases": databases}))
+    return {"accuracy": float(found == right)}
