@@ -62,6 +62,34 @@ def test_a_filter_finds_what_a_loop_over_all_lines_finds(
     assert len(found) == len(expected)
 
 
+TEXTS = ["plain words", 'a "quoted" word', "two\nlines", "tab\there", "back\\slash n", "", "prompt",
+         '", "response": "', "bell \x07 001b \x1b end", "Été n", "new"]  # fmt: skip
+NEEDLES = ["n", "r", "u", "001b", "00", "b", "t", '"', "\\", "\n", "words", "prompt", "response",
+           "W", '", "', ": ", "resp", "1b end", "é", "s\\", "plain words", "here"]  # fmt: skip
+
+
+def test_a_search_takes_no_key_and_no_escape_for_a_text(tmp_path: Path) -> None:
+    buffer = tmp_path / "buffer"
+    buffer.mkdir()
+    pairs = [(a, b) for a in TEXTS for b in [*TEXTS, None]]
+    lines = [
+        {"eid": f"1/{n}/0/0", "step": 1, "reward": 0.0, "prompt": a, "response": b,
+         "prompt_length": 1, "stop_reason": "word"}
+        for n, (a, b) in enumerate(pairs)
+    ]  # fmt: skip
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (buffer / "experience_buffer.jsonl").write_text(text)
+    found = Rollouts(tmp_path)
+    found.refresh()
+    for needle in NEEDLES:
+        places = found.select(Filter(text=needle, order="oldest")).tolist()
+        wanted = [
+            n for n, (a, b) in enumerate(pairs)
+            if needle.casefold() in a.casefold() or needle.casefold() in (b or "").casefold()
+        ]  # fmt: skip
+        assert places == wanted, needle
+
+
 def test_orders(rollouts: Rollouts) -> None:
     def rewards(order: str) -> list[Any]:
         return [row["reward"] for row in rollouts.rows(rollouts.select(Filter(order=order)))]

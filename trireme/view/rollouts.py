@@ -42,6 +42,7 @@ DATABASE = "explorer_output.db"
 ORDERS = ("newest", "oldest", "best", "worst", "longest", "random")
 CHUNK = 2**24
 """Bytes that a search holds at once."""
+PROMPT_KEY, REPLY_KEY = b'"prompt": "', b'", "response": "'
 SNIPPET = 160
 """Characters of a reply that a list shows."""
 _COLUMNS = {
@@ -388,7 +389,9 @@ def _lines_holding(
                 place = base + at
                 line = bisect_right(at_line, place, line, last) - 1
                 if begin[line] <= place < end[line]:
-                    if _says(data[begin[line] : end[line]], text):
+                    own = (begin[line] - base, end[line] - base)
+                    in_text = _lies_in_text(low, own, at, len(needle))
+                    if in_text or _says(data[begin[line] : end[line]], text):
                         found.append(line)
                     line += 1  # one is enough
                     at = low.find(needle, at_line[line] - base) if line < last else -1
@@ -396,6 +399,21 @@ def _lines_holding(
                     at = low.find(needle, at + 1)
             first = last
     return found
+
+
+def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool:
+    """Whether a match is surely inside the prompt or the reply; to parse a line takes far longer.
+
+    A quote inside a text is escaped, so the bytes of REPLY_KEY are never part of one. What follows
+    a backslash closely may be part of an escape.
+    """
+    begin, end = part
+    key = low.find(REPLY_KEY, begin, end)
+    if key < 0 or not low.startswith(PROMPT_KEY, begin) or b"\\" in low[max(at - 6, 0) : at]:
+        return False
+    if at < key:
+        return begin + len(PROMPT_KEY) <= at and at + size <= key
+    return key + len(REPLY_KEY) <= at and at + size < end
 
 
 def _says(part: bytes, text: str) -> bool:
