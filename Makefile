@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    done; \
 	fi
 	@if [ ! -x $(BIN)/pip ]; then echo "make setup needs Python 3.11, 3.12 or 3.13"; exit 1; fi
+	@echo "installing into $(VENV), some 2.5 GB: this takes minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,docs]'
 	@touch $(STAMP)
 

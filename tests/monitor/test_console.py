@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import torch
 from rich.console import Console as Terminal
 
 from trireme.experience import Experience
@@ -87,6 +88,16 @@ def test_of_a_conversation_the_last_question_is_shown() -> None:
     messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "last"}]
     console.rollout(rollout(messages=messages))
     assert "asked    last" in text.getvalue()
+
+
+def test_of_several_turns_the_question_of_the_first_sampled_reply_is_shown() -> None:
+    console, _, text = make_console()
+    said = ("user", "an example"), ("assistant", "shown"), ("user", "1+1=?"), ("assistant", "3")
+    messages = [{"role": role, "content": content} for role, content in said]
+    messages += [{"role": "user", "content": "No."}, {"role": "assistant", "content": "2"}]
+    mask = torch.tensor([False, False, True, False, True])
+    console.rollout(Experience(tokens=torch.arange(5), mask=mask, messages=messages, reward=1.0))
+    assert "asked    1+1=?" in text.getvalue()
 
 
 def test_long_lines_are_not_broken_where_there_is_no_terminal() -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Terminal
@@ -270,8 +271,12 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _prompt(experience: Experience) -> str:
-    """The last thing that the model was asked."""
-    asked = [m for m in experience.messages or [] if m.get("role") == "user"]
+    """What the user said before the model's first reply of this experience."""
+    messages, mask = experience.messages or [], experience.mask.tolist()
+    sampled = sum(now and not before for before, now in pairwise([False, *mask]))
+    replies = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+    first = replies[-sampled] if 0 < sampled <= len(replies) else len(messages)
+    asked = [m for m in messages[:first] if m.get("role") == "user"]
     if asked and isinstance(asked[-1].get("content"), str):
         return asked[-1]["content"]
     return experience.prompt_text or ""
