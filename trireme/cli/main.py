@@ -26,11 +26,11 @@ Words = Annotated[
     Optional[list[str]],  # noqa: UP045 (typer evaluates it on Python 3.10)
     typer.Argument(
         metavar="[YAML] [KEY=VALUE]...",
-        help="The run's YAML; keys of it to set, as in trainer.grad_clip=0.5.",
+        help="The run's YAML, and keys to override, such as trainer.grad_clip=0.5.",
     ),
 ]
 FLAGS_HELP = (
-    "Flags of ms-swift's are taken too: --multi_turn_scheduler, --max_turns, --loss_scale, "
+    "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
     "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
     "docs/ms_swift.md"
 )
@@ -56,10 +56,12 @@ def _show_version(wanted: bool) -> None:
 def program(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print it, and end."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Fine-tune language models by reinforcement from what agents live through."""
+    """Fine-tune language models by reinforcement learning from agents' experience."""
 
 
 @app.command(cls=WithFlags, epilog=FLAGS_HELP)
@@ -70,7 +72,7 @@ def run(
     plugin_dir: PluginDirs = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="After sft and RL: what more sft reaches in RL's time."),
+        typer.Option("--compare", help="Afterwards, spend RL's time on more SFT and compare."),
     ] = False,
 ) -> None:
     """Run an experiment, or the built-in demo."""
@@ -92,7 +94,7 @@ def check(
     config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
 ) -> None:
-    """Print what a YAML comes to, and its problems."""
+    """Print a YAML's derived values and problems; start nothing."""
     from trireme.cli.check import check as command
     from trireme.cli.run import add_plugin_dirs
 
@@ -105,15 +107,21 @@ def check(
 
 @app.command()
 def chat(
-    place: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a run, or of a model.")],
+    place: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder of a run or of a model.")
+    ],
     system: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="A system prompt."),
+        typer.Option(help="The system prompt."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest reply.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of a reply.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="The sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="The most tokens of a reply.")
+    ] = 512,
 ) -> None:
-    """Talk to a trained model: a line in, a reply out."""
+    """Chat with a trained model in the terminal."""
     from trireme.cli.chat import chat as command
 
     raise typer.Exit(command(place, system=system, temperature=temperature, max_tokens=max_tokens))
@@ -123,7 +131,10 @@ def chat(
 def init(
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")] = Path("my_project"),
 ) -> None:
-    """Write a starter project that runs as it is: workflow, reward, YAML, data, test."""
+    """Write a starter project that runs as it is.
+
+    It has a workflow, a reward, a YAML, data, a test and a tiny model.
+    """
     from trireme.cli.init import init as command
 
     raise typer.Exit(command(folder))
@@ -133,15 +144,18 @@ def init(
 def debug(
     words: Words = None,
     config: OptionalConfig = None,
-    task: Annotated[int, typer.Option(min=0, help="Which row of the taskset.")] = 0,
-    rollouts: Annotated[int, typer.Option(min=1, help="How many of it.")] = 1,
+    task: Annotated[int, typer.Option(min=0, help="The row of the taskset.")] = 0,
+    rollouts: Annotated[int, typer.Option(min=1, help="The number of rollouts.")] = 1,
     reply: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option("--reply", help="What the model says, call by call: no weights are loaded."),
+        typer.Option(
+            "--reply",
+            help="A reply to use in place of the model's; one per call. No weights are loaded.",
+        ),
     ] = None,
     plugin_dir: PluginDirs = None,
 ) -> None:
-    """Run a YAML's workflow on one task, and print every token and what would be trained."""
+    """Run one task, and print each token and whether it is trained."""
     from trireme.cli.debug import debug as command
 
     config, keys = yaml_and_keys(config, words, {})
@@ -156,25 +170,30 @@ def convert(
     checkpoint_dir: Annotated[
         list[Path],
         typer.Option(
-            "--checkpoint-dir", "-c", help="A job, a step of it, or inside one; may be repeated."
+            "--checkpoint-dir", "-c", help="A run's folder, or a checkpoint in it; may be repeated."
         ),
     ],
     base_model_dir: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--base-model-dir", "-b", help="Where config.json is, if not in the steps."),
+        typer.Option(
+            "--base-model-dir", "-b", help="The folder of config.json, if the checkpoint has none."
+        ),
     ] = None,
     dtype: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="bfloat16, float16, float32, or auto: as stored. Else shards become bfloat16, "
-            "and a model.safetensors stays as it is."
+            help="bfloat16, float16, float32, or auto (as stored). By default shards become "
+            "bfloat16, and a model.safetensors keeps its type."
         ),
     ] = None,
     max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", help="How large a file may be, in 10^9 bytes.")
+        float, typer.Option("--max-shard-gb", help="The largest size of a file, in 10^9 bytes.")
     ] = 5.0,
 ) -> None:
-    """Export checkpoints (this trainer's, FSDP shards, Megatron's) for transformers."""
+    """Export checkpoints for transformers.
+
+    It reads this trainer's checkpoints, FSDP shards, and Megatron's.
+    """
     from trireme.cli.convert import convert as command
 
     raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))
@@ -183,16 +202,14 @@ def convert(
 @app.command()
 def rollout(
     model: Annotated[str, typer.Option("--model", help="A model's folder, or its id.")],
-    host: Annotated[str, typer.Option(help="Other machines are let in only with a key.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="Beyond loopback a key is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
     api_key: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             "--api-key",
             "--api_key",
-            help="What clients show; others see it in the list of processes. Else TRIREME_API_KEY.",
+            help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
         ),
     ] = None,
     api_key_file: Annotated[
@@ -202,19 +219,19 @@ def rollout(
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
     engine_python: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--engine-python", help="An interpreter that has vLLM."),
+        typer.Option("--engine-python", help="The Python interpreter of an environment with vLLM."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--max-model-len", "--max_model_len", min=2, help="Prompt and reply."),
+        typer.Option("--max-model-len", "--max_model_len", min=2, help="Tokens with the prompt."),
     ] = None,
     use_async_engine: Annotated[
         str,
         typer.Option(
             "--use_async_engine",
             "--vllm_use_async_engine",
-            help="true: no request waits for the slowest of its batch.",
+            help="true: no request waits for the slowest one of its batch.",
         ),
     ] = "true",
     multi_turn_scheduler: Annotated[
@@ -223,7 +240,7 @@ def rollout(
     ] = None,
     max_turns: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--max_turns", "--multi_turns", min=0, help="Most turns; 0: no limit."),
+        typer.Option("--max_turns", "--multi_turns", min=0, help="The most turns; 0: no limit."),
     ] = None,
     external_plugins: Annotated[
         Optional[list[Path]],  # noqa: UP045
@@ -233,8 +250,8 @@ def rollout(
         Optional[list[Path]],  # noqa: UP045
         typer.Argument(metavar="FILE...", help="Further files of --external_plugins."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 42,
-    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="In flight.")] = 4096,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 42,
+    max_requests: Annotated[int, typer.Option("--max-requests", min=1, help="At once.")] = 4096,
     tensor_parallel_size: Annotated[
         int, typer.Option("--tensor_parallel_size", "--vllm_tensor_parallel_size", min=1)
     ] = 1,
@@ -242,7 +259,7 @@ def rollout(
         int, typer.Option("--data_parallel_size", "--vllm_data_parallel_size", min=1)
     ] = 1,
 ) -> None:
-    """Serve an engine for rollouts: the trainers' endpoints and the OpenAI API."""
+    """Serve a model to trainers and agents, and as an OpenAI API."""
     from trireme.cli.rollout import RolloutOptions
     from trireme.cli.rollout import rollout as command
 
@@ -273,7 +290,7 @@ def rollout(
 
 @app.command()
 def algorithms(plugin_dir: PluginDirs = None) -> None:
-    """List the algorithms and their parts, yours included with --plugin-dir."""
+    """List the algorithms and their parts; --plugin-dir adds yours."""
     from trireme.cli.listing import algorithms as command
 
     raise typer.Exit(command(plugin_dir or []))
@@ -281,7 +298,7 @@ def algorithms(plugin_dir: PluginDirs = None) -> None:
 
 @app.command()
 def workflows(plugin_dir: PluginDirs = None) -> None:
-    """List the workflows and rewards."""
+    """List the workflows and rewards; --plugin-dir adds yours."""
     from trireme.cli.listing import workflows as command
 
     raise typer.Exit(command(plugin_dir or []))
@@ -297,17 +314,19 @@ def log(
         Optional[Path],  # noqa: UP045
         typer.Option("--config", "-c", help="The YAML of the run, instead of --log-dir."),
     ] = None,
-    keyword: Annotated[str, typer.Option("--keyword", "-k", help="Only with this text.")] = "",
+    keyword: Annotated[
+        str, typer.Option("--keyword", "-k", help="Only lines with this text.")
+    ] = "",
     level: Annotated[
-        str, typer.Option("--level", "-l", help=f"At least this: {', '.join(LEVELS)}.")
+        str, typer.Option("--level", "-l", help=f"The lowest level: {', '.join(LEVELS)}.")
     ] = "DEBUG",
-    last: Annotated[int, typer.Option("--last", "-n", help="Only the last N; 0: all.")] = 0,
+    last: Annotated[int, typer.Option("--last", "-n", help="Only the last N lines; 0: all.")] = 0,
     pattern: Annotated[
-        str, typer.Option("--pattern", "-p", help="Which files, as in 'explorer*'.")
+        str, typer.Option("--pattern", "-p", help="The files to read, such as 'explorer*'.")
     ] = "*",
     no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
 ) -> None:
-    """Show what a run logged, by time."""
+    """Show the logs of a run's parts in order of time."""
     from trireme.cli.log import log as command
 
     raise typer.Exit(
@@ -318,21 +337,21 @@ def log(
 
 PageFile = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--html", help="Write the page with its data to this one file, and end."),
+    typer.Option("--html", help="Write the page and its data to one file, and exit."),
 ]
 PageHost = Annotated[
-    str, typer.Option("--host", help="Where the page is served; beyond loopback with a key.")
+    str, typer.Option("--host", help="The address to bind to; beyond loopback a key is required.")
 ]
 PagePort = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option("--port", min=1, max=65535, help="Without it 6600, or any that is free."),
+    typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one."),
 ]
 PageKey = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--api-key-file", help="The page's key, instead of TRIREME_API_KEY."),
+    typer.Option("--api-key-file", help="A file with the page's key, instead of TRIREME_API_KEY."),
 ]
 OpenBrowser = Annotated[
-    bool, typer.Option("--open/--no-open", help="Open a browser where there is a desktop.")
+    bool, typer.Option("--open/--no-open", help="Open the browser, on a machine with a desktop.")
 ]
 
 
@@ -342,11 +361,11 @@ def view(
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
             metavar="[FOLDER] [N] [KEY=VALUE]...",
-            help="A run's folder, or one above several runs. With --plain also a store; how many; "
-            "keys of the YAML to set.",
+            help="The folder of a run or of several. To print samples, also a store, their number "
+            "N, and keys of the YAML to override.",
         ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Print samples; no page.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print samples in the terminal.")] = False,
     html: PageFile = None,
     host: PageHost = "127.0.0.1",
     port: PagePort = None,
@@ -354,7 +373,9 @@ def view(
     open_browser: OpenBrowser = True,
     config: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--config", "-c", help="The YAML of a run: its data set, or what it stored."),
+        typer.Option(
+            "--config", "-c", help="A run's YAML: print its data set, or what it has stored."
+        ),
     ] = None,
     url: Annotated[
         Optional[str],  # noqa: UP045
@@ -362,26 +383,27 @@ def view(
     ] = None,
     table: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--table", help="The database's table; without it, its first."),
+        typer.Option("--table", help="The database's table; by default its first."),
     ] = None,
     tokenizer: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--tokenizer", help="Of stored experiences; without it, the run's model."),
+        typer.Option(
+            "--tokenizer",
+            help="The tokenizer of stored experiences; by default that of the run's model.",
+        ),
     ] = None,
     step: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option("--step", min=0, help="Of stored experiences: those of this explore step."),
+        typer.Option("--step", min=0, help="Only experiences of this explore step."),
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Print samples: the default.")] = True,
-    no_color: Annotated[bool, typer.Option("--no-color", help="[[trained]] in plain text.")] = (
-        False
-    ),
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colour; [[trained]].")] = False,
 ) -> None:
-    """Open a local page over a run or several; with --plain, print what is trained, with masks.
+    """Open a local page over runs; with --plain, print samples.
 
-    What asks for samples (--step, --best, --config, a number ...) prints them, as --plain does.
+    An option about samples (--step, --best, --config, a number ...) implies --plain.
     """
     from trireme.cli.view import Wanted, open_page
     from trireme.cli.view import view as command

@@ -19,13 +19,13 @@ class OptimizerConfig(Section):
     """How weights move at a train step."""
 
     lr: NonNegativeFloat = 1e-6
-    """Learning rate at its peak."""
+    """Peak learning rate."""
     lr_warmup_steps: Annotated[int, Ge(-1)] = -1
     """Train steps of linear warm-up; -1 takes `lr_warmup_steps_ratio` instead."""
     lr_warmup_steps_ratio: Share = 0.0
     """Warm-up as a share of all train steps."""
     min_lr_ratio: Annotated[float | None, Ge(0), Le(1)] = 0.01
-    """Where a cosine schedule ends, as a share of `lr`."""
+    """Learning rate at the end of a cosine schedule, as a share of `lr`."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """Schedule after the warm-up."""
     warmup_style: Annotated[
@@ -34,7 +34,7 @@ class OptimizerConfig(Section):
     ] = None
     """Older name of `lr_scheduler_type`."""
     optimizer_type: Literal["adam", "adamw", "sgd"] = "adam"
-    """adam and adamw are both AdamW."""
+    """The optimizer; adam and adamw are both AdamW."""
     betas: list[float] = [0.9, 0.999]
     """Decay rates of Adam's two moments."""
     weight_decay: NonNegativeFloat = 0.01
@@ -49,11 +49,11 @@ class CriticConfig(Section):
     """The value model of algorithms that have one; it starts from `model.critic_model_path`."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
-    """Its own learning rate (1e-5 where not given), schedule, optimizer."""
+    """The value model's learning rate (1e-5 by default), schedule and optimizer."""
     cliprange_value: PositiveFloat = 0.5
-    """How far a value may move in one update before it stops gaining."""
+    """Clip range of the value loss."""
     warmup_steps: NonNegativeInt = 0
-    """Train steps at the start in which it learns alone and the policy stays."""
+    """First train steps, in which only the value model is trained."""
 
 
 class AlgorithmConfig(Section):
@@ -71,7 +71,7 @@ class AlgorithmConfig(Section):
     sample_strategy: str | None = None
     """How a train batch is drawn from the buffer; not given: the algorithm's own."""
     sample_strategy_args: dict[str, Any] | None = None
-    """Options of `sample_strategy`, laid over its defaults."""
+    """Options of `sample_strategy`, merged onto its defaults."""
     advantage_fn: str | None = None
     """Advantage function; not given: the algorithm's own."""
     advantage_fn_args: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class AlgorithmConfig(Section):
     policy_loss_fn_args: dict[str, Any] | None = None
     """Options of the policy loss."""
     kl_penalty_fn: str | None = None
-    """KL taken off the token rewards; algorithms that compute advantages in the trainer only."""
+    """KL subtracted from the token rewards; only where the trainer computes the advantages."""
     kl_penalty_fn_args: dict[str, Any] | None = None
     """Options of the KL penalty."""
     kl_loss_fn: str | None = None
@@ -98,7 +98,7 @@ class AlgorithmConfig(Section):
         ]
         | None
     ) = None
-    """How token losses become one number; not given: the algorithm's own."""
+    """How token losses are averaged; not given: the algorithm's own."""
     bypass_old_logprobs: bool = True
     """Take the sampler's log-probabilities as the old ones instead of computing them again."""
     rollout_correction: dict[str, Any] = {}
@@ -123,9 +123,9 @@ class LoraConfig(Section):
     lora_dtype: Annotated[str, NoEffect()] = "auto"
     """Number format of the adapter; auto: the trainer's."""
     target_modules: str | list[str] = "all-linear"
-    """Which linear layers get one: all-linear, or names."""
+    """Linear layers with an adapter: all-linear, or names."""
     exclude_modules: str | list[str] | None = None
-    """Which of these get none: names, or a regular expression of whole names."""
+    """Layers among these without one: names, or a regular expression of whole names."""
 
 
 class ModelConfig(Section):
@@ -134,7 +134,7 @@ class ModelConfig(Section):
     model_path: str = ""
     """A folder in the Hugging Face layout, or an id on the hub."""
     critic_model_path: str | None = None
-    """Start of the value model; not given: `model_path`."""
+    """Initial weights of the value model; not given: `model_path`."""
     trust_remote_code: Annotated[
         bool, Refused("is refused: code that comes with a model runs unchecked")
     ] = False
@@ -142,7 +142,7 @@ class ModelConfig(Section):
     custom_chat_template: str | None = None
     """A Jinja chat template to use in place of the model's."""
     chat_template_path: str | None = None
-    """A file with such a template; `custom_chat_template` goes before it."""
+    """A file with such a template; `custom_chat_template` takes precedence."""
     temperature: Annotated[float, Ge(0), Le(100)] = 1.0
     """Default of every taskset's `rollout_args.temperature`; 0 is greedy."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -160,11 +160,11 @@ class ModelConfig(Section):
     min_response_tokens: NonNegativeInt = 0
     """No reply ends before this many tokens."""
     enable_prompt_truncation: bool = True
-    """Cut prompts that are too long (they are not trained) instead of failing their rollouts."""
+    """Truncate too long prompts, and leave them untrained, instead of failing their rollouts."""
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
-    """Divides the logits of tokens that were seen before."""
+    """Divides the logits of tokens that have occurred before."""
     enable_thinking: bool | None = None
-    """Passed to chat templates that know it."""
+    """Passed to the chat template, if it has such a switch."""
     lora_configs: list[LoraConfig] | None = None
     """At most one adapter."""
     rope_scaling: Annotated[
@@ -205,14 +205,14 @@ class ClusterConfig(Section):
     """Seconds that a run told to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
     Slurm and Kubernetes kill after 30 s."""
     start_timeout: PositiveFloat = 600.0
-    """Seconds that places, actors and engines of a Ray run get to be there."""
+    """Seconds in which placement groups, actors and engines of a Ray run must be ready."""
 
 
 class SynchronizerConfig(Section):
     """How explorer and trainer keep one beat."""
 
     sync_method: Literal["nccl", "online", "checkpoint", "offline", "memory"] = "nccl"
-    """How weights travel: over the GPUs' network (nccl), by files, or inside a process."""
+    """How weights reach the engine: over the GPUs' network (nccl), by files, or in memory."""
     sync_style: Literal[
         "fixed",
         "explorer_driven",
@@ -221,13 +221,13 @@ class SynchronizerConfig(Section):
         "dynamic_by_trainer",
         "fully_async",
     ] = "fixed"
-    """Who decides when: both by counting steps, the explorer, or the trainer."""
+    """Who decides when: both, by counting steps (fixed), the explorer, or the trainer."""
     sync_interval: Count = 1
     """Steps between synchronisations."""
     sync_offset: NonNegativeInt = 0
     """Steps that the explorer runs ahead of the trainer."""
     sync_timeout: PositiveFloat = 3600
-    """Seconds that one side waits for the other before the run fails, and says so."""
+    """Seconds that one side waits for the other before the run fails."""
     wait_for_checkpoint: Annotated[bool, NoEffect()] = False
     """Wait for the first checkpoint."""
     explorer_sync_interval: Annotated[
@@ -249,7 +249,7 @@ class TrainerConfig(Section):
         Literal["torch", "verl", "verl_legacy", "tinker"],
         Refused(values={"tinker": "is not supported yet: expected torch or verl"}),
     ] = "verl"
-    """Whose backend; torch and verl both name this program's own."""
+    """Training backend; torch and verl both mean Trireme's own."""
     trainer_strategy: Annotated[
         Literal["fsdp", "fsdp2", "megatron"],
         Mapped("one process trains, so nothing is sharded", on="ray"),
@@ -260,7 +260,7 @@ class TrainerConfig(Section):
     save_hf_checkpoint: Literal["always", "never", "last"] = "last"
     """Which checkpoints also hold the model in the Hugging Face layout."""
     max_checkpoints_to_keep: Annotated[int | None, Ge(0)] = None
-    """Older checkpoints than this many lose their weights; not given, or 0: all stay."""
+    """Checkpoints that keep their weights, the newest ones; not given, or 0: all."""
     save_strategy: Annotated[
         Literal["single_thread", "single_process", "single_node", "unrestricted"],
         Mapped("one process writes, one checkpoint at a time"),
@@ -271,7 +271,7 @@ class TrainerConfig(Section):
     enable_preview: Annotated[bool, NoEffect()] = True
     """Show sample replies in the monitor."""
     grad_clip: PositiveFloat = 1.0
-    """Gradients longer than this are scaled down to it."""
+    """Largest norm of the gradient; longer ones are clipped."""
     use_dynamic_bsz: Annotated[
         bool, Mapped("batches are always cut by tokens, with the same result")
     ] = True
@@ -285,7 +285,7 @@ class TrainerConfig(Section):
     fix_actor_microbatch_loss_scale: Annotated[bool, NoEffect()] = False
     """Normalise losses over the whole batch; always so here."""
     enable_gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
+    """Recompute activations in the backward pass: less memory, more time."""
     offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
     collective_timeout: Annotated[
@@ -315,7 +315,7 @@ class LogConfig(Section):
     """What the log files hold."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
-    """Least level that is written."""
+    """Lowest level that is logged."""
     group_by_node: Annotated[bool, NoEffect()] = False
     """One folder a machine."""
 
@@ -324,11 +324,11 @@ class DataJuicerConfig(Section):
     """The Data-Juicer service."""
 
     server_url: str | None = None
-    """Address of a running one."""
+    """Address of a running service."""
     auto_start: bool = False
-    """Start one."""
+    """Start the service."""
     port: Annotated[int | None, Ge(1), Le(65535)] = None
-    """Port of the one to start."""
+    """Port of the service to start."""
 
 
 class ServiceConfig(Section):
@@ -352,61 +352,61 @@ class StageConfig(Section):
     buffer: BufferConfig | None = None
     """Data with a new `path` inherits neither storage type, format nor replay."""
     data_processor: DataProcessorConfig | None = None
-    """Laid over the global section."""
+    """Merged onto the global section."""
     explorer: ExplorerConfig | None = None
-    """Laid over the global section."""
+    """Merged onto the global section."""
     synchronizer: SynchronizerConfig | None = None
-    """Laid over the global section."""
+    """Merged onto the global section."""
     trainer: TrainerConfig | None = None
-    """Laid over the global section."""
+    """Merged onto the global section."""
 
 
 class Config(Section):
     """The whole file. What is computed from it is in `Plan`; nothing changes it after loading."""
 
     project: str = "Trinity-RFT"
-    """First folder below `checkpoint_root_dir`."""
+    """Name of the folder below `checkpoint_root_dir`."""
     group: str = ""
     """Folder between project and name, if any."""
     name: str = "rft"
-    """Last folder: together they are the job's."""
+    """Name of the run's own folder: `checkpoint_root_dir/project/name`."""
     mode: Mode = "both"
     """Explore and train together, or one of them; measure checkpoints; explore by an OpenAI API."""
     seed: NonNegativeInt = 42
-    """All that is random derives from it."""
+    """Seed of everything that is random."""
     deterministic: bool | None = None
-    """Byte-equal runs for equal seeds; not given: where explorer and trainer run in lock-step."""
+    """Equal seeds give equal bytes; not given: where explorer and trainer run in lock-step."""
     plugins: list[str] = []
     """Python files or folders of them, loaded first, that register the user's own parts."""
     checkpoint_root_dir: str = "./checkpoints"
     """Root of all jobs' folders; relative to the working directory."""
     continue_from_checkpoint: bool = True
-    """Go on where the job's folder ends; false begins anew in one with the time in its name."""
+    """Resume the run of this folder; false starts a new one, with the time in its name."""
     ray_namespace: Annotated[str, Mapped("this run is one process and uses no Ray", on="ray")] = ""
     """Name of the job in a Ray cluster."""
     ignore_validator_suggestions: Annotated[bool, NoEffect()] = False
     """Skip estimates of GPU memory."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """How it learns."""
+    """The algorithm and its optimizer."""
     model: ModelConfig = ModelConfig()
-    """What learns."""
+    """The model that is trained."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where."""
+    """Machines, GPUs and processes."""
     buffer: BufferConfig = BufferConfig()
-    """From what, and how much."""
+    """Tasks, experiences and batch sizes."""
     data_processor: DataProcessorConfig = DataProcessorConfig()
-    """What happens to data on the way."""
+    """Operators on tasks and experiences."""
     explorer: ExplorerConfig = ExplorerConfig()
-    """Who tries tasks."""
+    """Rollouts and evaluations."""
     synchronizer: SynchronizerConfig = SynchronizerConfig()
-    """When weights travel."""
+    """When new weights reach the explorer."""
     trainer: TrainerConfig = TrainerConfig()
-    """Who learns."""
+    """Training and checkpoints."""
     monitor: MonitorConfig = MonitorConfig()
-    """Where numbers go."""
+    """Trackers of metrics."""
     log: LogConfig = LogConfig()
-    """Where lines go."""
+    """Log files."""
     service: ServiceConfig = ServiceConfig()
     """Services beside the run."""
     stages: list[StageConfig] = []
-    """Stages, run one after the other; not given: the file itself is the only one."""
+    """Stages that run one after the other; not given: the file itself is the only one."""

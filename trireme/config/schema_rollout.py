@@ -45,7 +45,7 @@ class FormatConfig(Section):
     chat_template: str | None = None
     """A chat template for this data set; not given: the model's."""
     enable_thinking: bool | None = None
-    """Passed to chat templates that know it; not given: the model's."""
+    """Passed to the chat template, if it has such a switch; not given: the model's."""
 
 
 class GenerationConfig(Section):
@@ -98,7 +98,7 @@ class TasksetConfig(Section):
     storage_type: Annotated[
         Literal["file", "sql"], Refused(values={"sql": "is not supported yet: expected file"})
     ] = "file"
-    """Where the rows lie."""
+    """Kind of storage of the rows."""
     path: str = ""
     """A local file or folder, an id on the hub, or reasoning_gym:NAME?OPTIONS (environments.md)."""
     split: str = "train"
@@ -106,13 +106,13 @@ class TasksetConfig(Section):
     subset_name: str | None = None
     """Configuration of the data set."""
     format: FormatConfig = FormatConfig()
-    """Columns."""
+    """Names of the columns."""
     default_workflow_type: str | None = None
     """Workflow of these tasks: a registered name or a path, `file:name`."""
     default_reward_fn_type: str | list[Any] | None = None
     """Reward of these tasks: a name or a path, `file:name`; or a list of them (docs/rewards.md)."""
     rollout_args: GenerationConfig = GenerationConfig()
-    """How rollouts sample."""
+    """Sampling parameters of the rollouts."""
     workflow_args: dict[str, Any] = {}
     """Given to the workflow as `task.workflow_args`."""
     reward_fn_args: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class TasksetConfig(Section):
     task_selector: DataSelectorConfig | None = None
     """Older name of `data_selector`; used where it is given."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What a malformed row does: end the run before it begins, or be left out and counted."""
+    """On a malformed row: refuse to start (fail), or leave the row out and count it (skip)."""
     enable_progress_bar: Annotated[bool, NoEffect()] = False
     """Show a bar while rows load."""
     repeat_times: Count = 1
@@ -168,13 +168,13 @@ class RolloutModelConfig(Section):
     enable_expert_parallel: Annotated[bool, Mapped("one engine generates", on="vllm")] = False
     """Spread experts over GPUs."""
     enforce_eager: Annotated[bool, NoEffect(on="vllm")] = False
-    """No CUDA graphs."""
+    """Run without CUDA graphs."""
     enable_prefix_caching: Annotated[bool, NoEffect(on="vllm")] = True
-    """Keep the keys and values of what prompts share."""
+    """Reuse the keys and values of shared prefixes."""
     enable_chunked_prefill: Annotated[bool, NoEffect(on="vllm")] = True
-    """Cut long prefills."""
+    """Split long prefills into chunks."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1), NoEffect(on="vllm")] = 0.9
-    """Share of a GPU's memory for the engine."""
+    """Share of a GPU's memory that the engine takes."""
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
     """Number format on a GPU; a CPU computes in float32."""
     seed: int | None = None
@@ -204,7 +204,7 @@ class RolloutModelConfig(Section):
     enable_thinking: Annotated[
         bool | None, Refused("is not read here: set model.enable_thinking", on="auxiliary")
     ] = None
-    """Passed to chat templates that know it; not given: the model's."""
+    """Passed to the chat template, if it has such a switch; not given: the model's."""
     max_model_len: Annotated[
         int | None, Ge(2), Refused("is not read here: set model.max_model_len", on="auxiliary")
     ] = None
@@ -224,7 +224,7 @@ class RolloutModelConfig(Section):
     ] = None
     """Not given: `model.min_response_tokens`."""
     ignore_eos: bool = False
-    """Go on past the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     use_v1: Annotated[bool, NoEffect()] = True
     """Version of vLLM's core."""
     extra_engine_args: Annotated[dict[str, Any], NoEffect(on="vllm")] = {}
@@ -242,22 +242,22 @@ class OverRolloutConfig(Section):
     """Go on without the slowest tasks of a step."""
 
     ratio: Share = 0.0
-    """Share of tasks that need not be waited for."""
+    """Share of tasks that a step does not wait for."""
     wait_after_min: NonNegativeFloat = 30.0
-    """Seconds that the rest still gets."""
+    """Seconds that the remaining tasks still have."""
     return_partial_tasks: bool = False
-    """Keep what unfinished tasks have."""
+    """Keep the finished rollouts of unfinished tasks."""
 
 
 class DynamicTimeoutConfig(Section):
     """A time-out that follows how long tasks take."""
 
     enable: bool = False
-    """Turns it on."""
+    """Whether this is on."""
     ratio: PositiveFloat = 3.0
-    """Times the mean time of a task."""
+    """Limit as a multiple of a task's mean time."""
     warmup_min_steps: NonNegativeInt = 1
-    """Steps before it holds."""
+    """Steps before this limit applies."""
 
 
 class ExplorerConfig(Section):
@@ -268,11 +268,11 @@ class ExplorerConfig(Section):
     runner_per_model: Count = 8
     """Runners of each engine; runners are engine_num times this."""
     max_timeout: PositiveFloat = 1800
-    """Seconds of one attempt at a task; in `mode: serve` of a session that gets no reward."""
+    """Time limit of an attempt at a task, in seconds; in `mode: serve` of an unrewarded session."""
     max_retry_times: NonNegativeInt = 2
-    """Further attempts after a failed one; an error of the code itself is not tried again."""
+    """Retries of a failed rollout; an error in the code itself is not retried."""
     max_failures: Annotated[float, Gt(0), Le(1)] = 1.0
-    """The run stops when this share of a step's tasks fails for good; 1: only when all do."""
+    """Share of a step's tasks that may fail before the run stops; 1: it stops when all fail."""
     env_vars: Annotated[
         dict[str, str], Mapped("set for the whole process, which all runners share")
     ] = {}
@@ -294,15 +294,15 @@ class ExplorerConfig(Section):
     auxiliary_models: list[RolloutModelConfig] = []
     """Further models that workflows and rewards may ask: judges, teachers (docs/rewards.md)."""
     over_rollout: OverRolloutConfig = OverRolloutConfig()
-    """Go on without the slowest."""
+    """Continue a step without its slowest tasks."""
     dynamic_timeout: DynamicTimeoutConfig = DynamicTimeoutConfig()
-    """Time-out that follows the tasks."""
+    """A time limit that follows the mean time of tasks."""
     proxy_port: Annotated[int, Ge(0), Le(65535)] = 8010
     """Port of `mode: serve`; 0: any that is free."""
     listen_address: str = "0.0.0.0"
     """Address of `mode: serve`; loopback where there is no `rollout_model.api_key`."""
     service_status_check_interval: PositiveFloat = 60
-    """Seconds between looks for new weights in `mode: serve`."""
+    """Seconds between checks for new weights in `mode: serve`."""
     min_running_model_num: Annotated[NonNegativeInt, NoEffect()] = 1
     """Engines that stay up while others take new weights in `mode: serve`."""
     db_url: Annotated[str | None, NoEffect()] = None
@@ -317,7 +317,7 @@ class ExplorerInputConfig(Section):
     tasksets: list[TasksetConfig] = []
     """Several sets of tasks, mixed."""
     eval_tasksets: list[TasksetConfig] = []
-    """Held-out tasks that measure."""
+    """Held-out tasks for evaluation."""
     default_workflow_type: str | None = None
     """Workflow of tasksets that name none."""
     default_eval_workflow_type: str | None = None
@@ -330,9 +330,9 @@ class ReplayBufferConfig(Section):
     """Priority replay: newest experiences first, used again after a rest."""
 
     enable: bool = False
-    """Turns it on."""
+    """Whether this is on."""
     priority_fn: Literal["linear_decay", "decay_limit_randomization"] = "linear_decay"
-    """How version and use count become a priority."""
+    """Function of weight version and use count that gives the priority."""
     reuse_cooldown_time: Annotated[float | None, Gt(0)] = None
     """Seconds after which a used experience may come back; not given: never."""
     priority_fn_args: dict[str, Any] = {"decay": 2.0}
@@ -353,17 +353,17 @@ class ExperienceBufferConfig(Section):
     subset_name: str | None = None
     """Configuration of a data set (file)."""
     format: FormatConfig = FormatConfig()
-    """Columns of a data set (file); left as they are, they are inferred."""
+    """Names of a data set's columns (file); inferred by default."""
     capacity: Count = 10000
-    """Explore steps a queue holds before the explorer waits."""
+    """Explore steps that a queue holds before the explorer waits."""
     max_read_timeout: PositiveFloat = 1800
-    """Seconds without a new experience after which the trainer gives up, and says so."""
+    """Seconds without a new experience after which the trainer fails."""
     lease_time: PositiveFloat = 60
-    """Seconds without a word from a reader until what it took returns to the store (sql)."""
+    """Seconds of silence after which a reader's experiences return to the store (sql)."""
     replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
     """Priority replay (queue, sql)."""
     on_error: Literal["fail", "skip"] = "fail"
-    """What a malformed row does: end the run before it begins, or be left out and counted."""
+    """On a malformed row: refuse to start (fail), or leave the row out and count it (skip)."""
     enable_progress_bar: bool = False
     """Show a bar while rows load."""
     max_retry_times: NonNegativeInt = 3
@@ -390,7 +390,7 @@ class BufferConfig(Section):
     train_batch_size: NonNegativeInt = 0
     """Experiences of a train step; 0: batch_size times `algorithm.repeat_times`."""
     total_epochs: Count = 1
-    """Passes over the tasks."""
+    """Epochs: passes over the tasks."""
     total_steps: Annotated[int | None, Ge(1)] = None
     """Explore steps (train steps where a file is read) in place of `total_epochs`."""
     explorer_input: ExplorerInputConfig = ExplorerInputConfig()
@@ -412,16 +412,16 @@ class ExperiencePipelineConfig(Section):
     """What happens to experiences before the buffer."""
 
     operators: list[OperatorConfig] = []
-    """Filters and reward shapers, in order; own ones by name or path, `file:name`."""
+    """Filters and reward shaping, in order; yours by name or path, `file:name`."""
     save_input: bool = True
-    """Keep a copy of all that the explorer made."""
+    """Keep a copy of the explorer's experiences."""
     input_save_path: str | None = None
-    """Where; not given: `sqlite:///explorer_output.db` in the job's buffer folder."""
+    """Database of the copy; not given: `explorer_output.db` in the job's buffer folder."""
     copy_limit_mb: NonNegativeFloat = 1000
     """How large each copy of experiences to look at may become (this one, and a queue's); what the
     trainer has yet to learn from is never touched. 0: no limit."""
     copy_policy: Literal["newest", "sampled"] = "newest"
-    """What stays of a copy at its limit: the newest, or an even sample of groups of all steps."""
+    """What a copy at its limit keeps: the newest, or an even sample of groups of all steps."""
 
 
 class TaskPipelineConfig(Section):
@@ -451,6 +451,6 @@ class DataProcessorConfig(Section):
     """Processing of tasks before, and of experiences during the run."""
 
     experience_pipeline: ExperiencePipelineConfig = ExperiencePipelineConfig()
-    """Of experiences."""
+    """Operators on experiences."""
     task_pipeline: TaskPipelineConfig | None = None
-    """Of the tasks' rows, once before the run."""
+    """Operators on the rows of tasks, once before the run."""
