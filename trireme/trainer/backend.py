@@ -32,10 +32,17 @@ from trireme.config.schema import OptimizerConfig
 from trireme.files import write_json
 from trireme.trainer import ulysses
 from trireme.trainer.lora import Adapter, Lora
-from trireme.trainer.model import checkpoint_activations, load_model, token_logprobs
+from trireme.trainer.model import (
+    checkpoint_activations,
+    empty_model,
+    fill_rows,
+    load_model,
+    prove_first_layers,
+    token_logprobs,
+)
 from trireme.trainer.optim import Descent
 from trireme.trainer.orders import Order, Orders
-from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, shard, whole
+from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
 
 T = TypeVar("T")
 
@@ -66,20 +73,43 @@ class TrainSettings:
     seed: int = 0
     """Of all that training draws."""
 
-    def load(self, path: str | Path, ranks: Ranks | None) -> PreTrainedModel:
-        """A model on its device; before it is spread over ranks, on the CPU."""
-        model = load_model(
-            path, device="cpu" if ranks else self.device, trust_remote_code=self.trust_remote_code
-        )
+    def load(
+        self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
+    ) -> PreTrainedModel:
+        """A model on its device; before it is spread over ranks on the CPU, or without weights.
+
+        `frozen`: it is not trained, and shards of it are in what it computes in.
+        """
+        trust = self.trust_remote_code
+        model = None
+        if ranks and self.lora is None:  # an adapter is made beside weights that are there
+            model = empty_model(path, trust_remote_code=trust)
+        if ranks and model is not None:
+            prove = partial(prove_first_layers, path, trust_remote_code=trust)
+            self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
+        else:
+            model = load_model(
+                path, device="cpu" if ranks else self.device, trust_remote_code=trust
+            )
+        if ranks and frozen and self.half:
+            for parameter in model.requires_grad_(False).parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
         if ranks and ranks.sequence:
             ulysses.switch(model, ranks.sequence)
-        return model
+        return model.requires_grad_(not frozen)
 
-    def spread(self, model: PreTrainedModel, ranks: Ranks | None) -> Root:
-        """The model in shards over ranks, or whole."""
+    def spread(self, model: PreTrainedModel, ranks: Ranks | None, path: str | Path) -> Root:
+        """The model in shards over ranks, or whole. Each rank reads its rows of what lies in the
+        folder at `path`, where the model has no weights yet.
+        """
         if ranks is None:
             return Root(model)
-        return shard(model, ranks.mesh, half=self.half, offload=self.offload)
+        empty = any(parameter.is_meta for parameter in model.parameters())
+        root = shard(model, ranks.mesh, half=self.half, offload=self.offload)
+        if empty:
+            materialize(root, "cpu" if self.offload else ranks.device)
+            fill_rows(model, path)
+        return root
 
     def descent(self, parameters: Iterable[nn.Parameter]) -> Descent:
         """The optimizer of a model's parameters."""
@@ -124,8 +154,8 @@ class Backend:
         self._reference: Root | None = None
         self._has_reference = reference
         if reference and settings.lora is None:  # first, so that one model at a time is whole
-            frozen = settings.load(model_path, ranks).requires_grad_(False)
-            self._reference = settings.spread(frozen, ranks).eval()
+            frozen = settings.load(model_path, ranks, frozen=True)
+            self._reference = settings.spread(frozen, ranks, model_path).eval()
         self.module = settings.load(model_path, ranks)
         torch.manual_seed(settings.seed)  # an adapter's first weights, alike on ranks; dropout
         lora = settings.lora
@@ -134,7 +164,7 @@ class Backend:
         self._train_mode = settings.gradient_checkpointing or bool(lora and lora.dropout)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.module)
-        self._root = settings.spread(self.module, ranks)
+        self._root = settings.spread(self.module, ranks, model_path)
         self.descent = settings.descent(self.module.parameters())
         self._team = settings.team(ranks)
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []

@@ -59,12 +59,13 @@ class Critic:
         width = self.model.config.get_text_config().hidden_size
         # By way of meta, which draws no random numbers: they are the policy's.
         self.head = nn.Linear(width, 1, bias=False, device="meta")
-        self.head.to_empty(device="cpu" if ranks else settings.device)
-        nn.init.zeros_(self.head.weight)
+        if not self.model.get_input_embeddings().weight.is_meta:
+            self.head.to_empty(device="cpu" if ranks else settings.device)
         self.model.add_module(HEAD, self.head)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
-        self._root = settings.spread(self.model, ranks)
+        self._root = settings.spread(self.model, ranks, model_path)
+        nn.init.zeros_(self.head.weight)
         self.descent = settings.descent(self.model.parameters())
         self._team = settings.team(ranks)
         self._ranks = ranks

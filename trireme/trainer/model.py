@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as verbosity
 
 from trireme.batch import Batch, of_tokens
+from trireme.checkpoint.saved import FileRows, assign
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
 from trireme.trainer.head import score_entries
@@ -37,6 +40,70 @@ def load_model(
     model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
     prove_packed(model)
     return model
+
+
+def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
+    """The model of a folder in float32 with packed attention, without its weights: `fill_rows`.
+
+    None where its files do not hold tensors by the model's own names: they are converted as a whole
+    model is loaded. Whether it takes packed attention is for `prove_first_layers`.
+    """
+    from accelerate import init_empty_weights  # slow to load, and needed by ranks alone
+
+    attention.register()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    refuse_recurrent(config, "the torch trainer cannot train it")
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own = {name for name, _ in model.named_parameters()}
+    if set(model.state_dict()) != names or not own <= set(tensor_files(path)):
+        return None
+    model.set_attn_implementation(attention.NAME)
+    return model.eval()
+
+
+def tensor_files(path: str | Path) -> dict[str, Path]:
+    """Of each tensor of a folder the safetensors file that holds it; empty where there are none."""
+    files: dict[str, Path] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as held:
+            files |= dict.fromkeys(held.keys(), file)
+    return files
+
+
+@torch.no_grad()
+def fill_rows(model: nn.Module, path: str | Path) -> None:
+    """Read the rows of each weight that this rank holds; what the folder does not have stays."""
+    files = tensor_files(path)
+    for name, parameter in model.named_parameters():
+        if name in files:  # opened each time: pages that were read are given back
+            with safe_open(files[name], framework="pt") as held:
+                assign(parameter, FileRows(held, name))
+
+
+def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> None:
+    """`prove_packed` of as many layers as show every kind that there is, two at least."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    kinds: list[str] = list(getattr(text, "layer_types", None) or [])
+    text.num_hidden_layers = min(
+        text.num_hidden_layers, max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    )
+    if kinds:
+        text.layer_types = kinds[: text.num_hidden_layers]
+    level = verbosity.get_verbosity()
+    verbosity.set_verbosity_error()  # the other layers are not missed
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    finally:
+        verbosity.set_verbosity(level)
+    prove_packed(model.eval())
 
 
 def once(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -219,6 +219,15 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool
     return root
 
 
+def materialize(root: Root, device: torch.device | str) -> None:
+    """Give shards that are without numbers memory on a device; buffers stay what they are."""
+    buffers = dict(root.named_buffers())
+    root.to_empty(device=device)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        root.get_submodule(owner)._buffers[leaf] = buffer
+
+
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks, as transformers names them; else the longest list of modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
