@@ -466,3 +466,12 @@ def test_a_stop_string_that_no_engine_takes(tmp_path, stop):
     found = only_problem(tmp_path, f"{TASKSET}.rollout_args.stop=['{stop}']")
     assert found.startswith(f"{TASKSET}.rollout_args.stop has '{stop[:60]}")
     assert found.endswith(": expected texts of 1 to 1024 characters")
+
+
+def test_a_trainer_that_begins_in_a_folder_of_its_own_would_wait_for_ever(tmp_path):
+    words = ("mode=train", "continue_from_checkpoint=false")
+    told = only_problem(tmp_path, *words)
+    assert told.startswith("continue_from_checkpoint is false: expected true in mode train")
+    store = "buffer.trainer_input.experience_buffer"
+    assert problems_of(tmp_path, *words, f"{store}.path=sqlite:///{tmp_path}/x.db") == []
+    assert problems_of(tmp_path, "mode=explore", "continue_from_checkpoint=false") == []

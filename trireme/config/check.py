@@ -154,7 +154,19 @@ def check_auxiliary_models(stage: Stage) -> None:
 
 
 def check_folder(stage: Stage, root: Path) -> None:
-    """Whether the job's folder can be written, and its disk holds a checkpoint of the model."""
+    """Whether the job's folder can be written, its disk holds a checkpoint of the model, and a
+    trainer meets its explorer there.
+    """
+    config = stage.config
+    meets = config.mode == "train" and not stage.reads_file
+    if meets and not (
+        config.continue_from_checkpoint or config.buffer.trainer_input.experience_buffer.path
+    ):
+        stage.problem(
+            "continue_from_checkpoint",
+            "is false: expected true in mode train, since the explorer's experiences lie in the "
+            "job's folder, and false begins another one",
+        )
     existing = next(path for path in (root, *root.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
