@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 241,
-    "trireme lines": 46_700,
+    "trireme lines": 47_300,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

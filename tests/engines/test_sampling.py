@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from trireme.engines.sampling import Drawn, RowParameters, Stream, draw
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 
 
-def many(sampling: Sampling, count: int = 40_000, **options: torch.Tensor) -> Drawn:
+def many(sampling: Sampling, count: int = 40_000, **options: Any) -> Drawn:
     rows = RowParameters.of([sampling] * count, torch.device("cpu"))
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return draw(LOGITS.expand(count, -1), rows, uniform, **options)

@@ -324,7 +324,7 @@ def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:
         def broken(*_: Any, **__: Any) -> None:
             raise IndexError("no such thing")
 
-        engine.module.register_forward_pre_hook(broken)
+        engine.module.get_input_embeddings().register_forward_pre_hook(broken)
         with pytest.raises(RuntimeError, match="the engine has failed: IndexError: no such thing"):
             await engine.generate([5], Sampling())
         with pytest.raises(RuntimeError, match="the engine has failed"):

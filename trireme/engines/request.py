@@ -34,7 +34,10 @@ class Request:
     on_token: Callable[[int, float, dict[int, float]], object] | None = None
     """Told each token, in the device's thread."""
     cached: int = 0
-    """Tokens whose keys and values the row holds."""
+    """Tokens whose keys and values are computed."""
+    shared: int = 0
+    """How many of them, from the first, lie in a slot that other requests read too."""
+    slot: int = 0
     stop_reason: StopReason | None = None
     error: BaseException | None = None
     """Why the engine cannot go on with this request; the others do not notice."""

@@ -8,7 +8,7 @@ on who else is in the batch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class RowParameters:
     """Sampling parameters of the rows of a batch as tensors; None where no row uses one."""
 
     temperature: Tensor
+    even: bool
+    """Every temperature is 1."""
     greedy: Tensor
     any_greedy: bool
     all_greedy: bool
@@ -80,6 +82,7 @@ class RowParameters:
         greedy = [t == 0 for t in heat]
         return cls(
             temperature=torch.tensor([t or 1.0 for t in heat], device=device)[:, None],
+            even=all(t in (0, 1) for t in heat),
             greedy=torch.tensor(greedy, device=device),
             any_greedy=any(greedy),
             all_greedy=all(greedy),
@@ -102,14 +105,16 @@ def draw(
     *,
     seen: Tensor | None = None,
     forbidden: Tensor | None = None,
+    sample: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Drawn:
     """One token a row from logits [B, V].
 
     `uniform` [B] are numbers in [0, 1); `seen` [B, V] marks tokens that a repetition penalty
     concerns; `forbidden` [B, V] those that may not be drawn now (an end before `min_tokens`).
+    `sample` does what `inverse_cdf` does.
     """
     logits = logits.float()
-    full = (logits / rows.temperature).log_softmax(-1)
+    full = (logits if rows.even else logits / rows.temperature).log_softmax(-1)
     if rows.plain and forbidden is None:
         chosen = full
     else:
@@ -121,12 +126,15 @@ def draw(
         chosen = truncated((bent / rows.temperature).log_softmax(-1), rows)
     tokens = chosen.argmax(-1) if rows.any_greedy else None
     if not rows.all_greedy:
-        sampled = inverse_cdf(chosen, uniform)
+        sampled = (sample or inverse_cdf)(chosen, uniform)
         tokens = sampled if tokens is None else torch.where(rows.greedy, tokens, sampled)
     assert tokens is not None
     at = tokens[:, None]
-    sampler = chosen.gather(1, at)[:, 0].masked_fill(rows.greedy, 0.0)
-    return Drawn(tokens, full.gather(1, at)[:, 0], sampler, full)
+    logprobs = full.gather(1, at)[:, 0]
+    sampler = logprobs if chosen is full else chosen.gather(1, at)[:, 0]
+    if rows.any_greedy:
+        sampler = sampler.masked_fill(rows.greedy, 0.0)
+    return Drawn(tokens, logprobs, sampler, full)
 
 
 def penalised(logits: Tensor, penalty: Tensor) -> Tensor:
@@ -158,6 +166,8 @@ def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
     sums = logprobs.double().exp().cumsum(-1)
     target = uniform.to(sums.dtype)[:, None] * sums[:, -1:]
     tokens = torch.searchsorted(sums, target, right=True)[:, 0]
-    # Rounding may reach past the last token that has any probability.
-    last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)
-    return torch.minimum(tokens, last)
+    if int(tokens.max()) == sums.shape[1]:
+        # Rounding has reached past the last token that has any probability.
+        last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)
+        tokens = torch.minimum(tokens, last)
+    return tokens

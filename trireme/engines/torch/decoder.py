@@ -2,14 +2,16 @@
 
 Everything here runs in the device's thread. Invariants:
 - active requests hold rows 0 .. B-1; a finished one's place is taken by the last at once;
-- a row's keys and values cover all of its tokens but the last, which the next step feeds;
+- a row's keys and values, with those of the prompt that it shares, cover all of its tokens but the
+  last, which the next step feeds;
+- without a lean pass transformers' module is called, and every row holds its whole prompt;
 - what fails for one request ends that one: after a failed pass each is tried alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +19,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.request import Request
 from trireme.engines.sampling import Drawn, RowParameters, draw
-from trireme.engines.torch.prefix import PrefixCache
-from trireme.engines.torch.rows import Pass, RowStore
+from trireme.engines.torch.lean import Lean
+from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
+from trireme.engines.torch.rows import Pass, RowStore, Where
 
 PREFILL_TOKENS = 8192
 """Tokens of one prefill pass, padding included."""
 SCORE_NUMBERS = 2**24
 """Logits that scoring holds at once."""
+
+
+class Reading(NamedTuple):
+    """A prompt whose first `start` tokens a row has, and whose others it needs."""
+
+    row: int
+    ids: tuple[int, ...]
+    start: int
 
 
 class Decoder:
@@ -36,16 +47,20 @@ class Decoder:
         *,
         kv_tokens: int,
         prefix_tokens: int,
+        lean: Lean | None = None,
     ) -> None:
         self.model = model
+        self.lean = lean
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
         self.active: list[Request] = []
         self.store = RowStore(kv_tokens)
         self.prefixes = PrefixCache(prefix_tokens)
+        self.prompts = SharedPrompts(kv_tokens)
         self.version = 0
         self.generated = self.prefilled = self.cached = 0
         self._parameters: RowParameters | None = None
+        self._where: Where | None = None
         heads: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
         self.vocabulary: int = min(layer.weight.shape[0] for layer in heads)
         """Ids that there are."""
@@ -102,10 +117,10 @@ class Decoder:
         """Keys and values of the active requests are computed anew."""
         self.prefixes.clear()
         self.store.clear()
+        self.prompts.clear()
         for request in self.active:
-            request.cached = 0
-        longest = max((len(r.ids) for r in self.active), default=0)
-        self.store.reserve(-(-len(self.active) // 16) * 16, longest + 1)
+            request.cached = request.shared = 0
+        self.store.reserve(-(-len(self.active) // 16) * 16, 1)
         self._changed()
 
     @torch.inference_mode()
@@ -119,7 +134,8 @@ class Decoder:
             width = max(1, min(PREFILL_TOKENS, SCORE_NUMBERS // self.vocabulary))
             for start in range(0, len(row) - 1, width):
                 part = list(row[start : start + width])
-                logits = self._forward(store, [part], [0], [start], logits=True)[0]
+                logits = self._forward(store, [part], [0], [start], logits=True)
+                assert logits is not None
                 targets = torch.tensor(row[start + 1 : start + 1 + len(part)], device=self.device)
                 logprobs = (logits[: len(targets)].float() / (temperature or 1.0)).log_softmax(-1)
                 scored += logprobs.gather(1, targets[:, None])[:, 0].tolist()
@@ -130,23 +146,29 @@ class Decoder:
         """The weights have changed: keys and values are computed again, unless they are kept."""
         self.version = version
         self.prefixes.clear()
+        self.prompts.forget()
+        if self.lean is not None:
+            self.lean.renew()
         if not keep:
             for request in self.active:
+                self.prompts.leave(request)
                 request.cached = 0
+        self._changed()
 
     def close(self) -> None:
         """Free the memory."""
-        self.active, self._parameters = [], None
+        self.active = []
         self.store.clear()
         self.prefixes.clear()
+        self.prompts.clear()
+        self._changed()
 
     def _place(self, admitted: Sequence[Request]) -> None:
         """Give rows to new requests."""
         if not admitted:
             return
         self.active += admitted
-        longest = max(len(r.prompt) for r in admitted)
-        self.store.reserve(-(-len(self.active) // 16) * 16, longest + 1)
+        self.store.reserve(-(-len(self.active) // 16) * 16, 1)
         self._changed()
 
     def _prefill(self, requests: Iterable[Request]) -> None:
@@ -155,45 +177,60 @@ class Decoder:
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
             groups.setdefault(tuple(request.ids[:-1]), []).append(request)
-        leaders = []
+        whole: list[Reading] = []
+        common: list[Reading] = []
         for ids, members in groups.items():
-            leader = members[0]
-            if leader.cached == 0 and ids:
-                self._reuse(leader, rows[id(leader)])
-            leaders.append((leader, rows[id(leader)], ids))
-        for batch in _batches(leaders):
-            self._extend(batch)
-        for ids, members in groups.items():
-            followers = [rows[id(r)] for r in members[1:]]
-            if followers and ids:
-                self.store.copy_row(rows[id(members[0])], followers, len(ids))
+            slot = self.prompts.slot(ids)
+            if self.lean is None or not ids or (len(members) == 1 and slot is None):
+                row = rows[id(members[0])]
+                whole.append(Reading(row, ids, self._reuse(self.store, row, members[0])))
+                continue
+            if slot is None:
+                slot = self.prompts.add(ids)
+                start = self._reuse(self.prompts.store, slot, members[0])
+                common.append(Reading(slot, ids, start))
+                self.cached -= len(ids)
             for request in members:
-                self.cached += len(ids) if request is not members[0] else 0
+                self.prompts.join(request, slot, len(ids))
+            self.cached += len(ids) * len(members)
+        self._extend(self.store, whole)
+        self._extend(self.prompts.store, common)
+        for row, ids, _ in whole:
+            leader, *others = groups[ids]
+            if others and ids:
+                self.store.copy_row(row, [rows[id(r)] for r in others], len(ids))
+            for request in (leader, *others):
                 request.cached = len(ids)
+            self.cached += len(ids) * len(others)
+        self._where = None
 
-    def _reuse(self, leader: Request, row: int) -> None:
-        """Take what the prefix cache has of a prompt."""
-        saved, common = self.prefixes.find(leader.ids)
-        common = min(common, len(leader.ids) - 1)
-        if saved is not None and common:
-            self.store.put(row, saved, common)
-            leader.cached = common
-            self.cached += common
+    def _reuse(self, store: RowStore, row: int, request: Request) -> int:
+        """Take what the prefix cache has of a prompt; how many tokens."""
+        if request.cached:
+            return request.cached
+        saved, common = self.prefixes.find(request.ids)
+        common = min(common, len(request.ids) - 1)
+        if saved is None or common <= 0:
+            return 0
+        store.reserve(0, common)
+        store.put(row, saved, common)
+        self.cached += common
+        return common
 
-    def _extend(self, batch: Sequence[tuple[Request, int, tuple[int, ...]]]) -> None:
-        """One ragged prefill, in pieces where it is wide."""
-        todo = [(row, list(ids), request.cached) for request, row, ids in batch]
-        piece = max(1, PREFILL_TOKENS // len(batch))
-        while todo:
-            parts = [ids[start : start + piece] for _, ids, start in todo]
-            if any(parts):
-                self._forward(
-                    self.store, parts, [row for row, _, _ in todo], [s for _, _, s in todo]
-                )
+    def _extend(self, store: RowStore, readings: Sequence[Reading]) -> None:
+        """Ragged prefills, in pieces where they are wide."""
+        for batch in _batches(readings):
+            todo = list(batch)
+            piece = max(1, PREFILL_TOKENS // len(batch))
+            while todo:
+                parts = [list(x.ids[x.start : x.start + piece]) for x in todo]
+                self._forward(store, parts, [x.row for x in todo], [x.start for x in todo])
                 self.prefilled += sum(map(len, parts))
-            todo = [
-                (row, ids, start + piece) for row, ids, start in todo if start + piece < len(ids)
-            ]
+                todo = [
+                    Reading(x.row, x.ids, x.start + piece)
+                    for x in todo
+                    if x.start + piece < len(x.ids)
+                ]
 
     def _forward(
         self,
@@ -203,51 +240,57 @@ class Decoder:
         starts: Sequence[int],
         *,
         logits: bool = False,
-    ) -> Tensor:
-        """New tokens of some rows through the model: hidden states, or logits, [B, S, ...]."""
+    ) -> Tensor | None:
+        """New tokens of some rows through the model; with `logits`, those of the first row."""
+        if self.lean is not None:
+            return self.lean.read(store, parts, rows, starts, logits=logits)
         width = max(map(len, parts))
         tokens = torch.zeros(len(parts), width, dtype=torch.long)
         for entry, part in enumerate(parts):
             tokens[entry, : len(part)] = torch.tensor(part, dtype=torch.long)
-        total = max(s + len(p) for s, p in zip(starts, parts, strict=True))
-        store.reserve(0, total)
-        one = Pass(
-            store,
-            torch.tensor(rows, device=self.device),
-            torch.tensor(starts, device=self.device),
-            torch.tensor([len(p) for p in parts], device=self.device),
-            width,
-            total,
-        )
+        one = Pass.of(store, parts, rows, starts, device=self.device)
         model = self.model if logits else self.model.base_model
         out = model(
             input_ids=tokens.to(self.device), position_ids=one.positions, use_cache=False, rows=one
         )
-        return out.logits if logits else out.last_hidden_state
+        return out.logits[0] if logits else None
 
     def _decode(self) -> list[Request]:
         """One token for every active row; those that ended."""
-        active = self.active
-        last = [r.out[-1] if r.out else r.prompt[-1] for r in active]
-        starts = [r.cached for r in active]
+        tokens = torch.tensor(
+            [r.out[-1] if r.out else r.prompt[-1] for r in self.active], device=self.device
+        )
+        logits = self._whole_step(tokens) if self.lean is None else self._lean_step(tokens)
+        return self._append(self._draw(logits))
+
+    def _lean_step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] by the lean pass."""
+        if self._where is None:
+            self._where = Where.of([(r.cached, r.slot, r.shared) for r in self.active], self.device)
+        where = self._where
+        self.store.reserve(len(self.active), where.longest)
+        assert self.lean is not None
+        logits = self.lean.step(tokens, where, self.store, self.prompts.store)
+        where.next()
+        return logits
+
+    def _whole_step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] by transformers' module."""
+        starts = [r.cached for r in self.active]
         total = max(starts) + 1
-        self.store.reserve(len(active), total)
+        self.store.reserve(len(starts), total)
         one = Pass(
             self.store,
             None,
             torch.tensor(starts, device=self.device),
-            torch.ones(len(active), dtype=torch.long, device=self.device),
+            torch.ones(len(starts), dtype=torch.long, device=self.device),
             1,
             total,
         )
         out = self.model(
-            input_ids=torch.tensor(last, device=self.device)[:, None],
-            position_ids=one.positions,
-            use_cache=False,
-            rows=one,
+            input_ids=tokens[:, None], position_ids=one.positions, use_cache=False, rows=one
         )
-        drawn = self._draw(out.logits[:, -1])
-        return self._append(drawn)
+        return out.logits[:, -1]
 
     def _draw(self, logits: Tensor) -> Drawn:
         if self._parameters is None:
@@ -261,6 +304,7 @@ class Decoder:
             uniform.to(self.device),
             seen=seen,
             forbidden=self._forbidden(logits),
+            sample=None if self.lean is None else self.lean.inverse_cdf,
         )
 
     def _append(self, drawn: Drawn) -> list[Request]:
@@ -313,35 +357,35 @@ class Decoder:
     def _park(self, request: Request) -> None:
         """Keep a finished row's keys and values for a prompt that goes on from it."""
         if self.prefixes.max_tokens and request.cached:
-            row = self.active.index(request)
-            self.prefixes.add(request.ids[: request.cached], self.store.take(row, request.cached))
+            saved = self.store.take(self.active.index(request), request.cached - request.shared)
+            if request.shared:
+                first = self.prompts.store.take(request.slot, request.shared)
+                saved = [torch.cat(pair, 1) for pair in zip(first, saved, strict=True)]
+            self.prefixes.add(request.ids[: request.cached], saved)
 
     def _remove(self, gone: Sequence[Request]) -> None:
         """Free rows; the last ones move into the holes."""
         for request in gone:
             row = self.active.index(request)
-            last = len(self.active) - 1
-            if row != last:
-                self.store.copy_row(last, [row], self.active[last].cached)
-                self.active[row] = self.active[last]
+            last = self.active[-1]
+            if request is not last:
+                self.store.copy_row(len(self.active) - 1, [row], last.cached - last.shared)
+                self.active[row] = last
             self.active.pop()
+            self.prompts.leave(request)
         if gone:
             self._changed()
 
     def _changed(self) -> None:
-        self._parameters = None
+        self._parameters = self._where = None
 
 
-def _batches(
-    leaders: Sequence[tuple[Request, int, tuple[int, ...]]],
-) -> list[list[tuple[Request, int, tuple[int, ...]]]]:
-    """Leaders that still need tokens, in groups of like length and bounded size."""
-    todo = sorted(
-        (x for x in leaders if x[0].cached < len(x[2])), key=lambda x: len(x[2]) - x[0].cached
-    )
-    out: list[list[tuple[Request, int, tuple[int, ...]]]] = []
+def _batches(readings: Sequence[Reading]) -> list[list[Reading]]:
+    """Prompts that still need tokens, in groups of like length and bounded size."""
+    todo = sorted((x for x in readings if x.start < len(x.ids)), key=lambda x: len(x.ids) - x.start)
+    out: list[list[Reading]] = []
     for item in todo:
-        width = len(item[2]) - item[0].cached
+        width = len(item.ids) - item.start
         if out and (len(out[-1]) + 1) * width <= PREFILL_TOKENS:
             out[-1].append(item)
         else:

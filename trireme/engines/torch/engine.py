@@ -22,6 +22,7 @@ from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
+from trireme.engines.torch.lean import make_lean
 from trireme.engines.torch.shell import end_tokens, load_shell, load_weights, share_shell
 from trireme.engines.weight_group import fingerprint
 from trireme.log import get_logger
@@ -52,12 +53,14 @@ class TorchEngine:
         share_with: PreTrainedModel | None = None,
         keep_kv: bool = False,
         trust_remote_code: bool = False,
+        lean: bool = True,
     ) -> None:
         """`share_with` is a module whose tensors are read in place of loading `model`.
 
         At most `max_rows` requests decode at once and hold at most `kv_tokens` tokens; others wait
         in order. `prefix_tokens` bounds the prefix cache (0: none). `keep_kv` goes on with old keys
-        and values after an update in flight, in place of computing them again.
+        and values after an update in flight, in place of computing them again. `lean`: with the
+        lean pass where the model can have it, in place of transformers' module.
         """
         if share_with is not None:
             self.module = share_shell(share_with)
@@ -67,7 +70,11 @@ class TorchEngine:
             )
         self._shared = share_with is not None
         self._decoder = Decoder(
-            self.module, tokenizer, kv_tokens=kv_tokens, prefix_tokens=prefix_tokens
+            self.module,
+            tokenizer,
+            kv_tokens=kv_tokens,
+            prefix_tokens=prefix_tokens,
+            lean=make_lean(self.module) if lean else None,
         )
         self._tokenizer = tokenizer
         self._device = device
@@ -162,7 +169,17 @@ class TorchEngine:
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine."""
-        found = [r for r in self._requests.values() if r.key[: len(key)] == key]
+        # The last part differs most often; whole keys are compared only where it does not.
+        at, last = len(key) - 1, key[-1:]
+        found = (
+            [
+                r
+                for r in self._requests.values()
+                if r.key[at : at + 1] == last and r.key[: len(key)] == key
+            ]
+            if key
+            else [*self._requests.values()]
+        )
         count = 0
         for request in found:
             if request.stop_reason is None:
@@ -241,7 +258,10 @@ class TorchEngine:
 
     def _newcomers(self) -> bool:
         """Whether a request waits that could be let in; never with a gate, where none can come."""
-        return self._gate is None and bool(self._waiting) and self._fits(self._waiting[0], [])
+        if self._gate is not None or not self._waiting:
+            return False
+        rows = [*self._decoder.active, self._waiting[0]]
+        return self._holds(len(rows), max(map(_room, rows)))
 
     def _ready(self) -> bool:
         """Whether an advance may start now."""
@@ -254,18 +274,20 @@ class TorchEngine:
         """Waiting requests that fit, in order."""
         if self._gate is not None:
             self._waiting.sort(key=lambda r: r.order)
-        picked: list[Request] = []
-        while self._waiting and self._fits(self._waiting[0], picked):
-            picked.append(self._waiting.pop(0))
+        rows = len(self._decoder.active)
+        longest = max(map(_room, self._decoder.active), default=0)
+        count = 0
+        for request in self._waiting:
+            longest = max(longest, _room(request))
+            if not self._holds(rows + count + 1, longest):
+                break
+            count += 1
+        picked, self._waiting = self._waiting[:count], self._waiting[count:]
         return picked
 
-    def _fits(self, request: Request, picked: list[Request]) -> bool:
-        """Whether rows and token memory have room for one more."""
-        rows = [*self._decoder.active, *picked, request]
-        longest = max(len(r.prompt) + r.max_tokens for r in rows)
-        return len(rows) == 1 or (
-            len(rows) <= self._max_rows and len(rows) * longest <= self._kv_tokens
-        )
+    def _holds(self, rows: int, longest: int) -> bool:
+        """Whether there is memory for so many rows of so many tokens; always for a single one."""
+        return rows == 1 or (rows <= self._max_rows and rows * longest <= self._kv_tokens)
 
     def _drop(self, request: Request) -> None:
         """Out of the queue, or marked for the decoder to free its row."""
@@ -330,3 +352,8 @@ class TorchEngine:
         )
         error.__cause__ = self._failure
         return error
+
+
+def _room(request: Request) -> int:
+    """Tokens that a request may come to hold."""
+    return len(request.prompt) + request.max_tokens

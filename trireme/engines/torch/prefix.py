@@ -1,4 +1,5 @@
-"""Prefix cache: keys and values of finished requests, for prompts that begin like them.
+"""Prefix cache: keys and values of finished requests, for prompts that begin like them; and the
+prompts that several running requests share.
 
 Entries belong to one weight version: the engine clears the cache with every new one. Bounded in
 tokens; the least recently used entry goes first.
@@ -11,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from trireme.engines.request import Request
+from trireme.engines.torch.rows import RowStore
 
 BLOCK = 16
 CANDIDATES = 32
@@ -75,6 +79,53 @@ class PrefixCache:
             self._by_block[block].remove(number)
             if not self._by_block[block]:
                 del self._by_block[block]
+
+
+class SharedPrompts:
+    """Prompts that several running requests begin with: held once, a slot each."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.store = RowStore(max_tokens)
+        self._slots: dict[tuple[int, ...], int] = {}
+        """Prompts that the present weights have read."""
+        self._members: dict[int, int] = {}
+        """How many requests each used slot has."""
+
+    def slot(self, ids: tuple[int, ...]) -> int | None:
+        """Where a prompt lies."""
+        return self._slots.get(ids)
+
+    def add(self, ids: tuple[int, ...]) -> int:
+        """A slot for a prompt that is read next."""
+        slot = next(n for n in range(len(self._members) + 1) if n not in self._members)
+        self._slots[ids] = slot
+        self._members[slot] = 0
+        self.store.reserve(slot + 1, len(ids))
+        return slot
+
+    def join(self, request: Request, slot: int, length: int) -> None:
+        """The request's first `length` tokens lie in the slot."""
+        self._members[slot] += 1
+        request.slot, request.shared, request.cached = slot, length, length
+
+    def leave(self, request: Request) -> None:
+        """A slot that nobody uses any more is free."""
+        if request.shared:
+            self._members[request.slot] -= 1
+            if not self._members[request.slot]:
+                del self._members[request.slot]
+                self._slots = {ids: n for ids, n in self._slots.items() if n != request.slot}
+            request.slot = request.shared = 0
+
+    def forget(self) -> None:
+        """Nobody joins the prompts that are there: they were read with other weights."""
+        self._slots.clear()
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.store.clear()
+        self._slots.clear()
+        self._members.clear()
 
 
 def _common(kept: Sequence[int], ids: Sequence[int]) -> int:

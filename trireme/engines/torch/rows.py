@@ -8,6 +8,7 @@ that the model builds no mask; what a forward pass concerns comes as the keyword
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ class RowStore:
 
     def put(self, row: int, saved: list[Tensor], length: int) -> None:
         """Write the first `length` tokens of what `take` gave into a row."""
+        self.layer(len(saved) // 2 - 1, saved[0][None])
         for tensor, old in zip((*self.keys, *self.values), saved, strict=True):
             tensor[row, :, :length] = old[:, :length]
 
@@ -91,6 +93,28 @@ class Pass:
     total: int
     """Keys to attend over: the longest row after this pass."""
 
+    @classmethod
+    def of(
+        cls,
+        store: RowStore,
+        parts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        device: torch.device,
+    ) -> Pass:
+        """A prefill of some rows, for which it makes room."""
+        total = max(s + len(p) for s, p in zip(starts, parts, strict=True))
+        store.reserve(0, total)
+        return cls(
+            store,
+            torch.tensor(rows, device=device),
+            torch.tensor(starts, device=device),
+            torch.tensor([len(p) for p in parts], device=device),
+            max(map(len, parts)),
+            total,
+        )
+
     def __post_init__(self) -> None:
         device = self.starts.device
         offsets = torch.arange(self.width, device=device)
@@ -103,6 +127,14 @@ class Pass:
             self.write_row = self.rows[entry]
             self.write_at = self.starts[entry] + offset
 
+    def padded(self, x: Tensor) -> Tensor:
+        """[N, H, D] of the new tokens alone -> [B, H, S, D], with zeros behind short rows."""
+        batch = len(self.starts)
+        if len(x) != batch * self.width:
+            flat, x = x, x.new_zeros(batch * self.width, *x.shape[1:])
+            x[self.entry * self.width + self.offset] = flat
+        return x.view(batch, self.width, *x.shape[1:]).transpose(1, 2)
+
     def mask(self, window: int) -> Tensor:
         """[B, 1, S, L] true where a new token sees a key."""
         if window not in self._masks:
@@ -113,6 +145,105 @@ class Pass:
                 seen &= behind < window
             self._masks[window] = seen[:, None]
         return self._masks[window]
+
+
+@dataclass
+class Where:
+    """Where each row of a lean decode step stands, from one step to the next.
+
+    A row's first `shared` tokens lie in slot `slots` of the shared prompts, the rest in the row.
+    """
+
+    positions: Tensor
+    """[B] of the new tokens"""
+    lengths: Tensor
+    """[B] tokens in the row itself, the new one included"""
+    slots: Tensor
+    """[B]"""
+    shared: Tensor
+    """[B]"""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int]], device: torch.device) -> Where:
+        """Of each row how many tokens are computed, its slot, and how many of them lie there."""
+        cached, slots, shared = torch.tensor(rows, device=device).unbind(1)
+        return cls(
+            cached.contiguous(), cached - shared + 1, slots.contiguous(), shared.contiguous()
+        )
+
+    def __post_init__(self) -> None:
+        self.longest = int(self.lengths.max())
+        self.longest_shared = int(self.shared.max())
+        self.num_slots = int(self.slots.max()) + 1
+        self._even = bool((self.lengths == self.longest).all())
+        self._even_shared = bool((self.shared == self.longest_shared).all())
+        self._flat: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._by_slot: tuple[Tensor, Tensor] | None = None
+
+    def next(self) -> None:
+        """One token more in every row."""
+        self.positions += 1
+        self.lengths += 1
+        self.longest += 1
+        self._flat = self._bias = None
+
+    def flat(self, num_keys: int, room: int) -> Tensor:
+        """[B * K] where the new tokens go in a layer's keys, seen as [rows * K * room, D]."""
+        if self._flat is None:
+            heads = torch.arange(len(self.lengths) * num_keys, device=self.lengths.device)
+            self._flat = heads * room + (self.lengths - 1).repeat_interleave(num_keys)
+        return self._flat
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """[B, shared + own] -inf where a row has no key; None where all rows are equally long."""
+        if self._even and self._even_shared:
+            return None
+        if self._bias is None:
+            parts = []
+            for longest, lengths in (
+                (self.longest_shared, self.shared),
+                (self.longest, self.lengths),
+            ):
+                parts.append(torch.arange(longest, device=lengths.device) < lengths[:, None])
+            seen = torch.cat(parts, 1)
+            self._bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._bias.masked_fill_(~seen, -torch.inf)
+        return self._bias
+
+    def to_slots(self, x: Tensor) -> Tensor:
+        """[B, K, group, W] -> [slots * K, members * group, W], a slot's members side by side."""
+        members, _ = self._members()
+        _, num_keys, group, width = x.shape
+        out = x[members.flatten()].view(*members.shape, num_keys, group, width).transpose(1, 2)
+        return out.reshape(members.shape[0] * num_keys, -1, width)
+
+    def to_rows(self, x: Tensor, num_keys: int) -> Tensor:
+        """The way back: -> [B, K, group, W], zeros where a row shares nothing."""
+        members, place = self._members()
+        slots, most = members.shape
+        out = x.view(slots, num_keys, most, -1, x.shape[-1]).transpose(1, 2)
+        out = out.reshape(slots * most, num_keys, -1, x.shape[-1])[place]
+        return out if self._even_shared else out * (self.shared > 0)[:, None, None, None]
+
+    def _members(self) -> tuple[Tensor, Tensor]:
+        """[slots, members] the rows of each slot, padded with row 0; [B] where a row is there."""
+        if self._by_slot is None:
+            rows: list[list[int]] = [[] for _ in range(self.num_slots)]
+            places = []
+            pairs = zip(self.slots.tolist(), self.shared.tolist(), strict=True)
+            for row, (slot, shared) in enumerate(pairs):
+                places.append((slot, len(rows[slot])) if shared else (0, 0))
+                if shared:
+                    rows[slot].append(row)
+            most = max(map(len, rows))
+            padded = [[*row, *[0] * (most - len(row))] for row in rows]
+            device = self.slots.device
+            self._by_slot = (
+                torch.tensor(padded, device=device),
+                torch.tensor([slot * most + at for slot, at in places], device=device),
+            )
+        return self._by_slot
 
 
 def rows_attention(

@@ -1,0 +1,259 @@
+/* The parts of a decode step that are no matrix product, for rows of unequal length.
+
+   Compiled by native.py for the machine that it runs on, once for each dtype (-DBF16). Arithmetic is
+   float32 in both; a result is rounded once, when it is stored. Every row is computed alone and in
+   one order, so that neither the other rows nor the number of threads change a bit of it. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef BF16
+typedef uint16_t real;
+static inline float load(real x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+static inline real store(float x) { /* to the nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x == x ? (real)rounded : (real)0x7fc0;
+}
+#else
+typedef float real;
+static inline float load(real x) { return x; }
+static inline real store(float x) { return x; }
+#endif
+
+/* exp for x <= 88, to 2 units in the last place; written so that loops over it become vectors. */
+static inline float exponential(float x) {
+    x = x > -87.0f ? x : -87.0f;
+    x = x < 88.0f ? x : 88.0f;
+    float whole = rintf(x * 1.44269504088896341f);
+    float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float poly = 1.9875691500e-4f;
+    poly = poly * rest + 1.3981999507e-3f;
+    poly = poly * rest + 8.3334519073e-3f;
+    poly = poly * rest + 4.1665795894e-2f;
+    poly = poly * rest + 1.6666665459e-1f;
+    poly = poly * rest + 5.0000001201e-1f;
+    poly = poly * rest * rest + rest + 1.0f;
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return poly * power;
+}
+
+static void norm_row(const float *x, const real *weight, float *out, int64_t n, float eps) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+    float factor = 1.0f / sqrtf(sum / (float)n + eps);
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * factor * load(weight[i]);
+}
+
+/* x [rows, n] += delta, unless that is NULL; out = RMSNorm(x) * weight. */
+int add_norm(real *x, const real *delta, const real *weight, real *out, int64_t rows, int64_t n,
+             float eps) {
+    float *sum = malloc(2 * (size_t)n * sizeof(float)), *normed = sum + n;
+    if (!sum) return 1;
+    for (int64_t r = 0; r < rows; r++) {
+        real *at = x + r * n;
+        if (delta) {
+            const real *more = delta + r * n;
+            for (int64_t i = 0; i < n; i++) at[i] = store(load(at[i]) + load(more[i]));
+        }
+        for (int64_t i = 0; i < n; i++) sum[i] = load(at[i]);
+        norm_row(sum, weight, normed, n, eps);
+        for (int64_t i = 0; i < n; i++) out[r * n + i] = store(normed[i]);
+    }
+    free(sum);
+    return 0;
+}
+
+/* Rotary embedding of x [rows, heads, D] in place, after RMSNorm with `weight` [D] unless NULL.
+   cosines and sines [positions, D / 2]. */
+int rotate(real *x, const real *weight, const float *cosines, const float *sines,
+           const int64_t *positions, int64_t rows, int64_t heads, int64_t D, float eps) {
+    float *head = malloc((size_t)D * sizeof(float));
+    if (!head) return 1;
+    int64_t half = D / 2;
+    for (int64_t r = 0; r < rows; r++) {
+        const float *c = cosines + positions[r] * half, *s = sines + positions[r] * half;
+        for (int64_t h = 0; h < heads; h++) {
+            real *at = x + (r * heads + h) * D;
+            for (int64_t i = 0; i < D; i++) head[i] = load(at[i]);
+            if (weight) norm_row(head, weight, head, D, eps);
+            for (int64_t i = 0; i < half; i++) {
+                float a = head[i], b = head[half + i];
+                at[i] = store(a * c[i] - b * s[i]);
+                at[half + i] = store(b * c[i] + a * s[i]);
+            }
+        }
+    }
+    free(head);
+    return 0;
+}
+
+/* out = silu(gate) * up */
+int silu_times(const real *gate, const real *up, real *out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        float g = load(gate[i]);
+        out[i] = store(g / (1.0f + exponential(-g)) * load(up[i]));
+    }
+    return 0;
+}
+
+/* exp in float64, for x <= 0; 0 below -700. */
+static inline double exponential64(double x) {
+    double bounded = x > -700.0 ? x : -700.0;
+    double whole = rint(bounded * 1.4426950408889634);
+    double rest = bounded - whole * 6.93147180369123816490e-01;
+    rest = rest - whole * 1.90821492927058770002e-10;
+    double poly = 1.6059043836821613e-10; /* 1 / 13!, and so on */
+    poly = poly * rest + 2.0876756987868099e-09;
+    poly = poly * rest + 2.5052108385441719e-08;
+    poly = poly * rest + 2.7557319223985893e-07;
+    poly = poly * rest + 2.7557319223985891e-06;
+    poly = poly * rest + 2.4801587301587302e-05;
+    poly = poly * rest + 1.9841269841269841e-04;
+    poly = poly * rest + 1.3888888888888889e-03;
+    poly = poly * rest + 8.3333333333333333e-03;
+    poly = poly * rest + 4.1666666666666667e-02;
+    poly = poly * rest + 1.6666666666666667e-01;
+    poly = poly * rest + 0.5;
+    poly = poly * rest * rest + rest + 1.0;
+    int64_t bits = ((int64_t)(int32_t)whole + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, 8);
+    return x > -700.0 ? poly * power : 0.0;
+}
+
+#define BLOCK 64
+/* The token of each row at which the running sum of p passes uniform [rows] times all of it. */
+int inverse_cdf(const float *logprobs, const double *uniform, int64_t *tokens, int64_t rows,
+                int64_t n) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    double *sums = malloc((size_t)blocks * sizeof(double));
+    if (!sums) return 1;
+    for (int64_t r = 0; r < rows; r++) {
+        const float *x = logprobs + r * n;
+        double total = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t end = (b + 1) * BLOCK < n ? (b + 1) * BLOCK : n;
+            double sum = 0;
+            for (int64_t i = b * BLOCK; i < end; i++) sum += exponential64(x[i]);
+            sums[b] = sum;
+            total += sum;
+        }
+        double target = uniform[r] * total, before = 0;
+        int64_t b = 0;
+        while (b < blocks - 1 && before + sums[b] <= target) before += sums[b++];
+        int64_t token = b * BLOCK;
+        while (token < n && (before += exponential64(x[token])) <= target) token++;
+        if (token >= n) /* rounding reached past the last that has any probability */
+            for (token = n - 1; token > 0 && x[token] == -INFINITY;) token--;
+        tokens[r] = token;
+    }
+    free(sums);
+    return 0;
+}
+
+typedef struct {
+    real *keys, *values;             /* [rows, K, room, D]: what each row holds of its own */
+    const real *prompt_keys, *prompt_values; /* [slots, K, prompt_room, D] */
+    const int64_t *lengths;          /* [B] tokens of its own, the new one included */
+    const int64_t *slots, *shared;   /* [B] whose first tokens come before them, and how many */
+    int64_t room, prompt_room, B, H, K, D, threads;
+    float scale;
+} Work;
+
+static inline __attribute__((always_inline)) void scores(const float *q, const real *keys,
+                                                         int64_t n, int64_t D, float *out) {
+    int64_t t = 0;
+    for (; t + 4 <= n; t += 4) {
+        const real *k = keys + t * D;
+        float a = 0, b = 0, c = 0, d = 0;
+        for (int64_t i = 0; i < D; i++) {
+            a += q[i] * load(k[i]);
+            b += q[i] * load(k[D + i]);
+            c += q[i] * load(k[2 * D + i]);
+            d += q[i] * load(k[3 * D + i]);
+        }
+        out[t] = a, out[t + 1] = b, out[t + 2] = c, out[t + 3] = d;
+    }
+    for (; t < n; t++) {
+        float a = 0;
+        for (int64_t i = 0; i < D; i++) a += q[i] * load(keys[t * D + i]);
+        out[t] = a;
+    }
+}
+
+static inline __attribute__((always_inline)) void weigh(const float *p, const real *values,
+                                                        int64_t n, int64_t D, float *out) {
+    for (int64_t t = 0; t < n; t++)
+        for (int64_t i = 0; i < D; i++) out[i] += p[t] * load(values[t * D + i]);
+}
+
+/* One row's query heads of one key head. `buffer` has room for its scores, and 2 D more. */
+static inline __attribute__((always_inline)) void attend_head(const Work *w, const real *q,
+                                                              real *out, int64_t row, int64_t k,
+                                                              int64_t D, float *buffer) {
+    int64_t group = w->H / w->K, own = w->lengths[row], first = w->shared[row];
+    const int64_t at = (row * w->K + k) * w->room * D;
+    const int64_t prompt = (w->slots[row] * w->K + k) * w->prompt_room * D;
+    float *query = buffer, *sum = buffer + D, *p = buffer + 2 * D;
+    for (int64_t g = 0; g < group; g++) {
+        const int64_t head = ((row * w->H) + k * group + g) * D;
+        for (int64_t i = 0; i < D; i++) query[i] = load(q[head + i]) * w->scale;
+        if (first) scores(query, w->prompt_keys + prompt, first, D, p);
+        scores(query, w->keys + at, own, D, p + first);
+        float most = p[0], total = 0;
+        for (int64_t t = 1; t < first + own; t++) most = p[t] > most ? p[t] : most;
+        for (int64_t t = 0; t < first + own; t++) {
+            p[t] = exponential(p[t] - most);
+            total += p[t];
+        }
+        for (int64_t i = 0; i < D; i++) sum[i] = 0;
+        if (first) weigh(p, w->prompt_values + prompt, first, D, sum);
+        weigh(p + first, w->values + at, own, D, sum);
+        for (int64_t i = 0; i < D; i++) out[head + i] = store(sum[i] / total);
+    }
+}
+
+/* Appends k and v [B, K, D] to the rows, then lets q [B, H, D] attend over all that they hold. */
+int attend(const Work *w, const real *q, const real *k, const real *v, real *out) {
+    int64_t longest = 0, failed = 0;
+    for (int64_t row = 0; row < w->B; row++) {
+        int64_t n = w->lengths[row] + w->shared[row];
+        longest = n > longest ? n : longest;
+    }
+#pragma omp parallel num_threads(w->threads) if (w->threads > 1)
+    {
+        float *buffer = malloc((size_t)(longest + 2 * w->D) * sizeof(float));
+        if (!buffer) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < w->B; row++) {
+            for (int64_t h = 0; buffer && h < w->K; h++) {
+                int64_t from = (row * w->K + h) * w->D;
+                int64_t to = ((row * w->K + h) * w->room + w->lengths[row] - 1) * w->D;
+                memcpy(w->keys + to, k + from, (size_t)w->D * sizeof(real));
+                memcpy(w->values + to, v + from, (size_t)w->D * sizeof(real));
+                switch (w->D) {
+                case 32: attend_head(w, q, out, row, h, 32, buffer); break;
+                case 64: attend_head(w, q, out, row, h, 64, buffer); break;
+                case 128: attend_head(w, q, out, row, h, 128, buffer); break;
+                default: attend_head(w, q, out, row, h, w->D, buffer);
+                }
+            }
+        }
+        free(buffer);
+    }
+    return (int)failed;
+}

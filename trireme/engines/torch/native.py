@@ -1,0 +1,174 @@
+"""Native: what a decode step does beside its matrix products, compiled where there is a C compiler.
+
+native.c is compiled when an engine is made on a CPU, in about a second, and kept in the user's
+cache folder under a name made of the source, the compiler and the processor. Without a compiler, or
+with TRIREME_NATIVE=0, torch's own operators do the same (`PlainOps` of lean.py). Results differ in
+the last bits, so that byte-equal runs need the same choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trireme.engines.torch.rows import RowStore, Where
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+"""Sums may be reordered when compiled; the order is then the same in every run."""
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "add_norm": [_POINTER] * 4 + [_INT] * 2 + [_FLOAT],
+    "rotate": [_POINTER] * 5 + [_INT] * 3 + [_FLOAT],
+    "silu_times": [_POINTER] * 3 + [_INT],
+    "attend": [_POINTER] * 5,
+    "inverse_cdf": [_POINTER] * 3 + [_INT] * 2,
+}
+
+
+class _Work(ctypes.Structure):
+    """`Work` of native.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "values", "prompt_keys", "prompt_values")),
+        *((name, _POINTER) for name in ("lengths", "slots", "shared")),
+        *((name, _INT) for name in ("room", "prompt_room", "B", "H", "K", "D", "threads")),
+        ("scale", _FLOAT),
+    )
+
+
+class NativeOps:
+    """See PlainOps. `x` of `add_norm` and of `rotate` is overwritten."""
+
+    name = "compiled"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Raises OSError where it cannot be compiled or loaded."""
+        self._library = _load("-DBF16" if dtype == torch.bfloat16 else "-DFLOAT32")
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See PlainOps."""
+        out = torch.empty_like(x)
+        more = None if delta is None else delta.data_ptr()
+        rows, width = x.shape
+        self._call(
+            "add_norm", x.data_ptr(), more, weight.data_ptr(), out.data_ptr(), rows, width, eps
+        )
+        return out
+
+    def rotate(
+        self, x: Tensor, weight: Tensor | None, tables: list[Tensor], positions: Tensor, eps: float
+    ) -> Tensor:
+        """See PlainOps."""
+        cosines, sines = tables[:2]
+        scale = None if weight is None else weight.data_ptr()
+        self._call(
+            "rotate", x.data_ptr(), scale, cosines.data_ptr(), sines.data_ptr(),
+            positions.data_ptr(), *x.shape, eps,
+        )  # fmt: skip
+        return x
+
+    def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See PlainOps."""
+        out = torch.empty_like(gate)
+        self._call("silu_times", gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
+        return out
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, where: Where, scale: float,
+        store: RowStore, prompts: RowStore,
+    ) -> Tensor:  # fmt: skip
+        """See PlainOps."""
+        keys, values = store.layer(layer, k[:, :, None])
+        first_keys, first_values = prompts.layer(layer, k[:, :, None])
+        out = torch.empty_like(q)
+        work = _Work(
+            keys.data_ptr(), values.data_ptr(), first_keys.data_ptr(), first_values.data_ptr(),
+            where.lengths.data_ptr(), where.slots.data_ptr(), where.shared.data_ptr(),
+            keys.shape[2], first_keys.shape[2], *q.shape[:2], *k.shape[1:],
+            torch.get_num_threads(), scale,
+        )  # fmt: skip
+        self._call(
+            "attend", ctypes.addressof(work), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def inverse_cdf(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
+        """See sampling.py."""
+        logprobs = logprobs.contiguous()
+        tokens = torch.empty(len(logprobs), dtype=torch.long)
+        self._call(
+            "inverse_cdf", logprobs.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
+            *logprobs.shape,
+        )  # fmt: skip
+        return tokens
+
+    def _call(self, name: str, *arguments: int | float | None) -> None:
+        if getattr(self._library, name)(*arguments):
+            raise MemoryError(f"no memory is left for the engine's {name}")
+
+
+@cache
+def _load(define: str) -> ctypes.CDLL:
+    """The library, compiled where the cache folder does not have it. Raises OSError."""
+    if os.environ.get("TRIREME_NATIVE") == "0":
+        raise OSError("TRIREME_NATIVE is 0")
+    compiler = next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    if compiler is None:
+        raise OSError("there is no C compiler (gcc, clang or cc)")
+    errors = []
+    # GOMP_parallel is torch's own, so that both share one pool of threads; else there is one thread
+    for threads in (["-fopenmp"], []):
+        try:
+            library = ctypes.CDLL(str(_compiled(compiler, [*FLAGS, define, *threads])))
+        except OSError as error:
+            errors.append(str(error))
+            continue
+        for name, types in _SIGNATURES.items():
+            getattr(library, name).argtypes = types
+        return library
+    raise OSError(errors[-1])
+
+
+def _compiled(compiler: str, flags: list[str]) -> Path:
+    """The file of the library; made whole in a folder of its own, then renamed."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    text = "\n".join([SOURCE.read_text(), version, " ".join(flags), _processor()])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trireme"
+    target = folder / f"native-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        object_file, library = Path(name, "native.o"), Path(name, "native.so")
+        for command in (
+            [compiler, *flags, "-c", str(SOURCE), "-o", str(object_file)],
+            [compiler, "-shared", str(object_file), "-lm", "-o", str(library)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-200:]}")
+        library.replace(target)
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home folder may be that of several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.machine())
