@@ -27,6 +27,7 @@ FILES = sorted(
 QUICK = (
     "against_peers",
     "async_rollout",
+    "decoding",
     "explorer_overhead",
     "fsdp2",
     "generation",
