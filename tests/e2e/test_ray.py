@@ -132,7 +132,7 @@ def test_sigterm_saves_what_was_learned_and_the_same_command_goes_on(
     assert stderr.splitlines()[-1] == f"stopped by SIGTERM: {said}"
     assert "Traceback" not in stderr and nobody_left(tmp_path)
     stdout, _ = ended(start(tmp_path, cluster, f"buffer.total_steps={step + 1}"))
-    assert "going on from" in stdout
+    assert "resuming from" in stdout
     learned = [row["step"] for row in read_metrics(figures) if row["part"] == "trainer"]
     assert learned == list(range(1, step + 2))
 
@@ -167,7 +167,7 @@ def test_what_was_killed_twice_ends_with_the_weights_of_a_run_in_one_process(
     process.communicate()
     assert not (job / "global_step_8").exists()
     stdout, _ = ended(begin())
-    assert "going on from" in stdout
+    assert "resuming from" in stdout
     assert nobody_left(tmp_path / "ranks")
     assert difference(job, alone, 8) < 1e-5
     for part, key in (("trainer", "perf/experiences"), ("explorer", "rollout/reward/mean")):

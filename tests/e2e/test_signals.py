@@ -116,7 +116,7 @@ def test_the_words_are_true_where_the_same_command_begins_anew(tmp_path: Path) -
     code, said = told(process, signal.SIGTERM)
     assert code == 143 and "begins anew (continue_from_checkpoint: false)" in said
     done = run(tmp_path, config, "name=job", "continue_from_checkpoint=true")
-    assert "going on from" in done.stdout and done.returncode == 0
+    assert "resuming from" in done.stdout and done.returncode == 0
 
 
 def test_before_the_first_train_step_there_is_nothing_to_save(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from trireme.config import Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
 from trireme.launch.opening import Monitored, open_run
-from trireme.launch.stage import Stage
+from trireme.launch.stage import Stage, StageResult
+from trireme.launch.stages import summarise
 from trireme.monitor.console import Console
+from trireme.monitor.monitor import JsonLinesMonitor
 
 
 def plan_of(folder: Path) -> Plan:
@@ -24,6 +26,20 @@ def plan_of(folder: Path) -> Plan:
     path.write_text(yaml.safe_dump(small_config(folder)))
     [plan] = make_plans(load_config(path))
     return plan
+
+
+def test_the_summary_of_a_resumed_run_begins_where_its_first_start_did(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    monitor = JsonLinesMonitor(plan.job_dir / "monitor")
+    for step, share in ((0, 0.25), (20, 0.5)):
+        monitor.log(
+            {"eval/held_out/accuracy/mean@1": share, "eval/held_out/tasks": 4.0}, step, "eval"
+        )
+    last = {"held_out": {"accuracy/mean@1": 0.75, "tasks": 4.0}}
+    summary = summarise([StageResult(None, "both", "grpo", last=last)], plan.job_dir, [plan])
+    assert (summary.accuracy_before, summary.accuracy_rl) == (0.25, 0.75)
+    trained = summarise([StageResult(None, "train", "grpo")], plan.job_dir, [plan])
+    assert trained.accuracy_before is None  # nothing was evaluated here
 
 
 def opened(plan: Plan, device: Device) -> AbstractContextManager[tuple[Stage, Monitored]]:

@@ -141,7 +141,7 @@ def _since_last_start(
         refuse_meaningless(
             stage.plan, stage.model_path, folder, resumed.step, stage.recipe, old, start
         )
-        lines = [f"going on from {folder.step_dir(resumed.step)}"]
+        lines = [f"resuming from {folder.step_dir(resumed.step)}"]
     if old is None:
         return [*lines, "what has changed since its last start is not known: no run/ tells it"]
     state = explored or {"step": resumed.step if resumed else 0, "taskset": {}}

@@ -192,13 +192,14 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
     for result, plan in zip(results, plans, strict=True):
         fresh = plan.model_from_stage is None
         supervised = result.schema == "sft"
-        summary.measure = measured(result.first or result.last)[0] or summary.measure
+        first = result.first or (evaluated_at_first(plan) if result.last else None)
+        summary.measure = measured(first or result.last)[0] or summary.measure
         if fresh:
-            summary.accuracy_before = accuracy(result.first)
+            summary.accuracy_before = accuracy(first)
         if supervised:
             summary.accuracy_sft = accuracy(result.last)
         else:
-            summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(result.first)
+            summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(first)
             summary.accuracy_rl = accuracy(result.last)
         add_example(summary, "before" if fresh else "after SFT", result.first_example)
         add_example(summary, "after SFT" if supervised else "after RL", result.last_example)
@@ -206,14 +207,25 @@ def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) 
         summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
         summary.model_dir = result.model_dir or summary.model_dir
         summary.steps[result.name or "run"] = result.steps
-        evaluations = {"first": result.first, "last": result.last or result.first}
-        if result.first or result.last:
+        evaluations = {"first": first, "last": result.last or first}
+        if first or result.last:
             summary.evaluations[result.name or "run"] = evaluations
         summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
     if summary.model_dir:
         stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
         summary.next_command = f"trireme {'view' if stored else 'convert --checkpoint-dir'} {job}"
     return summary
+
+
+def evaluated_at_first(plan: Plan) -> Evaluation | None:
+    """The evaluation before a stage's first step, as an earlier start of the run recorded it."""
+    rows = read_metrics(JobFolder(plan.job_dir, plan.explorer_name).monitor / FILE_NAME)
+    at_first = (row["metrics"] for row in rows if row["part"] == "eval" and row["step"] == 0)
+    evaluation: Evaluation = {}
+    for key, value in next(at_first, {}).items():
+        name, _, metric = key.removeprefix("eval/").partition("/")
+        evaluation.setdefault(name, {})[metric] = value
+    return evaluation or None
 
 
 def add_example(summary: Summary, label: str, example: dict[str, Any] | None) -> None:
