@@ -6,7 +6,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?= -q -rs --durations=20 -n 2 --dist loadfile
+# files in the order of tests/conftest.py, the longest first, so that no worker idles at the end
+PYTEST_ARGS ?= -q -rs --durations=20 -n 2 --dist loadfile --no-loadscope-reorder
 # a skip whose reason holds one of these words fails: what it needs has been installed for the target
 REQUIRE := OMP_NUM_THREADS=1 TRIREME_REQUIRE
 

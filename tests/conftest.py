@@ -18,7 +18,11 @@ from tests.postgres import Server, binaries, serving
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, visibly, where torch has none."""
+    """Tests marked `gpu` are skipped, visibly, where torch has none; files begin with the longest:
+    those that have a test marked `slow`, then the other whole runs.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "e2e"))
     if wanted := [item for item in items if item.get_closest_marker("gpu")]:
         import torch
 

@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[list[str], str, list[str]]] = {
     "a reward that is always 0": (
         [f"{REWARD}=mine:zero"],
         "zero_rewards",
-        ["every reward of the last 3 steps is 0", "#### 7' (str)", "the reply ends in"],
+        ["every reward of the last 4 steps is 0", "#### 10' (str)", "the reply ends in"],
     ),
     "a reward that is always the same": (
         [f"{REWARD}=mine:half"],
@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[list[str], str, list[str]]] = {
     "prompts that are too long": (
         [f"{WORKFLOW}=mine:plain", "model.max_prompt_tokens=10"],
         "prompts_too_long",
-        ["100% of the rollouts of the last 3 steps had a prompt that is too long"],
+        ["100% of the rollouts of the last 4 steps had a prompt that is too long"],
     ),
     "a template that drops tools": (
         [f"{WORKFLOW}=mine:with_tools"],
@@ -129,10 +129,10 @@ def test_a_resumed_run_says_nothing_twice(tmp_path: Path) -> None:
         done = run(tmp_path, config, f"{REWARD}=mine:zero", f"buffer.total_steps={steps}")
         assert done.returncode == 0, done.stderr
         said.append(done.stderr.count("zero_rewards: every reward"))
-        assert done.stdout.count("zero_rewards: every reward of the last 3 steps is 0") == 1
+        assert done.stdout.count("zero_rewards: every reward of the last 4 steps is 0") == 1
     assert said == [1, 0]
     found = summary(tmp_path / "checkpoints/tests/job")["warnings"]
-    assert "#### 7' (str)" in next(w["sample"] for w in found if w["cause"] == "zero_rewards")
+    assert "#### 10' (str)" in next(w["sample"] for w in found if w["cause"] == "zero_rewards")
 
 
 def summary(job: Path) -> dict[str, Any]:
