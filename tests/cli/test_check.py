@@ -42,6 +42,15 @@ def test_what_a_wrong_key_leaves_open_is_not_told_as_well(tmp_path):
     assert text.count("problem:") == 1
 
 
+def test_lengths_that_nobody_gave_have_no_numbers(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    code, text = printed(
+        tmp_path / "config.yaml", "model.max_model_len=null", "model.max_prompt_tokens=null"
+    )
+    assert code == 1
+    assert "lengths       not given\n" in text
+
+
 def test_a_missing_file_is_a_problem(tmp_path):
     code, text = printed(tmp_path / "none.yaml")
     assert code == 1

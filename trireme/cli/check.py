@@ -137,6 +137,9 @@ def _model(plan: Plan) -> str:
 
 
 def _lengths(plan: Plan) -> str:
+    model = plan.config.model
+    if model.max_model_len is None and None in (model.max_prompt_tokens, model.max_response_tokens):
+        return "not given"
     least = f", response at least {plan.min_response_tokens}" if plan.min_response_tokens else ""
     return (
         f"{plan.max_model_len} tokens: prompt up to {plan.max_prompt_tokens}, response up to "

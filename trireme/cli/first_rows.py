@@ -50,7 +50,7 @@ def unread(why: str) -> tuple[str, str]:
 
 def _of_prompts(plan: Plan, name: str, prompts: Prompts) -> list[tuple[str, str]]:
     """The prompts of a taskset."""
-    lines = [("prompts", f"{name}: {_range(prompts.sizes)}"), ("first ends", _end(prompts.first))]
+    lines = [("prompts", f"{name}: {_range(prompts.sizes)}"), ("first prompt", _end(prompts.first))]
     if prompts.drops_tools:
         lines.append(("warning", f"{name}: the chat template writes nothing of the rows' tools"))
     said = too_long(plan, name, prompts)
