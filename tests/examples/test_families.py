@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.job import ROOT, environment
+from tests.e2e.job import ROOT, trireme
 
 pytestmark = pytest.mark.timeout(600)
 EXAMPLES = ROOT / "examples"
@@ -52,15 +51,8 @@ class Workshop:
 
     def run(self, yaml: str, *overrides: str) -> None:
         """`trireme run` on an example."""
-        program = "from trireme.cli.main import main; main()"
-        done = subprocess.run(
-            [sys.executable, "-c", program, "run", str(EXAMPLES / yaml), *overrides],
-            capture_output=True,
-            text=True,
-            timeout=500,
-            env=environment() | {"TRINITY_CHECKPOINT_ROOT_DIR": str(self.root)},
-            cwd=self.root,
-        )
+        words = ("run", str(EXAMPLES / yaml), *overrides)
+        done = trireme(self.root, *words, TRINITY_CHECKPOINT_ROOT_DIR=str(self.root))
         assert done.returncode == 0, done.stdout + done.stderr
 
     def metrics(self, job: str, metric: str) -> list[float]:
