@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ray.exceptions import RayTaskError
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.launch.ray.actors import SidePart
 from trireme.launch.ray.remote import Actor, Part, Reports, answer, remote
+from trireme.launch.ray.run import environment_of
 
 
 class Adder(Part):
@@ -92,3 +94,22 @@ def test_an_error_from_elsewhere_has_no_cause_that_is_rays() -> None:
     with pytest.raises(OtherSideFailed) as caught:
         asyncio.run(answer(call()))
     assert caught.value.__cause__ is None
+
+
+def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("PYTORCH_", "OMP_")):
+            monkeypatch.delenv(name)
+    steered = {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1", "HF_HOME": "/models"}
+    for name, value in {**steered, "CUDA_VISIBLE_DEVICES": "3", "HF_TOKEN": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    plan: Any = SimpleNamespace(device="cuda", places_per_node=8)
+    trainer, engine = (environment_of(plan, trains=trains) for trains in (True, False))
+    assert steered.items() <= trainer.items() and steered.items() <= engine.items()
+    assert not {"CUDA_VISIBLE_DEVICES", "HF_TOKEN"} & set(trainer)
+    assert trainer["OMP_NUM_THREADS"] == "4"
+    assert trainer["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in engine  # vLLM's sleep does without it
+    plan.device = "cpu"
+    assert environment_of(plan, trains=True)["OMP_NUM_THREADS"] == "1"

@@ -217,7 +217,9 @@ class Actors:
 
     def _actor(self, name: str, options: dict[str, Any], part: type[Part]) -> Any:
         """The handle of a part in an actor of its own."""
-        actor = RayActor.options(**options, runtime_env={"env_vars": _environment()})
+        trains = part in (TrainerPart, FollowerPart)
+        variables = environment_of(self._plan, trains=trains)
+        actor = RayActor.options(**options, runtime_env={"env_vars": variables})
         handle = actor.remote(part, os.getcwd())
         file = "trainer" if name.startswith("trainer_rank") else name
         self._watched.append(Watched(name, handle, self._stage.folder.log / f"{file}.log"))
@@ -269,12 +271,33 @@ class Actors:
             show[kind](*values)
 
 
-def _environment() -> dict[str, str]:
-    """What the actors' processes need of ours: where modules lie, and one thread each."""
+_FORWARDED = (
+    "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "VLLM_", "CUDA_", "HF_",
+    "TRINITY_PLUGIN_DIRS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY",
+)  # fmt: skip
+"""How the variables begin that steer a run, also where Ray was started without them."""
+_KEPT_BACK = ("CUDA_VISIBLE_DEVICES", "HF_TOKEN")
+"""Ray's own, and a secret: Ray shows an actor's environment to all who see its cluster."""
+
+
+def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
+    """What an actor's process needs of ours: where modules lie, its threads, and what was set for
+    the network, torch and its engine. `trains`: it is one of the trainer's.
+    """
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    kept = ("HF_HUB_OFFLINE", "TRINITY_PLUGIN_DIRS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY")
+    threads = 1
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _KEPT_BACK
+    }
+    if plan.device == "cuda":
+        threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
+        if trains and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(given):
+            # micro-batches differ in size; the name that every torch knows
+            given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, *filter(os.path.isdir, sys.path[:1])])),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **{name: os.environ[name] for name in kept if name in os.environ},
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        **given,
     }
