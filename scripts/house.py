@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 241,
+    "trireme files": 242,
     "trireme lines": 47_300,
     "trinity files": 3,
     "longest file": 500,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scripts import memory_page
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, Plan, load_config, placement
 from trireme.launch.check import draft, make_plans
@@ -149,6 +150,43 @@ def test_an_engine_takes_its_tensor_pipeline_and_data_parallel_places(tmp_path, 
         plan_of(tmp_path, "cluster.gpu_per_node=8", f"{ENGINES}=2", *sizes)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 16: an engine has to fit"):
         plan_of(tmp_path, "cluster.gpu_per_node=8", f"{MODEL}.pipeline_parallel_size=16")
+
+
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    machine(8)
+    given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
+    tokens = "trainer.max_token_len_per_gpu=16384"
+    (said,) = [
+        p for p in problems(tmp_path, *given, tokens, f"{ENGINES}=6", **SEVEN) if "short" in p
+    ]
+    assert said.startswith("trainer needs ") and "for each of 2 ranks" in said
+    assert "a GPU has 80.0 GiB" in said and "GiB are short" in said
+    (plan,), _, _ = draft(config_of(tmp_path, tree(tmp_path, SEVEN), *given, tokens))
+    assert plan.trainer_ranks == 7 and plan.gradient_checkpointing
+    assert sum(plan.memory.values()) < 80 * 2**30
+    (small,), _, _ = draft(config_of(tmp_path, tree(tmp_path, {}), *given))
+    assert not small.gradient_checkpointing
+    asked = "trainer.enable_gradient_checkpointing=true"
+    (small,), _, _ = draft(config_of(tmp_path, tree(tmp_path, {}), *given, asked))
+    assert small.gradient_checkpointing
+
+
+def test_the_page_has_the_plans_table():
+    page = memory_page.PAGE.read_text(encoding="utf-8")
+    assert page == memory_page.document(), "run: python scripts/memory_page.py"
 
 
 URLS = (f"{MODEL}.base_urls=[http://127.0.0.1:1]",)

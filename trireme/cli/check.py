@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trireme.config import ConfigError, Plan
+from trireme.config.memory import told
 from trireme.log import hide_passwords
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("explore step", _explore_step(plan)))
     if trains:
         rows.append(("train step", _train_step(plan)))
+    if plan.memory:
+        again = "; activations are computed again" * plan.gradient_checkpointing
+        rows.append(("memory", f"{told(plan.memory)} of a trainer's {plan.device}{again}"))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
         engine = ", ".join(plan.engine_urls) or _engines(plan)

@@ -398,7 +398,7 @@ def _check_arguments(stage: Stage, vllm: Vllm) -> None:
 
 def _check_heads(stage: Stage, gpus: int) -> None:
     """What of the model's shape vLLM cannot do, by config.json."""
-    facts = _model_config(stage)
+    facts = model_config(stage)
     heads = facts.get("num_attention_heads")
     if not isinstance(heads, int):
         return
@@ -417,13 +417,16 @@ def _check_heads(stage: Stage, gpus: int) -> None:
         )
 
 
-def _model_config(stage: Stage) -> dict[str, Any]:
-    """config.json of the model; empty where it is not here."""
+def model_config(stage: Stage) -> dict[str, Any]:
+    """config.json of the model; empty where it is not here, or `check_model` finds it wrong."""
     path = stage.config.model.model_path
-    folder = located(path, "models") if path else None
-    if folder is None or not (folder / "config.json").is_file():
+    try:
+        folder = located(path, "models") if path else None
+        if folder is None or not (folder / "config.json").is_file():
+            return {}
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
         return {}
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from trireme.config.memory import plan_memory
 from trireme.config.placement import (
     EngineKind,
     Launcher,
@@ -83,6 +85,10 @@ class Plan:
     """Explore steps between evaluations, a multiple of `sync_interval`."""
     max_token_len: int
     """Tokens of a micro-batch."""
+    gradient_checkpointing: bool
+    """Activations are computed again in the backward pass."""
+    memory: dict[str, int]
+    """Bytes that a trainer's rank takes of its device, by what for; empty: that is not known."""
     sync_method: SyncMethod
     sync_style: SyncStyle
     sync_interval: int
@@ -152,7 +158,17 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
     buffer_type, buffer_path = store_of(stage, job_dir)
     _note_engine(stage, on_ray or hosts > 0)
     window = config.trainer.ulysses_sequence_parallel_size
-    two_rows = math.ceil(2 * lengths.max_model_len / window)
+    max_tokens = config.trainer.max_token_len_per_gpu
+    max_tokens = max_tokens or math.ceil(2 * lengths.max_model_len / window)
+    device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
+    memory, checkpointing = plan_memory(
+        stage,
+        places,
+        tokens=max_tokens,
+        device=device,
+        half=dtype == "bfloat16",
+        free=gpu_bytes() if gpus else None,
+    )
     return Plan(
         config=config,
         stage_name=stage.name,
@@ -161,8 +177,8 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
         colocated=stage.colocated,
         job_dir=job_dir,
         seed=config.seed,
-        device="cuda" if gpus else "cpu",
-        dtype=_dtype(stage, gpus),
+        device=device,
+        dtype=dtype,
         model_path=config.model.model_path,
         batch_size=config.buffer.batch_size,
         repeat_times=config.algorithm.repeat_times,
@@ -171,7 +187,9 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
         engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
         engine_key=explorer.rollout_model.api_key,
         eval_interval=max(explorer.eval_interval // sync.sync_interval, 1) * sync.sync_interval,
-        max_token_len=config.trainer.max_token_len_per_gpu or two_rows,
+        max_token_len=max_tokens,
+        gradient_checkpointing=checkpointing,
+        memory=memory,
         sync_method=method,
         sync_style=style,
         sync_interval=sync.sync_interval,
@@ -215,6 +233,17 @@ def num_gpus() -> int:
         return present
     listed = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
     return min(present, len(listed))
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this machine's smallest GPU, by its driver; None where that does not say."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
 
 
 def _dtype(stage: Stage, gpus: int) -> str:

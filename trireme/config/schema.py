@@ -284,8 +284,9 @@ class TrainerConfig(Section):
     """Ranks that share one sequence; a divisor of the attention heads and of the ranks."""
     fix_actor_microbatch_loss_scale: Annotated[bool, NoEffect()] = False
     """Normalise losses over the whole batch; always so here."""
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    enable_gradient_checkpointing: bool | None = None
+    """Compute activations again in the backward pass: less memory, more time; not given: on a GPU
+    whose memory they would not fit into."""
     offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
     collective_timeout: Annotated[

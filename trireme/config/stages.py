@@ -41,6 +41,9 @@ class Stage:
     sample_strategy: str = "default"
     expert_ratio: float | None = None
     """Which share of a train batch an expert's data set gives; None: it gives none."""
+    has_reference: bool = False
+    has_critic: bool = False
+    """Models that the trainer holds beside the trained one."""
     one_experience: bool = False
     """Each rollout of training leaves exactly one experience."""
     task_rows: int | None = None

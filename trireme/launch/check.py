@@ -257,6 +257,7 @@ def _make_recipe(parts: Parts) -> None:
     if recipe is None:
         return
     stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
+    stage.has_reference, stage.has_critic = recipe.needs_reference, recipe.needs_critic
     explores = stage.config.mode not in ("train", "serve")
     if recipe.needs_groups and algorithm.repeat_times < 2 and explores:
         stage.problem(

@@ -63,7 +63,7 @@ def _settings(plan: Plan) -> TrainSettings:
         device=plan.device,
         dtype=plan.dtype,
         lora=lora,
-        gradient_checkpointing=config.trainer.enable_gradient_checkpointing,
+        gradient_checkpointing=plan.gradient_checkpointing,
         offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
         seed=plan.seed,
