@@ -30,6 +30,14 @@ T = TypeVar("T")
 WARN_S, LOOK_S, INTERRUPT_S = 10.0, 0.5, 2.0
 
 
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop of this thread, where one is running."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 GRACE_S = 3.0
 """How long the cause of a failure may take to arrive after what came of it."""
 

@@ -148,7 +148,7 @@ class Experience:
                 f"Experience.tokens must be one row of ids, not {list(self.tokens.shape)}"
             )
         self.prompt_length = _prompt_length(self.tokens, mask, prompt_length)
-        given = {
+        fields = {
             "mask": action_mask if mask is None else mask,
             "logprobs": logprobs,
             "versions": versions,
@@ -159,9 +159,9 @@ class Experience:
             "returns": returns,
             "teacher_logprobs": teacher_logprobs,
         }
-        for name, value in given.items():
+        for name, value in fields.items():
             setattr(self, name, None if value is None else self._aligned(name, value))
-        if given["mask"] is None:
+        if fields["mask"] is None:
             self.mask = torch.arange(len(self.tokens)) >= self.prompt_length
         self.eid = eid or EID.random()
         self.reward = None if reward is None else float(reward)

@@ -71,7 +71,9 @@ class Registry:
                 thing = self._registered[key] = _import_path(thing, kind=self.name)
             return thing
         if "." not in key and ":" not in key:
-            raise ValueError(self._unknown(key))
+            known = ", ".join(self.names()) or "none"
+            hint = did_you_mean(key, self.names()) or "."
+            raise ValueError(f"unknown {self.name} '{key}'{hint} Known: {known}")
         if key not in self._of_paths:  # a path is no name
             self._of_paths[key] = _import_path(key, kind=self.name)
         return self._of_paths[key]
@@ -95,7 +97,7 @@ class Registry:
             return module_cls
         taken, replaces = self._registered.get(module_name), module_name in self.built_in()
         if taken is not None and not replaces and not force:
-            if _same_definition(taken, module_cls):
+            if _where(taken) == _where(module_cls):  # of a module that was loaded twice
                 return module_cls
             raise ValueError(
                 f"{self.name}: the name '{module_name}' is registered twice, "
@@ -150,10 +152,6 @@ class Registry:
                 return True
             frame = frame.f_back
         return False
-
-    def _unknown(self, key: str) -> str:
-        hint = did_you_mean(key, self.names()) or "."
-        return f"unknown {self.name} '{key}'{hint} Known: {', '.join(self.names()) or 'none'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:
@@ -221,11 +219,6 @@ def _source(module: str) -> str:
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
     return Path(spec.origin).read_text(encoding="utf-8")
-
-
-def _same_definition(a: Any, b: Any) -> bool:
-    """Whether both come from the same line of the same file (a module that was loaded twice)."""
-    return _where(a) == _where(b)
 
 
 def _where(thing: Any) -> str:

@@ -70,10 +70,10 @@ def grpo(
         rewards = _unlikely_first(rewards, groups, counts, mean_logprobs, rank_penalty)
     batch_std = rewards[counts].std() if counts.sum() > 1 else rewards.new_ones(())
     for member in by_group(groups):
-        own = rewards[member & counts]
-        alone = len(own) == 1
-        mean = rewards.new_zeros(()) if alone else own.mean()
-        std = rewards.new_ones(()) if alone else own.std()
+        counted_rewards = rewards[member & counts]
+        alone = len(counted_rewards) == 1
+        mean = rewards.new_zeros(()) if alone else counted_rewards.mean()
+        std = rewards.new_ones(()) if alone else counted_rewards.std()
         if std_threshold is not None and (alone or std <= std_threshold):
             advantages[member] = torch.nan
             continue
@@ -128,9 +128,9 @@ def _unlikely_first(
         )
     out = torch.empty_like(rewards)
     for member in by_group(groups):
-        own = mean_logprobs[member & counts]
-        rank = (mean_logprobs[member][:, None] > own).sum(1)
-        out[member] = rewards[member] * (1 - penalty * rank / len(own))
+        counted = mean_logprobs[member & counts]
+        rank = (mean_logprobs[member][:, None] > counted).sum(1)
+        out[member] = rewards[member] * (1 - penalty * rank / len(counted))
     return out
 
 
@@ -206,9 +206,9 @@ def gigpo(
     for run in range(len(last)):
         mine = (run_of == run).nonzero().flatten()
         following = step_rewards.new_zeros(())
-        for place in mine[steps[mine].argsort(descending=True)].tolist():
-            following = step_rewards[place] + gamma * following
-            to_go[place] = following
+        for step_index in mine[steps[mine].argsort(descending=True)].tolist():
+            following = step_rewards[step_index] + gamma * following
+            to_go[step_index] = following
     totals = torch.zeros_like(rewards[last]).index_add(0, run_of, step_rewards)
     episode = _centred(totals, groups[last], fnorm == "std", epsilon)[run_of]
     return episode + omega * _centred(to_go, anchors, fnorm == "std", epsilon)
@@ -228,10 +228,10 @@ def _centred(values: Tensor, groups: Tensor, divide: bool, epsilon: float) -> Te
     """value - mean of its group, over the group's std where asked; 0 for a group of one."""
     out = torch.zeros_like(values)
     for member in by_group(groups):
-        own = values[member]
-        if len(own) > 1:
-            scale = own.std() + epsilon if divide else 1.0
-            out[member] = (own - own.mean()) / scale
+        group_values = values[member]
+        if len(group_values) > 1:
+            scale = group_values.std() + epsilon if divide else 1.0
+            out[member] = (group_values - group_values.mean()) / scale
     return out
 
 

@@ -34,9 +34,9 @@ def assign_advantages(
 
     scores = part(lookup, data.__contains__)
     if not isinstance(scores, Tensor) or scores.shape != data["rewards"].shape:
-        given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(
-            f"{part.label} gave {given}: expected one number per experience, [{len(experiences)}]"
+            f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
         )
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
@@ -138,8 +138,8 @@ def _anchors(experiences: list[Experience]) -> list[int]:
     """The environment's states (`info["env_state_hash"]`) as numbers; unknown ones are alone."""
     known: dict[object, int] = {}
     return [
-        known.setdefault(e.info.get("env_state_hash", ("unknown", place)), len(known))
-        for place, e in enumerate(experiences)
+        known.setdefault(e.info.get("env_state_hash", ("unknown", index)), len(known))
+        for index, e in enumerate(experiences)
     ]
 
 

@@ -99,8 +99,8 @@ def part_of(
     whose = f"algorithm.{kind} '{name}'"
     refuse_unknown_options(whose, options, [*allowed, *settings])
     for key, default in settings.items():
-        given = options.pop(key, default)
-        settings[key] = checked_value(whose, key, _KINDS.get(key, type(default)), given)
+        chosen = options.pop(key, default)
+        settings[key] = checked_value(whose, key, _KINDS.get(key, type(default)), chosen)
     options = checked_options(whose, function, options)
     theirs = {key: options.pop(key) for key in inherited if key in options}
     before = part_of(kind, first.__name__, first, theirs) if first else None

@@ -221,7 +221,7 @@ def mix(
     Experts' and own tokens are averaged each over their own kind (`Recipe.weights`), so that mu
     says how the two weigh whatever their numbers are.
     """
-    own, reported = ppo(
+    loss, reported = ppo(
         logprobs,
         old_logprobs,
         advantages,
@@ -229,7 +229,7 @@ def mix(
         clip_range_low=clip_range_low,
         clip_range_high=clip_range_high,
     )
-    return torch.where(expert, mu * sft(logprobs), (1 - mu) * own), _own(reported, expert)
+    return torch.where(expert, mu * sft(logprobs), (1 - mu) * loss), _own(reported, expert)
 
 
 @policy_loss("mix_chord")
@@ -255,7 +255,7 @@ def mix_chord(
     With `enable_phi_function` an expert's token weighs p (1 - p).
     """
     mu = chord_mu(int(step), mu_warmup_steps, mu_decay_steps, mu_peak=mu_peak, mu_valley=mu_valley)
-    own, reported = ppo(
+    loss, reported = ppo(
         logprobs,
         old_logprobs,
         advantages,
@@ -265,7 +265,7 @@ def mix_chord(
     )
     theirs = sft_phi(logprobs, cutoff_prob=cutoff_prob) if enable_phi_function else sft(logprobs)
     reported = _own(reported, expert) | {"mu": torch.full_like(logprobs.detach(), mu)}
-    return torch.where(expert, mu * theirs, (1 - mu) * own), reported
+    return torch.where(expert, mu * theirs, (1 - mu) * loss), reported
 
 
 def chord_mu(

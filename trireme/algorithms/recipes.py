@@ -212,8 +212,10 @@ class Recipe:
         auxiliary: Mapping[str, Takes] | None = None,
     ) -> Sample:
         """Experiences for a train step by the sample strategy, and its metrics."""
-        given = {"buffer": buffer, "num": num, "version": version, "auxiliary": auxiliary or {}}
-        return await self.parts["sample_strategy"](lambda name, _: given[name], given.__contains__)
+        arguments = {"buffer": buffer, "num": num, "version": version, "auxiliary": auxiliary or {}}
+        return await self.parts["sample_strategy"](
+            lambda name, _: arguments[name], arguments.__contains__
+        )
 
     def _weighted(self, kind: str) -> Part | None:
         part = self.parts[kind]

@@ -67,12 +67,12 @@ async def staleness_control(
     stale: list[Experience] = []
     while len(kept) < num:
         wanted = num - len(kept)
-        found = await buffer.take(wanted)
-        for experience in found:
+        taken = await buffer.take(wanted)
+        for experience in taken:
             made = experience.info.get("group_version", experience.version)
             fresh = made < 0 or version - made <= max_staleness
             (kept if fresh else stale).append(experience)
-        if len(found) < wanted and kept:
+        if len(taken) < wanted and kept:
             break  # the last ones; with none kept, the next take says that it is over
     return kept, {
         "sample/dropped_stale": float(len(stale)),
@@ -99,7 +99,7 @@ async def mix(
             f"{sft_dataset_name}, which is not given"
         )
     share = own_share(num, expert_data_ratio)
-    own = await buffer.take(share)
+    fresh = await buffer.take(share)
     experts = await auxiliary[sft_dataset_name].take(num - share)
     for expert in experts:
         nothing = torch.zeros(len(expert.tokens))
@@ -107,7 +107,7 @@ async def mix(
         expert.reward = 0.0
         expert.logprobs, expert.advantages, expert.returns = nothing, nothing, nothing
         expert.versions = torch.full((len(expert.tokens),), -1, dtype=torch.int32)
-    return [*own, *experts], {"sample/expert_count": float(len(experts))}
+    return [*fresh, *experts], {"sample/expert_count": float(len(experts))}
 
 
 def own_share(num: int, expert_data_ratio: float) -> int:

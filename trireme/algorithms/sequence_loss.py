@@ -80,10 +80,10 @@ def dpo(
     is `beta`, e `label_smoothing`.
     """
     gains = logprobs - ref_logprobs
-    pairs, place = pair_ids.unique(return_inverse=True)
+    pairs, pair_index = pair_ids.unique(return_inverse=True)
     zeros = gains.new_zeros(len(pairs))
-    won = zeros.index_add(0, place, gains * chosen)
-    lost = zeros.index_add(0, place, gains * ~chosen)
+    won = zeros.index_add(0, pair_index, gains * chosen)
+    lost = zeros.index_add(0, pair_index, gains * ~chosen)
     margin = beta * (won - lost)
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
     reported = {
@@ -92,7 +92,7 @@ def dpo(
         "dpo_reward_chosen": beta * won.detach(),
         "dpo_reward_rejected": beta * lost.detach(),
     }
-    return loss[place], reported
+    return loss[pair_index], reported
 
 
 ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]

@@ -102,15 +102,15 @@ class Claims:
         order = [table.c.id] if self._reuse is None else [self._priority().desc(), table.c.id]
         columns = (table.c.id, table.c.consumed + table.c.used + 1, table.c.experience_bytes)
         rows = select(*columns).where(self._open(connection, ended=ended)).order_by(*order)
-        found = connection.execute(rows.limit(n).with_for_update(skip_locked=True)).all()
-        if len(found) < least:
+        locked = connection.execute(rows.limit(n).with_for_update(skip_locked=True)).all()
+        if len(locked) < least:
             return []
         taken: dict[str, Any] = {"claimed_by": self._reader, "used": table.c.used + 1}
         if self._reuse is not None and self._reuse.cooldown is not None:
             taken["ready_at"] = database_time(connection) + self._reuse.cooldown
-        for part in _chunks([row[0] for row in found]):
+        for part in _chunks([row[0] for row in locked]):
             connection.execute(update(table).where(table.c.id.in_(part)).values(**taken))
-        return [(row[0], row[1], row[2]) for row in found]
+        return [(row[0], row[1], row[2]) for row in locked]
 
     def seal(self, connection: Connection, seal: str) -> int:
         """Bind what this reader holds to the checkpoint `seal`; how many rows it now has."""

@@ -101,9 +101,9 @@ class FileBuffer:
     def metrics(self) -> dict[str, float]:
         """What the rows that were read since the last call came to: `data/rows`, `data/cut` …"""
         counts = Counter(self._format.counts)
-        found = {f"data/{name}": float(n - self._told[name]) for name, n in counts.items()}
+        metrics = {f"data/{name}": float(n - self._told[name]) for name, n in counts.items()}
         self._told = counts
-        return found
+        return metrics
 
     def commit(self) -> None:
         """A data set keeps its rows: nothing to forget."""
@@ -118,22 +118,22 @@ class FileBuffer:
 
     def _read(self, n: int) -> tuple[list[Experience], int]:
         """The next n experiences, and the position behind them."""
-        found: list[Experience] = []
+        experiences: list[Experience] = []
         position, dropped = self._position, 0
-        while len(found) < n and (self._end is None or position < self._end):
+        while len(experiences) < n and (self._end is None or position < self._end):
             row = self._order[position]
             epoch = position // len(self._format)
             experience = self._format(row, eid=EID(epoch, row))
             position += 1
             if experience is not None:
-                found.append(experience)
+                experiences.append(experience)
                 continue
             dropped += 1
-            if dropped >= len(self._format) and not found:
+            if dropped >= len(self._format) and not experiences:
                 raise ValueError(
                     f"buffer '{self.name}': no row of its {len(self._format)} leaves anything to "
                     f"train within model.max_model_len"
                 )
         if dropped:
             logger.warning("%d rows of buffer '%s' are too long to train on", dropped, self.name)
-        return found, position
+        return experiences, position

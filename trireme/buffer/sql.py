@@ -142,7 +142,7 @@ class SqlBuffer:
 
         before = set(self._held)
         try:
-            found = await self._poll(
+            taken = await self._poll(
                 lambda connection: self._try_take(connection, n),
                 waited_for,
                 in_vain=lambda: self.demand.set(True),
@@ -150,11 +150,11 @@ class SqlBuffer:
                 gives_up=self._gives_up,
             )
             self._bell.ring()
-            if not found:
+            if not taken:
                 raise Closed(f"buffer '{self.name}' is closed and empty")
-            self._held.update(row_id for row_id, _, _ in found)
-            logger.info("%d experiences taken", len(found))
-            return await asyncio.to_thread(self._decode, found)
+            self._held.update(row_id for row_id, _, _ in taken)
+            logger.info("%d experiences taken", len(taken))
+            return await asyncio.to_thread(self._decode, taken)
         except asyncio.CancelledError:
             with self._taking:  # its thread may be about to claim
                 self._held = before
@@ -386,8 +386,8 @@ class SqlBuffer:
         self._parties.want(connection, n if has < n and not ended else 0)
         if has < n and not ended:
             return None
-        found = self._claims.claim(connection, n, least=1 if ended else n, ended=ended)
-        return found if found or not has else None  # None: another reader is just taking them
+        claimed = self._claims.claim(connection, n, least=1 if ended else n, ended=ended)
+        return claimed if claimed or not has else None  # None: another reader is just taking them
 
     def _settle_claims(self, connection: Connection) -> None:
         """Give back what this reader's last process held, and what silent readers hold."""
@@ -403,11 +403,11 @@ class SqlBuffer:
         return self._transact(lambda connection: self._parties.missing(connection, role))
 
     def _decode(self, rows: list[tuple[int, int, bytes]]) -> list[Experience]:
-        found = [decode(data)[0] for _, _, data in rows]
+        experiences = [decode(data)[0] for _, _, data in rows]
         if self._reuse is not None:
-            for experience, (_, use, _) in zip(found, rows, strict=True):
+            for experience, (_, use, _) in zip(experiences, rows, strict=True):
                 experience.info["use_count"] = use
-        return found
+        return experiences
 
     def _stop_if_failed(self, connection: Connection) -> None:
         failed = self._parties.failure(connection)

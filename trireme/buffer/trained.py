@@ -141,8 +141,8 @@ class TrainedTokens:
 
     def _thin(self) -> None:
         """Every second of the older files goes, until all fit."""
-        found = [path for _, path in files(self._folder)]
-        sizes = {path: path.stat().st_size for path in found}
+        paths = [path for _, path in files(self._folder)]
+        sizes = {path: path.stat().st_size for path in paths}
         while sum(sizes.values()) > self._limit and len(sizes) > 1:
             older = list(sizes)[: max(1, len(sizes) - 1 - int(KEPT_NEWEST * len(sizes)))]
             for path in older[1::2] or older:

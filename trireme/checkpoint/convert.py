@@ -161,22 +161,22 @@ def find_places(path: Path) -> list[Place]:
             f"--checkpoint-dir '{path}' is the root of all files: expected a job's folder, or a "
             "step of it (is a variable that it is made of not set?)"
         )
-    for place in (path.resolve(), *path.resolve().parents):
-        if _is_step(place):
-            return [Place(place, place / "actor")]
-    for place in (path.resolve(), *path.resolve().parents):
-        if (place / METADATA).is_file():
-            return [Place(place, place)]
+    for folder in (path.resolve(), *path.resolve().parents):
+        if _is_step(folder):
+            return [Place(folder, folder / "actor")]
+    for folder in (path.resolve(), *path.resolve().parents):
+        if (folder / METADATA).is_file():
+            return [Place(folder, folder)]
     try:
         steps = [p for p in path.rglob("global_step_*") if _is_step(p)]
-        found = [p for p in path.rglob(METADATA) if p.is_file()]
+        metadata = [p for p in path.rglob(METADATA) if p.is_file()]
     except OSError as error:
         raise ValueError(
             f"--checkpoint-dir '{path}' cannot be searched: {error.filename}: {error.strerror}"
         ) from error
     places = [Place(p, p / "actor") for p in steps]
     places += [  # Megatron's own folders, iter_0000120
-        Place(p.parent, p.parent) for p in found if not any(step in p.parents for step in steps)
+        Place(p.parent, p.parent) for p in metadata if not any(step in p.parents for step in steps)
     ]
     if not places:
         raise ValueError(f"--checkpoint-dir '{path}' holds no global_step_* folder")
@@ -195,20 +195,22 @@ def convert_place(
 
 def _convert(place: Place, options: Options, progress: Progress | None) -> Converted:
     hf, base = place.hf, options.base_model_dir
-    own = place.actor / WEIGHTS
-    shards = [] if own.exists() else find_shards(place.actor)
-    megatron = None if own.exists() or shards else find_megatron(place.actor)
-    to_export = own.exists() or bool(shards) or megatron is not None
+    weights_file = place.actor / WEIGHTS
+    shards = [] if weights_file.exists() else find_shards(place.actor)
+    megatron = None if weights_file.exists() or shards else find_megatron(place.actor)
+    to_export = weights_file.exists() or bool(shards) or megatron is not None
     if not to_export and not weight_files(hf):
         return Converted(place.root, "failed", _no_weights(place.actor))
-    prove(own, *shards, *weight_files(hf))
+    prove(weights_file, *shards, *weight_files(hf))
     lacks_config = not (hf / "config.json").exists()
     if lacks_config and base is None:
         text = f"{hf} has no config.json: give its model as --base-model-dir"
         return Converted(place.root, "failed", text)
     if lacks_config and base is not None:
         _copy_base(base, hf)
-    expected = read_shapes(own) if own.exists() else expected_shapes(hf / "config.json")
+    expected = (
+        read_shapes(weights_file) if weights_file.exists() else expected_shapes(hf / "config.json")
+    )
     problem = incomplete(hf, expected)
     if problem is None:
         done = not lacks_config
@@ -217,8 +219,8 @@ def _convert(place: Place, options: Options, progress: Progress | None) -> Conve
     if not to_export:
         text = f"{problem}, and there are no weights in {place.actor.name} to export"
         return Converted(place.root, "failed", text)
-    if own.exists() and OUTPUT_DTYPES[options.dtype or "auto"] is None:
-        _copy_own(own, hf)
+    if weights_file.exists() and OUTPUT_DTYPES[options.dtype or "auto"] is None:
+        _copy_own(weights_file, hf)
     else:
         source = _source(place, shards, megatron, expected)
         write_model(

@@ -122,10 +122,10 @@ class DistributedCheckpoint:
         Raises ValueError where the box is not all there, or its file is not.
         """
         items = list(self._items(name, begin, tuple(out.shape)))
-        found = sum(math.prod(item.lengths) for item in items)
-        if found != out.numel():
+        covered = sum(math.prod(item.lengths) for item in items)
+        if covered != out.numel():
             raise ValueError(
-                f"{self.folder} holds {found} of {out.numel()} elements of {name} "
+                f"{self.folder} holds {covered} of {out.numel()} elements of {name} "
                 f"from {list(begin)} on"
             )
         try:

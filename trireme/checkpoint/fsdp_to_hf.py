@@ -39,12 +39,13 @@ def find_shards(actor: Path) -> list[Path]:
     if not worlds:
         return []
     config = actor / "fsdp_config.json"
-    told = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    world = told.get("world_size") or min(worlds)
-    if world not in worlds or (len(worlds) > 1 and "world_size" not in told):
+    facts = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    world = facts.get("world_size") or min(worlds)
+    if world not in worlds or (len(worlds) > 1 and "world_size" not in facts):
         raise ValueError(
             f"{actor} has shards of world sizes {', '.join(map(str, sorted(worlds)))}, and "
-            f"fsdp_config.json says {told.get('world_size', 'nothing')}: remove those of other runs"
+            f"fsdp_config.json says {facts.get('world_size', 'nothing')}: remove those of other "
+            "runs"
         )
     missing = [rank for rank in range(world) if rank not in worlds[world]]
     if missing:

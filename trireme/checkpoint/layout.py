@@ -63,8 +63,8 @@ class JobFolder:
 
     def one_trainer(self) -> AbstractContextManager[None]:
         """Two trainers would write the same checkpoints. Raises ValueError for the second one."""
-        told = f"{self.root} has a run that trains in it: expected it to end, or another name"
-        return alone(self.root / ".train.lock", told)
+        sentence = f"{self.root} has a run that trains in it: expected it to end, or another name"
+        return alone(self.root / ".train.lock", sentence)
 
     @property
     def buffer(self) -> Path:
@@ -140,8 +140,8 @@ class JobFolder:
         """Steps that have a folder, full or not, in order."""
         if not self.root.is_dir():
             return []
-        found = (STEP_NAME.match(path.name) for path in self.root.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (STEP_NAME.match(path.name) for path in self.root.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def latest_weights_step(self) -> int | None:
         """The newest published weights that are still there; None before the first."""

@@ -65,8 +65,8 @@ def read_manifest(
             raise Damaged(f"{path} is missing")
         if path.stat().st_size != size:
             raise Damaged(f"{path} has {path.stat().st_size} bytes: expected {size}")
-        if name in sums and (found := _checksum(path)) != sums[name]:
-            raise Damaged(f"{path} has the checksum {found}: expected {sums[name]} (xxh3_128)")
+        if name in sums and (actual := _checksum(path)) != sums[name]:
+            raise Damaged(f"{path} has the checksum {actual}: expected {sums[name]} (xxh3_128)")
     if not sums:
         logger.warning(
             "%s was saved without checksums: only the sizes of its files are known", step_dir
@@ -108,9 +108,9 @@ def _parsed(step_dir: Path) -> dict[str, Any]:
         raise Damaged(f"{path} has the format {manifest.get('format')!r}: expected {FORMAT!r}")
     if manifest["format"] == FORMAT or "checksum" in manifest:
         rest = {key: value for key, value in manifest.items() if key != "checksum"}
-        if manifest.get("checksum") != (found := _checksum_of(rest)):
+        if manifest.get("checksum") != (actual := _checksum_of(rest)):
             raise Damaged(
-                f"{path} has the checksum {found}: expected {manifest.get('checksum')} (xxh3_128)"
+                f"{path} has the checksum {actual}: expected {manifest.get('checksum')} (xxh3_128)"
             )
     for key, kind in {"step": int, "files": dict, "state": dict}.items():
         if not isinstance(manifest.get(key), kind):
@@ -166,7 +166,7 @@ def _plain(value: Any, folder: Path, name: str) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(inner, folder, f"{name}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner, folder, f"{name}.{place}") for place, inner in enumerate(value)]
+        return [_plain(inner, folder, f"{name}.{index}") for index, inner in enumerate(value)]
     return value
 
 

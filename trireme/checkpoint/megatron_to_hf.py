@@ -74,10 +74,10 @@ def find_megatron(actor: Path) -> Path | None:
             if (folder / METADATA).is_file():
                 return folder
             kind = folder / "metadata.json"
-            told = json.loads(kind.read_text(encoding="utf-8")) if kind.is_file() else {}
-            if "sharded_backend" in told:
+            facts = json.loads(kind.read_text(encoding="utf-8")) if kind.is_file() else {}
+            if "sharded_backend" in facts:
                 raise ValueError(
-                    f"{kind} says sharded_backend '{told['sharded_backend']}', and there is no "
+                    f"{kind} says sharded_backend '{facts['sharded_backend']}', and there is no "
                     f"{METADATA}: expected a whole checkpoint in the format 'torch_dist'"
                 )
     return None
@@ -191,10 +191,10 @@ class MegatronWeights:
     def _find_prefix(self) -> str:
         """What stands before the names of the weights; an optimizer's copies have a longer one."""
         end = _MODEL["model.embed_tokens.weight"][0]
-        found = [name for name in self._checkpoint.tensors if name.endswith(end)]
-        if not found:
+        names = [name for name in self._checkpoint.tensors if name.endswith(end)]
+        if not names:
             raise ValueError(f"{self._checkpoint.folder} has no {end}: it holds no GPT model")
-        return min(found, key=len).removesuffix(end)
+        return min(names, key=len).removesuffix(end)
 
     def _stored_shape(self, part: _Part) -> Shape:
         shape = self._checkpoint.shape(part.stored)

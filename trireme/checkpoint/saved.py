@@ -157,7 +157,7 @@ def read(actor: Path, rank: int = 0) -> Saved:
     """The files in `actor`; `rank` is whose random state is wanted."""
     world = world_of(actor)
     optimizers = [_load(actor / rank_file("optim", world, r)) for r in range(world)]
-    own = rank if rank < world else 0
+    file_rank = rank if rank < world else 0
     state = {
         index: {key: _joined([o["state"][index][key] for o in optimizers]) for key in held}
         for index, held in optimizers[0]["state"].items()
@@ -166,7 +166,7 @@ def read(actor: Path, rank: int = 0) -> Saved:
         actor,
         _weights(actor, world),
         {"state": state, "param_groups": optimizers[0]["param_groups"]},
-        _load(actor / rank_file("extra_state", world, own)),
+        _load(actor / rank_file("extra_state", world, file_rank)),
     )
 
 

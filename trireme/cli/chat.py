@@ -36,11 +36,11 @@ def model_in(place: Path) -> Path:
     if (place / "config.json").is_file():
         return place
     jobs = [place, *sorted(path for path in place.glob("*") if path.is_dir())]
-    found = [JobFolder(job).hf_dir(step) for job in jobs for step in JobFolder(job).steps()]
-    found = [folder for folder in found if (folder / "config.json").is_file()]
-    if not found:
+    folders = [JobFolder(job).hf_dir(step) for job in jobs for step in JobFolder(job).steps()]
+    folders = [folder for folder in folders if (folder / "config.json").is_file()]
+    if not folders:
         raise ValueError(f"{place} holds no model: expected a model's folder, or that of a run")
-    return max(found, key=lambda folder: (folder / "config.json").stat().st_mtime)
+    return max(folders, key=lambda folder: (folder / "config.json").stat().st_mtime)
 
 
 def _talk(

@@ -79,10 +79,10 @@ def show_first_rows(plans: Sequence[Plan], parts: Sequence[Parts], console: Cons
     problems: list[str] = []
     for plan, made in zip(plans, parts, strict=True):
         try:
-            lines, found = first_rows(plan, made)
+            lines, row_problems = first_rows(plan, made)
         except (ValueError, OSError) as error:  # no tokenizer beside the model, say
-            lines, found = [unread(str(error))], []
-        problems += found
+            lines, row_problems = [unread(str(error))], []
+        problems += row_problems
         if lines and plan.stage_name is not None:
             console.print(Text(f"stage {plan.stage_name}", "bold"))
         for topic, value in lines:
@@ -163,11 +163,11 @@ def _places(plan: Plan) -> str:
     engines = f"{taken} for engines ({plan.num_engines} x {plan.engine_size})"
     trainer = f"{plan.trainer_ranks} for the trainer"
     other = f"{plan.auxiliary_places} for auxiliary models"
-    own = [engines] * bool(taken) + [other] * bool(plan.auxiliary_places)
-    own += [trainer] * bool(plan.trainer_ranks)
+    processes = [engines] * bool(taken) + [other] * bool(plan.auxiliary_places)
+    processes += [trainer] * bool(plan.trainer_ranks)
     nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
     total = plan.nodes * plan.places_per_node
-    return f"{total} on {nodes}: {', '.join(own)}"
+    return f"{total} on {nodes}: {', '.join(processes)}"
 
 
 def _explore_step(plan: Plan) -> str:

@@ -117,16 +117,16 @@ class WithFlags(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the flags out, and what stands behind an option that may be repeated as its own."""
-        own = {name.lstrip("-"): p for p in self.params for name in p.opts}
-        ctx.obj, rest = _taken(args, own)
-        for place, word in enumerate(rest):
+        options = {name.lstrip("-"): p for p in self.params for name in p.opts}
+        ctx.obj, rest = _taken(args, options)
+        for index, word in enumerate(rest):
             name, _, value = word.removeprefix("--").partition("=")
-            if not word.startswith("--") or name in own:
+            if not word.startswith("--") or name in options:
                 continue
             if name in ELSEWHERE:
                 raise typer.BadParameter(f"no such option: --{name}. Set {ELSEWHERE[name]}")
             if "." in name:
-                value = value or next(iter(rest[place + 1 :]), "VALUE")
+                value = value or next(iter(rest[index + 1 :]), "VALUE")
                 raise typer.BadParameter(
                     f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE: "
                     f"{name}={value}"
@@ -136,7 +136,7 @@ class WithFlags(TyperCommand):
 
 def _taken(args: Sequence[str], own: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
     """The flags with their values, and all other words."""
-    given: dict[str, list[str]] = {}
+    chosen: dict[str, list[str]] = {}
     rest: list[str] = []
     words = list(args)
     while words:
@@ -155,10 +155,10 @@ def _taken(args: Sequence[str], own: Mapping[str, Any]) -> tuple[dict[str, list[
         if known and not values:
             raise typer.BadParameter(f"--{name} needs a value")
         if known:
-            given[name] = [*given.get(name, []), *values] if several else values
+            chosen[name] = [*chosen.get(name, []), *values] if several else values
         else:
             rest += [part for one in values for part in (f"--{name}", one)]
-    return given, rest
+    return chosen, rest
 
 
 def _is_other(word: str) -> bool:

@@ -29,8 +29,8 @@ def init(folder: Path) -> int:
         for number in range(LARGEST)
     ]
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    for name, own in (("test", rows[:LARGEST]), ("train", rows[LARGEST:])):
-        lines = "".join(json.dumps(row) + "\n" for row in own)
+    for name, part in (("test", rows[:LARGEST]), ("train", rows[LARGEST:])):
+        lines = "".join(json.dumps(row) + "\n" for row in part)
         write_text(folder / "data" / f"{name}.jsonl", lines)
     texts = [row["question"] for row in rows] + ["No. Try again."]
     answers = [str(row["answer"]) for row in rows]

@@ -110,5 +110,5 @@ def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
         assert log_dir is not None
         jobs = [log_dir]
     places = ("log", "log/*", "*/log", "*/log/*")  # stages, and explorers with names
-    found = [*jobs, *(own for job in jobs for place in places for own in sorted(job.glob(place)))]
-    return [folder for folder in found if any(folder.glob("*.log"))] or jobs
+    logs = [*jobs, *(own for job in jobs for place in places for own in sorted(job.glob(place)))]
+    return [folder for folder in logs if any(folder.glob("*.log"))] or jobs

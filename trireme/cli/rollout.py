@@ -194,21 +194,21 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
 async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequence[Path]) -> int:
     """Serve until a signal comes; the exit code. Raises RuntimeError where the child has ended."""
     try:
-        found = find_vllm(options.engine_python)
+        vllm = find_vllm(options.engine_python)
     except ValueError as error:
         raise ValueError(f"--engine-python {options.engine_python}: {error}") from error
-    if found is None:
+    if vllm is None:
         raise ValueError(
             f"--engine vllm: no Python here has vLLM: name one by --engine-python, or {VARIABLE}"
         )
     handle, log = tempfile.mkstemp(prefix="trireme-rollout-", suffix=".log")
     os.close(handle)
-    print(f"vLLM {found.version} of {found.python}; its log is {log}", file=sys.stderr)
+    print(f"vLLM {vllm.version} of {vllm.python}; its log is {log}", file=sys.stderr)
     host = EngineHost(
         spec,
         name="the vllm engine",
         log_file=Path(log),
-        python=found.python,
+        python=vllm.python,
         host=options.host,
         port=options.port,
         key=options.api_key,

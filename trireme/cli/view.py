@@ -160,10 +160,10 @@ def store_of(job: Path) -> Path | None:
         raise ValueError(f"there is no folder {job}: has the run begun?")
     for pattern in ("buffer/*.db", "*/buffer/*.db", "buffer/*.jsonl", "*/buffer/*.jsonl"):
         # explorer_output.db is what the model did, before anything was left out
-        found = [path for path in job.glob(pattern) if path.name not in (EVALUATED, FAILED)]
-        found.sort(key=lambda p: (p.stem == "explorer_output", _age(p)))
-        if found:
-            newest = max(found, key=lambda p: (_age(p.parent.parent), found.index(p)))
+        files = [path for path in job.glob(pattern) if path.name not in (EVALUATED, FAILED)]
+        files.sort(key=lambda p: (p.stem == "explorer_output", _age(p)))
+        if files:
+            newest = max(files, key=lambda p: (_age(p.parent.parent), files.index(p)))
             return newest
     return None
 
@@ -342,6 +342,6 @@ def bracketed(sample: Sample) -> str:
     """What is trained stands in double brackets, with its weight where that is not 1."""
     out = []
     for text, weight, _ in sample.parts:
-        told = f"(x{weight:g})" if weight not in (0, 1) else ""
-        out.append(f"[[{text}]]{told}" if weight else text)
+        weighted = f"(x{weight:g})" if weight not in (0, 1) else ""
+        out.append(f"[[{text}]]{weighted}" if weight else text)
     return "".join(out)

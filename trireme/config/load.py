@@ -158,8 +158,8 @@ def _locate(
         elif (is_plugin := key == "plugins") or name in _PATHS:
             here_first = any(at == one or at.startswith((f"{one}.", f"{one}[")) for one in typed)
             beside, here = folder / value, Path(value).expanduser()
-            found = [place for place in (beside, here) if place.exists()]
-            first = found[-1 if here_first else 0] if found else None
+            files = [place for place in (beside, here) if place.exists()]
+            first = files[-1 if here_first else 0] if files else None
             if first is not None and (is_plugin or first is beside):
                 node[name] = os.path.abspath(first)  # a link stays one
             elif is_plugin and first is None:
@@ -277,9 +277,9 @@ def _meant(misfit: _Misfit) -> str:
     keys = [key for key in _full_keys(Config) if not key.startswith("stages.")]
     near = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
     if near:
-        found = [key for key in keys if key.rpartition(".")[2] == near[0]]
-        if len(found) <= _MOST_PLACES:  # `name` and its like say nothing
-            best = max(found, key=lambda key: (_shared(key, misfit.key), -key.count(".")))
+        candidates = [key for key in keys if key.rpartition(".")[2] == near[0]]
+        if len(candidates) <= _MOST_PLACES:  # `name` and its like say nothing
+            best = max(candidates, key=lambda key: (_shared(key, misfit.key), -key.count(".")))
             return f"did you mean '{best}'?"
     return f"known here: {', '.join(siblings)}"
 

@@ -94,10 +94,10 @@ def model_facts(model_path: str) -> ModelFacts:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"has a {path.name} that cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def model_shapes(folder: Path) -> dict[str, Shape]:

@@ -79,8 +79,8 @@ def converted(kind: Any, value: Any) -> Any:
         return None if None in items else items
     if kind is bool:
         words = {"true": True, "false": False}
-        found = words.get(value.lower()) if isinstance(value, str) else value
-        return found if isinstance(found, bool) else None
+        word = words.get(value.lower()) if isinstance(value, str) else value
+        return word if isinstance(word, bool) else None
     if kind not in _WORDS or isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if kind is str or (kind is int and isinstance(value, int)):
@@ -108,10 +108,10 @@ def fitting_options(
     missing, or is of another kind.
     """
     arguments = list(parameters_of(function).values())[first:]
-    own = [p for p in arguments if p.name not in given and p.kind not in _COLLECTING]
+    remaining = [p for p in arguments if p.name not in given and p.kind not in _COLLECTING]
     if not any(p.kind is p.VAR_KEYWORD for p in arguments):
-        refuse_unknown_options(whose, options, [p.name for p in own])
-    for argument in own:
+        refuse_unknown_options(whose, options, [p.name for p in remaining])
+    for argument in remaining:
         if argument.default is argument.empty and argument.name not in options:
             raise ValueError(f"{whose} needs the option '{argument.name}'")
     return checked_options(whose, function, options)
@@ -138,10 +138,10 @@ def checked_value(whose: str, name: str, kind: Any, value: Any) -> Any:
         return value
     if value is None and type(None) in get_args(kind):
         return None
-    found = converted(kind, value)
-    if found is None:
+    typed = converted(kind, value)
+    if typed is None:
         raise ValueError(f"{whose}: {name} {misfit_text(kind, value)}")
-    number: Any = value if value == found else found  # 1 stays 1 where 1.0 would do
+    number: Any = value if value == typed else typed  # 1 stays 1 where 1.0 would do
     limits = _limits(marks)
     if not all(_RANGES[key](number, limit) for key, limit in limits.items()):
         raise ValueError(f"{whose}: {name} is {number:g}: expected {_range(**limits)}")

@@ -120,8 +120,8 @@ class SftFormat:
         """Row `index`; None where it is too long to leave anything to train."""
         row = self.rows[index]
         if self._columns.recorded:
-            given = {name: row[name] for name in _RECORDED if row.get(name) is not None}
-            return Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **given)
+            recorded = {name: row[name] for name in _RECORDED if row.get(name) is not None}
+            return Experience(row["tokens"], eid=eid, info=row.get("info") or {}, **recorded)
         with self._naming(index):
             rendered = self._render(row)
         self.counts["rows"] += 1
@@ -275,10 +275,10 @@ def _with_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        found = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"])
     except ValueError:
         return call
-    return {**call, "function": {**function, "arguments": found}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def parsed(value: Any) -> Any:

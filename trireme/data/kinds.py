@@ -104,18 +104,18 @@ def _messages(value: Any) -> list[Any] | None:
     if isinstance(value, str) and not value.lstrip().startswith("["):
         return None
     try:
-        found = parsed(value)
+        message = parsed(value)
     except ValueError:
         return None  # a text that begins with a bracket
-    return found if isinstance(found, list) else None
+    return message if isinstance(message, list) else None
 
 
 def _text(value: Any) -> str:
     """A reply's text: itself, or the content of a message, or of a list's last one."""
     if isinstance(value, list) and value:
         value = value[-1]
-    found = value.get("content") if isinstance(value, Mapping) else value
-    return found if isinstance(found, str) else ""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) else ""
 
 
 def _same(first: list[int], second: list[int]) -> int:

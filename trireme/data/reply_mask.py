@@ -81,24 +81,24 @@ def render_conversation(
 def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int, float]:
     """The places of the replies that are trained, each with its weight."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    found = {}
+    weights = {}
     for place in replies:
         own = message_weight(messages[place])
         weight = float(all_turns or place == replies[-1]) if own is None else own
         if weight:
-            found[place] = weight
-    return found
+            weights[place] = weight
+    return weights
 
 
 def message_weight(message: Mapping[str, Any]) -> float | None:
     """The weight that a message gives itself; None where it says nothing. Raises ValueError."""
     for key in _OWN_KEYS:
-        given = message.get(key)
-        if given is None:
+        value = message.get(key)
+        if value is None:
             continue
-        if not isinstance(given, int | float) or not math.isfinite(given) or given < 0:
-            raise ValueError(f"a message's {key} is {given!r}: expected a number of at least 0")
-        return float(given)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"a message's {key} is {value!r}: expected a number of at least 0")
+        return float(value)
     return None
 
 
@@ -238,11 +238,11 @@ def _marked(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> tuple[list[int], list[bool]]:
     """Ids of a conversation, and which of them lie in the template's blocks."""
-    found = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         list(messages),
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
         **settings,
     )
-    return list(found["input_ids"]), [bool(flag) for flag in found["assistant_masks"]]
+    return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]

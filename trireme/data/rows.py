@@ -86,8 +86,8 @@ class Rows:
 
     def where(self, index: int) -> str:
         """A row in messages, with its file and line where they are known."""
-        place = f" ({self._places[index]})" if len(self._places) else ""
-        return f"{self.source}, row {index}{place}"
+        where = f" ({self._places[index]})" if len(self._places) else ""
+        return f"{self.source}, row {index}{where}"
 
     def part(self, chosen: Sequence[int], *, skipped: int = 0) -> Rows:
         """The rows of these numbers; `skipped` more were left out."""

@@ -129,19 +129,23 @@ def selection(
 
     Raises ValueError for an unknown one, for an option that it has not, and for missing features.
     """
-    found: Any = SELECTORS.get(name)
-    given = fitting_options(f"data_selector '{name}'", found, options or {}, given=_GIVEN)
-    wanted = inspect.signature(found).parameters.get("features")
+    selector: Any = SELECTORS.get(name)
+    arguments = fitting_options(f"data_selector '{name}'", selector, options or {}, given=_GIVEN)
+    wanted = inspect.signature(selector).parameters.get("features")
     if wanted is not None:
         if wanted.default is inspect.Parameter.empty and not features:
             raise ValueError(
                 f"data_selector '{name}' orders rows by numbers of theirs: give the columns that "
                 "hold them as data_selector.feature_keys"
             )
-        given["features"] = features
-    if inspect.isclass(found):
-        return cast(Any, found)(rows, seed, **given)
-    return Order(rows, selector=functools.partial(found, **given) if given else found, seed=seed)
+        arguments["features"] = features
+    if inspect.isclass(selector):
+        return cast(Any, selector)(rows, seed, **arguments)
+    return Order(
+        rows,
+        selector=functools.partial(selector, **arguments) if arguments else selector,
+        seed=seed,
+    )
 
 
 @SELECTORS.register("difficulty_based")

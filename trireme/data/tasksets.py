@@ -103,7 +103,7 @@ class Taskset:
         size = self.batch_size
         if self.is_eval:
             size = min(size, len(self.rows) - self._position)
-        return [self.task(step + 1, place, row) for place, row in enumerate(self.draw(size))]
+        return [self.task(step + 1, index, row) for index, row in enumerate(self.draw(size))]
 
     def draw(self, count: int) -> list[int]:
         """The next rows, as the selector has them."""
@@ -136,8 +136,8 @@ class Taskset:
 
     def state(self) -> dict[str, Any]:
         """Where it stands: `current_index`, the rows handed out; and a `selector` that learns."""
-        place = {"current_index": self._position}
-        return {**place, "selector": self._selection.state()} if self.learns else place
+        state = {"current_index": self._position}
+        return {**state, "selector": self._selection.state()} if self.learns else state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Back to where `state` was taken."""
@@ -226,10 +226,10 @@ def _features(rows: Rows, keys: Sequence[str]) -> list[tuple[float, ...]]:
     """The numbers of each row; none without keys. Raises ValueError naming a row that has none."""
     for key in keys:
         rows.require(key, "data_selector.feature_keys")
-    found: list[tuple[float, ...]] = []
+    features: list[tuple[float, ...]] = []
     if keys:
-        rows.checked(lambda row: found.append(tuple(_number(row, key) for key in keys)), "fail")
-    return found
+        rows.checked(lambda row: features.append(tuple(_number(row, key) for key in keys)), "fail")
+    return features
 
 
 class Mixture:
@@ -263,12 +263,12 @@ class Mixture:
         if self._step >= self.total_steps:
             raise Exhausted(f"tasksets '{self.name}' have no more than {self.total_steps} steps")
         first = self._step * self.batch_size
-        chosen = [self._taskset_at(first + place) for place in range(self.batch_size)]
+        chosen = [self._taskset_at(first + offset) for offset in range(self.batch_size)]
         drawn = {i: iter(self.tasksets[i].draw(n)) for i, n in Counter(chosen).items()}
         self._step += 1
         return [
-            self.tasksets[i].task(self._step, place, next(drawn[i]))
-            for place, i in enumerate(chosen)
+            self.tasksets[i].task(self._step, offset, next(drawn[i]))
+            for offset, i in enumerate(chosen)
         ]
 
     def all(self) -> list[Task]:
@@ -295,14 +295,14 @@ class Mixture:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Back to where `state` was taken. Raises ValueError for another number of tasksets."""
-        found = state.get("tasksets", [state])
-        if len(found) != len(self.tasksets):
+        states = state.get("tasksets", [state])
+        if len(states) != len(self.tasksets):
             raise ValueError(
                 f"buffer.explorer_input.tasksets are {len(self.tasksets)} and the checkpoint has "
-                f"the state of {len(found)}: a resumed run needs the same"
+                f"the state of {len(states)}: a resumed run needs the same"
             )
         self._step = int(state["step"])
-        for taskset, own in zip(self.tasksets, found, strict=True):
+        for taskset, own in zip(self.tasksets, states, strict=True):
             taskset.load_state(own)
 
     def _taskset_at(self, position: int) -> int:

@@ -71,8 +71,8 @@ class Request:
                 self.stop_reason = "stop"
                 self.stop = token if token in self.sampling.stop_token_ids else None
                 return True
-            if self.sampling.stop and (found := self._stop_string(tokenizer)):
-                self.stop_reason, self.stop = "stop", found
+            if self.sampling.stop and (stop := self._stop_string(tokenizer)):
+                self.stop_reason, self.stop = "stop", stop
                 return True
         if len(self.out) >= self.max_tokens:
             self.stop_reason = "length"
@@ -130,8 +130,8 @@ def make_requests(
         )
     ids = checked_ids(ids, vocabulary, "the prompt")
     checked_ids(sampling.stop_token_ids, vocabulary, "stop_token_ids")
-    own = set() if sampling.ignore_eos else {end for end in ends if end < vocabulary}
-    stops = set(sampling.stop_token_ids) | own
+    ending = set() if sampling.ignore_eos else {end for end in ends if end < vocabulary}
+    stops = set(sampling.stop_token_ids) | ending
     stream = (seed, key) if sampling.seed is None else (sampling.seed, ())
     return [
         Request(
@@ -150,16 +150,16 @@ def make_requests(
 def checked_ids(ids: Sequence[int], vocabulary: int, what: str) -> list[int]:
     """Token ids as a list of their own. Raises ValueError for one that the model does not have."""
     try:
-        found = list(map(operator.index, ids))
+        tokens = list(map(operator.index, ids))
     except TypeError as error:
         raise ValueError(f"{what} holds what is no token id: {error}") from error
-    for place, token in enumerate(found):
+    for index, token in enumerate(tokens):
         if not 0 <= token < vocabulary:
             raise ValueError(
-                f"{what} holds the id {token} (at {place}): expected 0 to {vocabulary - 1}, "
+                f"{what} holds the id {token} (at {index}): expected 0 to {vocabulary - 1}, "
                 f"this model's vocabulary"
             )
-    return found
+    return tokens
 
 
 def checked_rows(
@@ -170,9 +170,9 @@ def checked_rows(
         raise ValueError(
             f"temperature is {temperature}: expected 0, or a number from {COLDEST:g} to {HOTTEST}"
         )
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not 1 <= len(row) <= max_model_len:
             raise ValueError(
-                f"row {place} has {len(row)} tokens: expected 1 to {max_model_len} (max_model_len)"
+                f"row {index} has {len(row)} tokens: expected 1 to {max_model_len} (max_model_len)"
             )
-    return [checked_ids(row, vocabulary, f"row {place}") for place, row in enumerate(rows)]
+    return [checked_ids(row, vocabulary, f"row {index}") for index, row in enumerate(rows)]

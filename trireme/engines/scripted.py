@@ -90,10 +90,14 @@ class ScriptedEngine:
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine; only calls that a pause holds are still there to be ended."""
-        found = [f for f, own in self._aborts.items() if own[: len(key)] == key and not f.done()]
-        for future in found:
+        aborted = [
+            f
+            for f, call_key in self._aborts.items()
+            if call_key[: len(key)] == key and not f.done()
+        ]
+        for future in aborted:
             future.set_result(None)
-        return len(found)
+        return len(aborted)
 
     def health(self) -> Health:
         """See Engine."""

@@ -155,9 +155,9 @@ class Problems:
 
     def __init__(self, path: str) -> None:
         """Raises ModuleNotFoundError, and ValueError for a name or option that there is not."""
-        found = generated(path)
-        assert found is not None
-        name, options = found
+        environment = generated(path)
+        assert environment is not None
+        name, options = environment
         factory = extra("reasoning_gym", "reasoning-gym").factory
         if name not in factory.DATASETS:
             hint = did_you_mean(name, factory.DATASETS, "did you mean '{}'?")

@@ -45,11 +45,11 @@ def solutions(grid: Grid, limit: int = 2) -> list[Grid]:
         return [grid]
     # the cell with the fewest digits left: what is wrong shows soon
     cell, left = min(((c, allowed(grid, c)) for c in empty), key=lambda pair: len(pair[1]))
-    found: list[Grid] = []
+    grids: list[Grid] = []
     for digit in left:
-        if len(found) < limit:
-            found += solutions((*grid[:cell], digit, *grid[cell + 1 :]), limit - len(found))
-    return found
+        if len(grids) < limit:
+            grids += solutions((*grid[:cell], digit, *grid[cell + 1 :]), limit - len(grids))
+    return grids
 
 
 def allowed(grid: Grid, cell: int) -> list[int]:

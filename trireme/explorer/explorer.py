@@ -181,9 +181,9 @@ class Explorer:
         self.scheduler.start()
         started = time.monotonic()
         await self._submit_evaluation(step)
-        found = await self._finish_evaluation(step)
+        evaluation = await self._finish_evaluation(step)
         self.seconds["evaluate"] += time.monotonic() - started
-        return found
+        return evaluation
 
     async def evaluate_last(self, step: int) -> None:
         """The evaluation at the end, with the final weights."""
@@ -376,8 +376,8 @@ def explorer_state(path: Path) -> dict[str, Any]:
     """Where the file of an explorer without a trainer beside it says that it stands."""
     meta = json.loads(path.read_text())
     taskset = meta["taskset_states"][0] if meta["taskset_states"] else {}
-    own = {key: meta[key] for key in ("feedback",) if key in meta}
-    return {"step": meta["latest_iteration"], "taskset": taskset, **own}
+    feedback = {key: meta[key] for key in ("feedback",) if key in meta}
+    return {"step": meta["latest_iteration"], "taskset": taskset, **feedback}
 
 
 def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:

@@ -131,10 +131,10 @@ def evaluation_metrics(outcomes: Sequence[Outcome], *, repeat_times: int) -> dic
         missing = 0.0 if key in ("reward", "accuracy") else None
         values = []
         for rows in per_task:
-            found = [row[key] for row in rows if key in row]
+            present = [row[key] for row in rows if key in row]
             if missing is not None:
-                found += [missing] * (repeat_times - len(found))
-            values.append(found)
+                present += [missing] * (repeat_times - len(present))
+            values.append(present)
         metrics.update({f"{key}/{k}": v for k, v in pass_metrics(values).items()})
     metrics["tasks"] = len(outcomes)
     metrics["failed"] = sum(len(outcome.failures) for outcome in outcomes)

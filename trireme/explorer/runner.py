@@ -211,12 +211,12 @@ class Runner:
 
     async def _wait(self, call: asyncio.Future[Any], key: Key, seconds: float) -> None:
         """Until the call is done or has had its `seconds`, those at the gate not counted."""
-        own = -self.gate.held(key) if self.gate else 0.0
+        unheld = -self.gate.held(key) if self.gate else 0.0
         begun = time.monotonic()
         left = seconds
         while left > 0 and not call.done():
             await asyncio.wait({call}, timeout=left)
-            held = self.gate.held(key) + own if self.gate else 0.0
+            held = self.gate.held(key) + unheld if self.gate else 0.0
             left = seconds - (time.monotonic() - begun - held)
 
     async def _call(

@@ -143,8 +143,8 @@ class Scheduler:
             if parts and parts[0].spec.judge is not None:
                 limit = self._runners[0].limit.most
                 models = self._further(task) if self._further else ()
-                found = judge(outcome, parts[0].spec, limit, models)
-                judging.append(asyncio.ensure_future(found))
+                verdict = judge(outcome, parts[0].spec, limit, models)
+                judging.append(asyncio.ensure_future(verdict))
         await asyncio.gather(*judging)
         return outcomes
 

@@ -380,8 +380,8 @@ def _make_operators(parts: Parts) -> None:
 def _check_template(parts: Parts, facts: ModelFacts) -> None:
     """Notes a problem where a workflow chats with a model that has no chat template."""
     model = parts.stage.config.model
-    given = model.custom_chat_template or model.chat_template_path
-    if facts.has_chat_template is not False or given:
+    template = model.custom_chat_template or model.chat_template_path
+    if facts.has_chat_template is not False or template:
         return
     for taskset in (parts.training, *parts.evaluation):
         for task in taskset.kinds() if taskset is not None else ():

@@ -112,8 +112,8 @@ def together(config: Config, tasksets: Sequence[Taskset]) -> Taskset | Mixture:
 
 def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = False) -> Taskset:
     """One taskset of these rows; of one that is `mixed`, the mixture makes the batches."""
-    buffer, own, is_eval = config.buffer, used.config, used.is_eval
-    selector = own.task_selector or own.data_selector
+    buffer, dataset, is_eval = config.buffer, used.config, used.is_eval
+    selector = dataset.task_selector or dataset.data_selector
     return Taskset(
         rows,
         name=used.name,
@@ -121,12 +121,12 @@ def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = Fa
         total_epochs=buffer.total_epochs,
         total_steps=None if is_eval else buffer.total_steps,
         workflow=used.workflow,
-        workflow_args=own.workflow_args,
+        workflow_args=dataset.workflow_args,
         reward_fn=used.reward,
-        reward_fn_args=own.reward_fn_args,
-        format_args=own.format.model_dump(),
-        rollout_args=own.rollout_args.model_dump(),
-        repeat_times=own.repeat_times if is_eval else config.algorithm.repeat_times,
+        reward_fn_args=dataset.reward_fn_args,
+        format_args=dataset.format.model_dump(),
+        rollout_args=dataset.rollout_args.model_dump(),
+        repeat_times=dataset.repeat_times if is_eval else config.algorithm.repeat_times,
         # an evaluation tries every row, in the rows' own order
         selector="sequential" if is_eval else selector.selector_type,
         seed=selector.seed,

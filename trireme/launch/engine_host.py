@@ -226,10 +226,10 @@ class EngineHost:
                         f"{self.name} did not serve in {timeout:g} s{self._log_tail()}"
                     )
                 await asyncio.sleep(0.1)
-        found = json.loads(said)
-        if "error" in found:
-            raise RuntimeError(f"{self.name} cannot start: {found['error']}{self._log_tail()}")
-        self._url = found["url"]
+        reply = json.loads(said)
+        if "error" in reply:
+            raise RuntimeError(f"{self.name} cannot start: {reply['error']}{self._log_tail()}")
+        self._url = reply["url"]
         self._settings["port"] = httpx.URL(self.url).port  # where it is found when started again
         return self.url
 
@@ -248,10 +248,10 @@ class EngineHost:
             while True:
                 self.examine()
                 try:
-                    found = await client.get(f"{self.url}/health")
+                    response = await client.get(f"{self.url}/health")
                     answered = time.monotonic()
-                    if found.status_code != 200:
-                        raise RuntimeError(f"{self.name}: {found.json()['error']['message']}")
+                    if response.status_code != 200:
+                        raise RuntimeError(f"{self.name}: {response.json()['error']['message']}")
                 except httpx.TransportError as error:
                     if time.monotonic() - answered > SILENT_S:
                         raise RuntimeError(

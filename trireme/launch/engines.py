@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers import AutoTokenizer
 
+from trireme.aio import running_loop
 from trireme.config import Plan
 from trireme.config.lookup import located
 from trireme.config.placement import COLOCATED_SHARE, PASSED
@@ -62,10 +63,8 @@ class Endpoint:
         """The asynchronous client of this event loop; `client.model_path` is set."""
         import openai
 
-        try:
-            loop = id(asyncio.get_running_loop())
-        except RuntimeError:
-            loop = 0  # made in a thread of a class workflow, whose loop comes later
+        running = running_loop()
+        loop = id(running) if running else 0  # 0: in a class workflow's thread, whose loop is later
         if loop not in self._clients or not loop:
             client = openai.AsyncOpenAI(**self._options)
             client.model_path = self.model_path  # type: ignore[attr-defined]

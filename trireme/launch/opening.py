@@ -119,8 +119,8 @@ def _explored(stage: Stage) -> dict[str, Any] | None:
     """Where the explorer stood when the run last ended; None: it begins."""
     plan, resumed = stage.plan, stage.resumed
     if plan.mode == "explore":
-        own = stage.folder.state_of(plan.config.explorer.name)
-        return explorer_state(own) if own.exists() else None
+        state_file = stage.folder.state_of(plan.config.explorer.name)
+        return explorer_state(state_file) if state_file.exists() else None
     return resumed.run_state.get("explorer") if resumed else None
 
 
@@ -147,10 +147,11 @@ def _since_last_start(
     state = explored or {"step": resumed.step if resumed else 0, "taskset": {}}
     train = resumed.step if resumed else state["step"]
     row = state["taskset"].get("current_index")
-    found = changes(old, start, train=train + 1, explore=state["step"] + 1, row=row)
-    if not found:
+    changed = changes(old, start, train=train + 1, explore=state["step"] + 1, row=row)
+    if not changed:
         return [*lines, "nothing has changed since its last start"]
-    return [*lines, f"changed since its last start ({old['time']}):", *(f"  {f}" for f in found)]
+    since = f"changed since its last start ({old['time']}):"
+    return [*lines, since, *(f"  {change}" for change in changed)]
 
 
 def _steps_that_count(stage: Stage) -> dict[str, int]:
@@ -232,8 +233,10 @@ def changes(
     at = {"train": train, "explore": explore, "row": "where it was" if row is None else row}
     out = []
     for key, before, now in _differences(old, new):
-        told = "" if _is_hash(before) or _is_hash(now) else f": {_short(before)} -> {_short(now)}"
-        out.append(f"{key}{told or ' differ'}: {_effect(key).format(**at)}")
+        hashed = _is_hash(before) or _is_hash(now)
+        values = " differ" if hashed else f": {_short(before)} -> {_short(now)}"
+        effect = _EFFECTS[max((start for start in _EFFECTS if key.startswith(start)), key=len)]
+        out.append(f"{key}{values}: {effect.format(**at)}")
     return out
 
 
@@ -274,13 +277,9 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
         parts = (_flat(inner, f"{dot}{name}") for name, inner in value.items())
         return {k: v for part in parts for k, v in part.items()}
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        flat = (_flat(item, f"{key}[{place}]") for place, item in enumerate(value))
+        flat = (_flat(item, f"{key}[{index}]") for index, item in enumerate(value))
         return {k: v for part in flat for k, v in part.items()}
     return {key: value}
-
-
-def _effect(key: str) -> str:
-    return _EFFECTS[max((start for start in _EFFECTS if key.startswith(start)), key=len)]
 
 
 def _is_hash(value: Any) -> bool:
@@ -306,9 +305,9 @@ def refuse_meaningless(
     `old` and `new` are entries of `starts`.
     """
     expected = "; expected as it was, or another name (or continue_from_checkpoint: false)"
-    found = _other_shape(folder.hf_dir(step) / "config.json", model_path)
-    if found is not None:
-        key, was, now = found
+    other = _other_shape(folder.hf_dir(step) / "config.json", model_path)
+    if other is not None:
+        key, was, now = other
         raise _refused(
             f"model.model_path is {model_path}, whose {key} is {now}, and the checkpoint "
             f"{folder.step_dir(step)} has {was}{expected}"
@@ -340,11 +339,12 @@ def _refused(text: str) -> ConfigError:
 
 def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
     """The first key in which a model's configuration differs from the checkpoint's."""
-    place = located(model_path, "models")
-    if place is None or not saved.is_file() or not (place / "config.json").is_file():
+    model_folder = located(model_path, "models")
+    if model_folder is None or not saved.is_file() or not (model_folder / "config.json").is_file():
         return None
     was, now = (
-        json.loads(path.read_text(encoding="utf-8")) for path in (saved, place / "config.json")
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (saved, model_folder / "config.json")
     )
     differ = (key for key in _SHAPE if was.get(key) != now.get(key))
     key = next(differ, None)

@@ -56,7 +56,14 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
         await sync.load_latest()
         rollouts = _rollouts(stage, engine)
         sessions = Sessions(rollouts.session_model, keep=plan.config.explorer.max_timeout)
-        intake = _intake(stage, sync, sessions)
+        intake = Intake(
+            pipeline=stage.pipeline(),
+            buffer=stage.buffer,
+            sync=sync,
+            folder=stage.folder,
+            report=stage.console.step,
+            dropped=lambda: sessions.dropped,
+        )
         sessions.ship = intake.ship
         key = plan.config.explorer.rollout_model.api_key
         app = create_app(rollouts, key=key, sessions=sessions)
@@ -97,17 +104,6 @@ def _rollouts(stage: Stage, engine: Engine) -> Rollouts:
     )
 
 
-def _intake(stage: Stage, sync: PolledSync, sessions: Sessions) -> Intake:
-    return Intake(
-        pipeline=stage.pipeline(),
-        buffer=stage.buffer,
-        sync=sync,
-        folder=stage.folder,
-        report=stage.console.step,
-        dropped=lambda: sessions.dropped,
-    )
-
-
 async def _watch(stage: Stage, engine: Engine, sync: PolledSync, sessions: Sessions) -> None:
     """New weights, also while requests are under way, until the trainer stops."""
     while not sync.finished:
@@ -128,21 +124,21 @@ def _listening(stage: Stage) -> Iterator[socket.socket]:
     """The socket that is served, its address in the job's folder."""
     host, port = stage.plan.listen_address, stage.plan.config.explorer.proxy_port
     try:
-        own = listen(host, port)
+        listener = listen(host, port)
     except OSError as error:
         raise OSError(
             f"cannot listen on {host}, port {port} ({error.strerror}): set explorer.proxy_port "
             "(0: any that is free) or listen_address"
         ) from error
     reached = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{own.getsockname()[1]}"
+    url = f"http://{f'[{reached}]' if ':' in reached else reached}:{listener.getsockname()[1]}"
     path = stage.folder.root / URL_FILE
-    with own:
-        own.listen()  # clients may connect as soon as they know the address
+    with listener:
+        listener.listen()  # clients may connect as soon as they know the address
         write_text(path, url)
         stage.console.note(f"serving {stage.model_path} on {url} ({path})")
         try:
-            yield own
+            yield listener
         finally:
             path.unlink(missing_ok=True)
 

@@ -141,9 +141,9 @@ def rewards_of(plan: Plan) -> list[float]:
 
 def sampled(plan: Plan) -> str:
     """How the rollouts of training are drawn."""
-    own = plan.config.buffer.explorer_input.taskset
-    given = None if own is None else own.rollout_args.temperature
-    return drawn(plan.config.model.temperature if given is None else given)
+    taskset = plan.config.buffer.explorer_input.taskset
+    temperature = None if taskset is None else taskset.rollout_args.temperature
+    return drawn(plan.config.model.temperature if temperature is None else temperature)
 
 
 def drawn(temperature: float) -> str:

@@ -94,29 +94,29 @@ def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 def read_starts(folder: JobFolder) -> list[dict[str, Any]]:
     """The entries so far, each with its `config`; none of an older job, or of a damaged file."""
     try:
-        found = json.loads(folder.starts.read_text(encoding="utf-8"))["starts"]
-        for entry in found:
+        starts = json.loads(folder.starts.read_text(encoding="utf-8"))["starts"]
+        for entry in starts:
             text = (folder.starts.parent / entry["config_file"]).read_text(encoding="utf-8")
             entry["config"] = yaml.safe_load(text)
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return []
-    return found
+    return starts
 
 
 def add_start(folder: JobFolder, entry: Mapping[str, Any]) -> Path:
     """Write an entry after those that are there; returns the file of its configuration."""
-    place = folder.starts.parent
-    place.mkdir(parents=True, exist_ok=True)
-    with in_turn(place / ".lock"):
+    run_folder = folder.starts.parent
+    run_folder.mkdir(parents=True, exist_ok=True)
+    with in_turn(run_folder / ".lock"):
         starts = read_starts(folder)
         alike = [old["config_file"] for old in starts if old["config"] == entry["config"]]
         name = alike[-1] if alike else f"start_{len(starts) + 1}.yaml"
         if not alike:
-            write_text(place / name, _as_yaml(entry, len(starts) + 1))
+            write_text(run_folder / name, _as_yaml(entry, len(starts) + 1))
         rows = [*starts, {**entry, "config_file": name}]
         plain = [{key: row[key] for key in row if key != "config"} for row in rows]
         write_json(folder.starts, {"format": FORMAT, "starts": plain})
-    return place / name
+    return run_folder / name
 
 
 def _as_yaml(entry: Mapping[str, Any], number: int) -> str:
@@ -203,12 +203,12 @@ def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     sets = [("taskset", read.taskset)] if read.taskset else []
     sets += [(f"tasksets[{i}]", one) for i, one in enumerate(read.tasksets)]
     sets += [(f"eval_tasksets[{i}]", one) for i, one in enumerate(read.eval_tasksets)]
-    found: list[tuple[str, Any]] = [(f"buffer.explorer_input.{key}", one) for key, one in sets]
+    datasets: list[tuple[str, Any]] = [(f"buffer.explorer_input.{key}", one) for key, one in sets]
     if plan.buffer_type == "file":
-        found.append(("buffer.trainer_input.experience_buffer", trained.experience_buffer))
+        datasets.append(("buffer.trainer_input.experience_buffer", trained.experience_buffer))
     for name, one in trained.auxiliary_buffers.items():
-        found.append((f"buffer.trainer_input.auxiliary_buffers.{name}", one))
-    for key, one in found:
+        datasets.append((f"buffer.trainer_input.auxiliary_buffers.{name}", one))
+    for key, one in datasets:
         if one.path:
             named = {"path": one.path, "subset": one.subset_name, "split": one.split}
             yield key, {**named, "on_error": one.on_error}

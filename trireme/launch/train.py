@@ -75,8 +75,8 @@ class Run:
         where, values = ("", ()) if step is None else ("WHERE batch = ?", (step,))
         with sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True) as connection:
             query = f"SELECT experience_bytes FROM experiences {where} ORDER BY id"
-            found = [row[0] for row in connection.execute(query, values)]
-        return [experience for data in found for experience in decode(data)]
+            rows = [row[0] for row in connection.execute(query, values)]
+        return [experience for data in rows for experience in decode(data)]
 
     @property
     def _last(self) -> JobFolder:
@@ -178,8 +178,8 @@ def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any],
     if isinstance(tasks, str | Path):
         return str(tasks), {}, None
     records = getattr(tasks, "to_dict", None)
-    given = records(orient="records") if hasattr(tasks, "iloc") and records else list(tasks)
-    rows = [{"prompt": row} if isinstance(row, str) else row for row in given]
+    as_rows = records(orient="records") if hasattr(tasks, "iloc") and records else list(tasks)
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in as_rows]
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ValueError(
@@ -215,14 +215,14 @@ def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | 
     """A name by which the YAML can speak of a function: its own, unless that means another."""
     if thing is None or isinstance(thing, str):
         return thing
-    own = getattr(thing, "__name__", type(thing).__name__)
-    own = own if own.isidentifier() else registry.name
-    name, number = own, 1
+    plain_name = getattr(thing, "__name__", type(thing).__name__)
+    plain_name = plain_name if plain_name.isidentifier() else registry.name
+    name, number = plain_name, 1
     while name in registry.built_in() or name in ORMS.names() or name in registry:
         if name in registry and name not in registry.built_in() and registry.get(name) is thing:
             return name
         number += 1
-        name = f"{own}_{number}"
+        name = f"{plain_name}_{number}"
     registry.register_module(name, thing)
     return name
 

@@ -79,14 +79,14 @@ def make_learning(
     config = plan.config
     if not recipe.needs_critic:
         return Learning(recipe)
-    own = config.algorithm.critic
+    critic_config = config.algorithm.critic
     critic = Critic(
         config.model.critic_model_path or model_path,
-        replace(_settings(plan), optimizer=own.optimizer),
+        replace(_settings(plan), optimizer=critic_config.optimizer),
         ranks,
-        clip_range=own.cliprange_value,
+        clip_range=critic_config.cliprange_value,
     )
-    return Learning(recipe, critic, critic_warmup=own.warmup_steps)
+    return Learning(recipe, critic, critic_warmup=critic_config.warmup_steps)
 
 
 def make_synchronizer(

@@ -22,6 +22,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from trireme.aio import running_loop
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
 from trireme.engines.device import Device
@@ -77,8 +78,8 @@ def try_workflow(
     TrialFailed with the line that failed.
     """
     with tempfile.TemporaryDirectory() as root:
-        given = overrides | {"checkpoint_root_dir": root}
-        config = config_from(model, [task], reward, workflow, "grpo", None, given)
+        settings = overrides | {"checkpoint_root_dir": root}
+        config = config_from(model, [task], reward, workflow, "grpo", None, settings)
         trial = try_plan(checked(config).plans[-1], replies=replies, rollouts=rollouts)
     if show:
         print(trial)
@@ -96,18 +97,10 @@ def try_plan(
     def work() -> Trial:
         return asyncio.run(_try(plan, place, replies, rollouts))
 
-    if not _in_a_loop():
+    if running_loop() is None:
         return work()  # in this thread, so that a debugger's prompt works in a workflow
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -> Trial:
@@ -175,14 +168,9 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
         span = list(places)
         if is_trained:
             for at in span:
+                logprob = "" if e.logprobs is None else f"{float(e.logprobs[at]):.3f}"
                 piece = text.tokenizer.decode([int(e.tokens[at])])
-                yield f"  {at:>5} {int(e.tokens[at]):>6}      yes {_logprob(e, at):>8}  {piece!r}"
+                yield f"  {at:>5} {int(e.tokens[at]):>6}      yes {logprob:>8}  {piece!r}"
         else:
             piece = text.tokenizer.decode(e.tokens[span[0] : span[-1] + 1].tolist())
             yield f"  {f'{span[0]}-{span[-1]}':>12}       no           {piece!r}"
-
-
-def _logprob(experience: Experience, place: int) -> str:
-    if experience.logprobs is None:
-        return ""
-    return f"{float(experience.logprobs[place]):.3f}"

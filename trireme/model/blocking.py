@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from trireme.aio import running_loop
 from trireme.experience import Experience
 from trireme.model.chat_tokens import Message, plain_message
 from trireme.model.conversation import experience_of, with_metrics
@@ -38,7 +39,7 @@ def wait_for(
     timeout: float = WAIT_S,
 ) -> T:
     """Run `call` on `loop` from another thread and wait. Raises TimeoutError, saying for what."""
-    if _running_loop() is loop:
+    if running_loop() is loop:
         call.close()
         raise RuntimeError(
             f"{what} would block the event loop that has to answer it: "
@@ -115,7 +116,7 @@ class BlockingModel:
         async def ask() -> Address:
             return self.model.address
 
-        if _running_loop() is self._loop:
+        if running_loop() is self._loop:
             return self.model.address
         return wait_for(self._loop, ask(), "the model's address")
 
@@ -182,25 +183,25 @@ class BlockingModel:
         and not trained; the metric `conversation/unmatched` counts these. So are earlier turns that
         the template has rewritten. `temperature` is known from the calls where there are any.
         """
-        given = [plain_message(message) for message in messages]
+        conversation = [plain_message(message) for message in messages]
         recorder, chat = self.model.recorder, self.model.chat_tokens
-        call = recorder.by_messages(given, tools)
+        call = recorder.by_messages(conversation, tools)
         tail: list[int] | None = []
-        if call is not None and len(given) > len(call.conversation):
-            tail = chat.tail(given, tools, call.recorded())
+        if call is not None and len(conversation) > len(call.conversation):
+            tail = chat.tail(conversation, tools, call.recorded())
         if call is None or tail is None:
-            ids = chat.encode(chat.render(given, tools, generate=False))
+            ids = chat.encode(chat.render(conversation, tools, generate=False))
             experience = Experience(ids, mask=[False] * len(ids), prompt_length=0)
             experience.temperature = (
                 self.model.sampling.temperature if temperature is None else temperature
             )
-            experience.messages, matched = given, 0
+            experience.messages, matched = conversation, 0
         else:
             path = call.path
             trained = {c: 0 for c in path if c.temperature == call.temperature}
             experience = _lengthened(experience_of(path, trained, chat.decode), tail)
-            experience.messages, matched = given, len(path)
-        replies = sum(message["role"] == "assistant" for message in given)
+            experience.messages, matched = conversation, len(path)
+        replies = sum(message["role"] == "assistant" for message in conversation)
         with_metrics([experience], {"conversation/unmatched": replies - matched})
         return _cut(experience, self.model.max_model_len)
 
@@ -236,8 +237,8 @@ class BlockingModel:
 
     def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Number of tokens of a conversation as a prompt."""
-        given = [plain_message(message) for message in messages]
-        return len(self.model.chat_tokens.prompt(given).ids)
+        conversation = [plain_message(message) for message in messages]
+        return len(self.model.chat_tokens.prompt(conversation).ids)
 
     def clone_with_isolated_history(self) -> BlockingModel:
         """The same model with a record of its own."""
@@ -258,21 +259,17 @@ class BlockingModel:
             asyncio.ensure_future(self.model.generate_samples(prompt, **sampling))
             for prompt in each
         ]
-        found = [self._as_experiences(replies) for replies in await asyncio.gather(*tasks)]
-        return Replies([e for part in found for e in part], found[0].first if found else None)
+        several = [self._as_experiences(replies) for replies in await asyncio.gather(*tasks)]
+        return Replies(
+            [e for part in several for e in part],
+            several[0].first if several else None,
+        )
 
     def _as_experiences(self, replies: Sequence[Reply]) -> Replies:
         """Sample i of n belongs to the i-th of the runs that a repeatable workflow was given."""
         first = self.model.key[2] if len(self.model.key) > 2 else 0
         made = [self.model.experience(reply.call, run=first + i) for i, reply in enumerate(replies)]
         return Replies(made, replies[0] if replies else None)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:

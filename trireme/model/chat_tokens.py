@@ -235,10 +235,10 @@ class ChatTokens:
     def _without_doubled_end(self, recorded: Recorded, ids: list[int]) -> list[int]:
         """Drop the template's end-of-turn token where the model has sampled an end itself."""
         last = recorded.last_ids[-1] if recorded.last_ids else None
-        for place, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if token in self._special:
                 sampled = token == last or (recorded.ended and last in self._special)
-                return ids[place + 1 :] if sampled else ids
+                return ids[index + 1 :] if sampled else ids
             if self.decode([token]).strip():
                 break
         return ids

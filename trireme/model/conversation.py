@@ -101,13 +101,13 @@ def experiences_of(
         if leaf not in left or any(other.parent is leaf for other in left):
             continue
         path = leaf.path
-        own = [call for call in path if call in left]
-        for temperature in dict.fromkeys(call.temperature for call in own):
-            trained = [call for call in own if call.temperature == temperature]
+        left_calls = [call for call in path if call in left]
+        for temperature in dict.fromkeys(call.temperature for call in left_calls):
+            trained = [call for call in left_calls if call.temperature == temperature]
             upto = path[: path.index(trained[-1]) + 1]
             out.append(experience_of(upto, untrained(trained, done), decode))
         # a branch that comes later has these calls as its prompt
-        left -= set(own[:-1])
+        left -= set(left_calls[:-1])
     return out
 
 
@@ -115,12 +115,12 @@ def untrained(calls: Sequence[Call], done: dict[Call, int]) -> dict[Call, int]:
     """From which token on each call is trained, where `done` says how many of what was sampled are
     trained elsewhere; and they are `done` then. Calls that were cut share their beginning.
     """
-    found = {}
+    starts = {}
     for call in calls:
         origin = call.origin or call
-        found[call] = done.get(origin, 0)
-        done[origin] = max(found[call], len(call.completion.ids))
-    return found
+        starts[call] = done.get(origin, 0)
+        done[origin] = max(starts[call], len(call.completion.ids))
+    return starts
 
 
 def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Decode) -> Experience:
@@ -139,10 +139,10 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
     for call in path:
         c, size = call.completion, len(call.inserted)
         start = min(trained.get(call, len(c.ids)), len(c.ids))
-        own = [0.0] * start + (call.weights or [1.0] * len(c.ids))[start:]
+        call_weights = [0.0] * start + (call.weights or [1.0] * len(c.ids))[start:]
         tokens += [*call.inserted, *c.ids]
-        mask += [False] * size + [weight != 0 for weight in own]
-        weights += [0.0] * size + own
+        mask += [False] * size + [weight != 0 for weight in call_weights]
+        weights += [0.0] * size + call_weights
         logprobs += [0.0] * size + c.logprobs
         sampler_logprobs += [0.0] * size + c.sampler_logprobs
         versions += [-1] * size + c.versions

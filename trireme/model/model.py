@@ -135,24 +135,28 @@ class Model:
     ) -> list[Reply]:
         """`n` independent replies to one conversation; `on_token`: see Engine."""
         options = with_options(self.sampling, sampling)
-        given = [plain_message(message) for message in messages]
-        if not given:
+        conversation = [plain_message(message) for message in messages]
+        if not conversation:
             raise ValueError("chat needs at least one message")
-        goes_on = given[-1]["role"] == "assistant"
-        prefix = given.pop()["content"] if goes_on else ""
-        known = self._cut_back(given, prefix, tools) if goes_on else None
+        goes_on = conversation[-1]["role"] == "assistant"
+        prefix = conversation.pop()["content"] if goes_on else ""
+        known = self._cut_back(conversation, prefix, tools) if goes_on else None
         if known is not None:
             parent, prompt, begun = known[0], Prompt(known[1], extends=True), True
         else:
-            asked = [*given, {"role": "assistant", "content": prefix}] if goes_on else given
+            asked = (
+                [*conversation, {"role": "assistant", "content": prefix}]
+                if goes_on
+                else conversation
+            )
             parent, prompt, begun = await _off_loop(
-                lambda: self._prompt(asked, tools), _size(given, prefix, tools)
+                lambda: self._prompt(asked, tools), _size(conversation, prefix, tools)
             )
         # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
         calls = await self._sample(parent, prompt, options, limit, on_token)
         for call in calls:
-            call.messages = given
+            call.messages = conversation
             call.reply = {"role": "assistant", "content": prefix + call.completion.text}
             call.tools = list(tools) if tools else None
             call.tools_dropped = bool(tools) and self.chat_tokens.drops_tools
@@ -185,9 +189,11 @@ class Model:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> int:
         """How long the prompt of a conversation is that nobody has begun yet."""
-        given = [plain_message(message) for message in messages]
+        conversation = [plain_message(message) for message in messages]
         tokens = self.chat_tokens
-        prompt = await _off_loop(lambda: tokens.prompt(given, tools), _size(given, "", tools))
+        prompt = await _off_loop(
+            lambda: tokens.prompt(conversation, tools), _size(conversation, "", tools)
+        )
         return len(prompt.ids)
 
     async def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -223,17 +229,17 @@ class Model:
             calls = [call for call in self.recorder.fresh() if call not in orphans]
             rewards = None
         if per_call or rewards is not None:
-            found = [self.experience(call) for call in calls]
+            experiences = [self.experience(call) for call in calls]
         else:
-            found = experiences_of(calls, orphans, self.chat_tokens.decode)
-        for place, experience in enumerate(found):
+            experiences = experiences_of(calls, orphans, self.chat_tokens.decode)
+        for index, experience in enumerate(experiences):
             if experience.reward is None:
-                experience.reward = rewards[place] if rewards is not None else _number(reward)
-        with_metrics(found, metrics)
+                experience.reward = rewards[index] if rewards is not None else _number(reward)
+        with_metrics(experiences, metrics)
         if len(self.recorder) > 1:
             counts = {"splits": self.recorder.splits, "orphans": len(orphans)}
-            with_metrics(found, {f"conversation/{name}": n for name, n in counts.items()})
-        return found
+            with_metrics(experiences, {f"conversation/{name}": n for name, n in counts.items()})
+        return experiences
 
     def experience(self, call: Call, *, run: int = 0) -> Experience:
         """One call alone."""
@@ -336,14 +342,14 @@ class Model:
         loss; without ids they are found. Raises ValueError where ids that nobody sampled have a
         weight.
         """
-        given = [plain_message(message) for message in messages]
-        [last, *_] = self.recorder.of_turn(given, tools) or [None]
+        conversation = [plain_message(message) for message in messages]
+        [last, *_] = self.recorder.of_turn(conversation, tools) or [None]
         if last is None:
             raise ValueError("edit_reply: no call of this rollout has replied to these messages")
         if ids is None:
-            found = self._cut_back(given, content, tools)
-            assert found is not None
-            parent, rest = found
+            cut = self._cut_back(conversation, content, tools)
+            assert cut is not None
+            parent, rest = cut
         else:
             sampled = last.completion.ids
             pairs = enumerate(zip(sampled, ids, strict=False))
@@ -384,9 +390,9 @@ class Model:
         decode = self.chat_tokens.decode
         best: tuple[int, int, Call] | None = None
         for call in self.recorder.of_turn(messages, tools):
-            found = kept_tokens(call, content, decode)
-            if found is not None and (best is None or found[1] > best[0]):
-                best = (found[1], found[0], call)
+            kept = kept_tokens(call, content, decode)
+            if kept is not None and (best is None or kept[1] > best[0]):
+                best = (kept[1], kept[0], call)
         if best is None:
             return None
         at, count, call = best
@@ -415,9 +421,9 @@ class Model:
         ids = [*(parent.ids if parent else []), *prompt.ids]
         if len(ids) > limit:
             return self._too_long(parent, ids, options, limit, index)
-        told: Any = {} if on_token is None else {"on_token": on_token}
+        listening: Any = {} if on_token is None else {"on_token": on_token}
         asked = time.monotonic()
-        completions = await self.engine.generate(ids, options, key=(*self.key, index), **told)
+        completions = await self.engine.generate(ids, options, key=(*self.key, index), **listening)
         self.seconds += time.monotonic() - asked
         self._check_live()
         if any(c.stop_reason == "aborted" for c in completions):

@@ -61,7 +61,7 @@ class Pieces:
             return ""
         self._first, self._known = self._known, len(self._ids)
         self._held += text[len(before) :]
-        places = [place for b in self._barriers if (place := self._held.find(b)) >= 0]
+        places = [at for b in self._barriers if (at := self._held.find(b)) >= 0]
         self._closed = bool(places)
         count = min(places) if places else len(self._held) - self._beginning()
         piece, self._held = self._held[:count], self._held[count:]

@@ -49,24 +49,24 @@ def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
 def call_of_json(text: str) -> ToolCall:
     """The call `{"name", "arguments"}`; with an `error` where the text is none."""
     try:
-        given = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as error:
         return ToolCall("", {}, error=f"the call is no JSON: {error}")
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
         return ToolCall("", {}, error="the call must be a JSON object with `name` and `arguments`")
-    arguments = given.get("arguments") or {}
+    arguments = parsed.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = object_or_text(arguments)
-    return ToolCall(given["name"], arguments)
+    return ToolCall(parsed["name"], arguments)
 
 
 def object_or_text(text: str) -> Any:
     """A JSON object, else the text as it is."""
     try:
-        given = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
         return text
-    return given if isinstance(given, dict) else text
+    return parsed if isinstance(parsed, dict) else text
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

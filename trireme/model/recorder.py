@@ -145,10 +145,10 @@ class Recorder:
         pending: list[tuple[Call, int]] = [(call, 0) for call in self._children[None]]
         while pending:
             call, start = pending.pop()
-            own = [*call.inserted, *call.completion.ids]
-            if call.truncated or list(prompt[start : start + len(own)]) != own:
+            sequence = [*call.inserted, *call.completion.ids]
+            if call.truncated or list(prompt[start : start + len(sequence)]) != sequence:
                 continue
-            end = start + len(own)
+            end = start + len(sequence)
             if end > at:
                 best, at = call, end
             pending += [(child, end) for child in self._children[call]]

@@ -90,12 +90,12 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
 
 def _rewards_gone(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
-    found = values(rows, "rollout/reward/mean")
-    if not facts.rewards_teach or not found or course.best <= 0.05:
+    means = values(rows, "rollout/reward/mean")
+    if not facts.rewards_teach or not means or course.best <= 0.05:
         return None
-    if fmean(found) > limit * course.best:
+    if fmean(means) > limit * course.best:
         return None
-    return f"the mean reward was {course.best:.3g}, and in {_span(rows)} it is {fmean(found):.3g}"
+    return f"the mean reward was {course.best:.3g}, and in {_span(rows)} it is {fmean(means):.3g}"
 
 
 def _cut(rows: Sequence[Figures]) -> float:
@@ -145,11 +145,11 @@ def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
 
 
 def _gap(course: Course, limit: float, facts: Facts) -> str | None:
-    found = mean(course.now, "rollout/logprob_diff_mean")
-    if found <= limit:
+    difference = mean(course.now, "rollout/logprob_diff_mean")
+    if difference <= limit:
         return None
     return (
-        f"engine and trainer differ by {found:.3g} nats a token on the same weights (mean of "
+        f"engine and trainer differ by {difference:.3g} nats a token on the same weights (mean of "
         f"{_span(course.now)})"
     )
 

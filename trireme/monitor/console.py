@@ -176,8 +176,8 @@ class Console:
         for key, value in metrics.items():
             _, name, rest = (*key.split("/", 2), "", "")[:3]
             by_name.setdefault(name, {})[rest] = value
-        for name, own in by_name.items():
-            self.evaluation(name, own, step)
+        for name, of_taskset in by_name.items():
+            self.evaluation(name, of_taskset, step)
 
     def _line(self, text: str, style: str = "") -> None:
         self.output.print(Text(text, style=style), soft_wrap=True)

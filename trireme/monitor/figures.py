@@ -171,14 +171,14 @@ class Course:
 
 def values(rows: Iterable[Figures], name: str) -> list[float]:
     """A figure in the steps that have it; files hold null where it is no finite number."""
-    found = (row.get(name) for row in rows)
-    return [value for value in found if value is not None and math.isfinite(value)]
+    cells = (row.get(name) for row in rows)
+    return [value for value in cells if value is not None and math.isfinite(value)]
 
 
 def mean(rows: Iterable[Figures], name: str) -> float:
     """Over the steps that have it; 0 where none has."""
-    found = values(rows, name)
-    return fmean(found) if found else 0.0
+    numbers = values(rows, name)
+    return fmean(numbers) if numbers else 0.0
 
 
 FILE_NAME = "summary.json"

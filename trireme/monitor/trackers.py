@@ -199,8 +199,8 @@ def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None)
         if name == "tensorboard":  # its import takes a second, and it is always there
             continue
         made = TRACKERS.get(name)
-        own = _options(names, name, args)
-        if inspect.isfunction(made) and own:
+        options = _options(names, name, args)
+        if inspect.isfunction(made) and options:
             raise ValueError(f"monitor.monitor_args: the function '{name}' takes no options")
     if len(names) > 1:
         refuse_unknown_options("monitor.monitor_args", args or {}, names)
@@ -241,8 +241,8 @@ def _ids(path: Path) -> dict[str, str]:
 
 def _options(names: Sequence[str], name: str, args: Mapping[str, Any] | None) -> dict[str, Any]:
     """Those of one tracker: all of them, or of several trackers those under its name."""
-    given = args or {}
-    return dict(given) if len(names) == 1 else dict(given.get(name) or {})
+    settings = args or {}
+    return dict(settings) if len(names) == 1 else dict(settings.get(name) or {})
 
 
 _PACKAGES = {

@@ -114,8 +114,8 @@ class Alarm:
             return
         said = json.loads(self._file.read_text()) if self._file.exists() else []
         rows = read_metrics(folder / FILE_NAME)
-        own = (row for row in rows if alone in (None, row["part"]))
-        self.watchdog.read(own, [Warned(**one) for one in said])
+        part_rows = (row for row in rows if alone in (None, row["part"]))
+        self.watchdog.read(part_rows, [Warned(**one) for one in said])
 
     def look(self, part: str, step: int, figures: Figures) -> dict[str, float]:
         """One step of one part; its metrics, with the flags of the known causes."""

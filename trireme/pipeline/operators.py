@@ -54,8 +54,8 @@ class Operator:
 
     async def __call__(self, experiences: Sequence[Experience]) -> Operated:
         """What the operator makes of an explore step. Raises OperatorFailed."""
-        found = await self._call(self.function, list(experiences))
-        kept, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        result = await self._call(self.function, list(experiences))
+        kept, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(kept, list) or not all(isinstance(e, Experience) for e in kept):
             raise OperatorFailed(
                 f"operator '{self.name}' returned {type(kept).__name__}: expected a list of "
@@ -104,26 +104,28 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
     if not name:
         raise ValueError(f"{key}.name is not given: expected an {registry.name}")
     try:
-        found: Any = registry.get(name)
+        operator: Any = registry.get(name)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{key} '{name}' is {type(found).__name__}: expected a function or class")
+    if not callable(operator):
+        raise ValueError(
+            f"{key} '{name}' is {type(operator).__name__}: expected a function or class"
+        )
     whose = f"{key} '{name}'"
-    options = fitting_options(whose, found, args, first=0 if inspect.isclass(found) else 1)
-    if not inspect.isclass(found):
-        refuse_signature(whose, found, found, "(experiences)", **options)
-        function = partial(found, **options) if options else found
-        if found.__module__ == _BUILT_IN:  # looks at its options first, and here at nothing else
+    options = fitting_options(whose, operator, args, first=0 if inspect.isclass(operator) else 1)
+    if not inspect.isclass(operator):
+        refuse_signature(whose, operator, operator, "(experiences)", **options)
+        function = partial(operator, **options) if options else operator
+        if operator.__module__ == _BUILT_IN:  # looks at its options first, and here at nothing else
             try:
                 function([])
             except ValueError as error:
                 raise ValueError(f"{whose}: {error}") from error
         return Operator(name, function)
-    with UserCode(whose, found):
-        made: Any = found(**options)
+    with UserCode(whose, operator):
+        made: Any = operator(**options)
     if not callable(getattr(made, "process", None)):
-        raise ValueError(f"{whose}: class {found.__name__} has no method 'process'")
+        raise ValueError(f"{whose}: class {operator.__name__} has no method 'process'")
     refuse_signature(whose, made.process, made.process, "(experiences)")
     return Operator(name, made.process, made)
 

@@ -111,8 +111,8 @@ def _not_finite(experiences: Sequence[Experience]) -> int:
 def make_task_operators(given: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Operator]:
     """Operators by name with their options. Raises ValueError naming the key of a wrong one."""
     return [
-        make_operator(TASK_OPERATORS, name, args, f"{KEY}[{place}]")
-        for place, (name, args) in enumerate(given)
+        make_operator(TASK_OPERATORS, name, args, f"{KEY}[{index}]")
+        for index, (name, args) in enumerate(given)
     ]
 
 
@@ -123,8 +123,8 @@ def prepared(
 
     Raises ValueError where none is left, OperatorFailed where an operator fails.
     """
-    told = json.dumps([rows.source, len(rows), *map(list, given)], sort_keys=True, default=str)
-    path = folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:12]}.jsonl"
+    cache_key = json.dumps([rows.source, len(rows), *map(list, given)], sort_keys=True, default=str)
+    path = folder / f"{name}-{hashlib.sha256(cache_key.encode()).hexdigest()[:12]}.jsonl"
     if not path.exists():
         found = [dict(row) for row in rows]
         for operator in make_task_operators(given):
@@ -139,15 +139,15 @@ def prepared(
 def _apply(operator: Operator, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         with UserCode(f"task operator '{operator.name}'", operator.function):
-            found = operator.function(rows)
+            changed = operator.function(rows)
     except Exception as error:
         raise OperatorFailed(str(fault_of(error))) from error
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+    if not isinstance(changed, list) or not all(isinstance(row, dict) for row in changed):
         raise OperatorFailed(
-            f"task operator '{operator.name}' returned {type(found).__name__}: expected a list of "
-            f"rows, each a dictionary"
+            f"task operator '{operator.name}' returned {type(changed).__name__}: expected a list "
+            "of rows, each a dictionary"
         )
-    return found
+    return changed
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -69,12 +69,12 @@ def _last_formula(text: str) -> str | None:
     """The last mathematics between fences, or a bare result in LaTeX, where no number follows it;
     of an equation its right side.
     """
-    found = None
+    last = None
     for match in _MATH.finditer(text):
-        found = match
-    if found is None or _NUMBER_IN_TEXT.search(text, found.end()):
+        last = match
+    if last is None or _NUMBER_IN_TEXT.search(text, last.end()):
         return None
-    inside = next(group for group in found.groups() if group is not None)
+    inside = next(group for group in last.groups() if group is not None)
     return plain(inside.rpartition("=")[2]) or None
 
 
@@ -107,12 +107,12 @@ def same(answer: str | None, truth: str) -> bool:
         return False
     if _squeezed(answer) == _squeezed(truth):
         return True
-    given, wanted = number(answer), number(truth)
-    if wanted is not None and given is None and not re.search(r"[\\^*/+]", answer):
+    value, wanted = number(answer), number(truth)
+    if wanted is not None and value is None and not re.search(r"[\\^*/+]", answer):
         there = _ONE_NUMBER.findall(answer)  # `72 clips`, `x = 72`
-        given = number(plain(there[0])) if len(there) == 1 else None
-    if given is not None and wanted is not None:
-        return given == wanted
+        value = number(plain(there[0])) if len(there) == 1 else None
+    if value is not None and wanted is not None:
+        return value == wanted
     if _too_hard(answer) or _too_hard(truth):
         return False
     return _verify(answer, truth)
@@ -158,5 +158,5 @@ def _verify(answer: str, truth: str) -> bool:
     # it warns once that it runs without time-outs, which is meant
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = parse(f"${truth}$", parsing_timeout=None)  # type: ignore[arg-type]
-    found = parse(f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]
-    return bool(gold and found) and verify(gold, found, timeout_seconds=None)
+    formula = parse(f"${answer}$", parsing_timeout=None)  # type: ignore[arg-type]
+    return bool(gold and formula) and verify(gold, formula, timeout_seconds=None)

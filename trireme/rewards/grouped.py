@@ -120,12 +120,12 @@ class Judge:
         none applies to a rollout.
         """
         columns = _columns(task, rows) | {"auxiliary_models": list(models)}
-        found = await asyncio.gather(
+        per_function = await asyncio.gather(
             *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
         )
         totals, parts = [], []
         for place in range(len(rows)):
-            own = [numbers[place] for numbers in found]
+            own = [numbers[place] for numbers in per_function]
             used = [w * v for w, v in zip(self.weights, own, strict=True) if v is not None]
             infos = rows[place].infos
             if "total_reward" in infos:  # the environment's own
@@ -156,15 +156,15 @@ class Judge:
             columns = {**columns, "completions": replies}  # as TRL calls a function
         args, named = _arguments(name, function.call, columns)
         with UserCode(f"reward '{name}'", function.call) as _:
-            found = await call_user(partial(function.call, *args, **named))
-            if not isinstance(found, list | tuple) or len(found) != len(rows):
-                several = isinstance(found, list | tuple)
-                size = f"{len(found)} numbers" if several else repr(found)[:60]
+            rewards = await call_user(partial(function.call, *args, **named))
+            if not isinstance(rewards, list | tuple) or len(rewards) != len(rows):
+                several = isinstance(rewards, list | tuple)
+                size = f"{len(rewards)} numbers" if several else repr(rewards)[:60]
                 raise Refused(
                     f"reward '{name}' gave {size}: expected a list of {len(rows)}, one for each "
                     "completion"
                 )
-            return [_number(value, name) for value in found]
+            return [_number(value, name) for value in rewards]
 
 
 def _arguments(
@@ -282,8 +282,8 @@ def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
 def _number(value: Any, name: str) -> float | None:
     if value is None:
         return None
-    found = number(value, f"reward '{name}' gave")
-    return value if isinstance(value, Value) else found
+    score = number(value, f"reward '{name}' gave")
+    return value if isinstance(value, Value) else score
 
 
 def is_grouped(reward: Any, args: Mapping[str, Any]) -> bool:

@@ -87,10 +87,10 @@ class ModelJudge(Asking):
 
     async def _ask(self, messages: Any, truth: Any, models: Sequence[Any]) -> Value | None:
         text = self._prompt.format(dialogue=_dialogue(messages), reference=_reference(truth))
-        found = _NUMBER.search(await self._asker.ask([{"role": "user", "content": text}], models))
-        if found is None or float(found[0]) > 1:  # "8/10" is not what was asked for
+        match = _NUMBER.search(await self._asker.ask([{"role": "user", "content": text}], models))
+        if match is None or float(match[0]) > 1:  # "8/10" is not what was asked for
             return None
-        return Value(float(found[0]), {"judge_success": 1.0})
+        return Value(float(match[0]), {"judge_success": 1.0})
 
 
 @ORMS.register("ruler")
@@ -141,7 +141,7 @@ class RubricJudge(Asking):
         rubrics = kwargs.get("rubric") or [None] * len(completions)
         models = kwargs.get("auxiliary_models", ())
         asked = zip(kwargs["messages"], completions, rubrics, strict=True)
-        return list(await asyncio.gather(*(self._ask(*given, models) for given in asked)))
+        return list(await asyncio.gather(*(self._ask(*question, models) for question in asked)))
 
     async def _ask(self, messages: Any, reply: str, rubric: Any, models: Sequence[Any]) -> Value:
         criteria = _criteria(rubric or self._criteria)
@@ -195,11 +195,11 @@ def read_scores(answer: str, count: int) -> list[float] | None:
     """The last list of `count` numbers in an answer, each cut to 0 to 1."""
     for text in reversed(_LIST.findall(answer)):
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except ValueError:
             continue
-        numbers = [x for x in found if isinstance(x, int | float) and not isinstance(x, bool)]
-        if len(numbers) == len(found) == count and all(map(math.isfinite, numbers)):
+        numbers = [x for x in parsed if isinstance(x, int | float) and not isinstance(x, bool)]
+        if len(numbers) == len(parsed) == count and all(map(math.isfinite, numbers)):
             return [min(max(float(number), 0.0), 1.0) for number in numbers]
     return None
 
@@ -217,18 +217,18 @@ def _rating(answer: str) -> float | None:
 
 
 def _criteria(rubric: Any) -> str:
-    given = json.loads(rubric) if isinstance(rubric, str) else rubric
-    if not isinstance(given, list) or not given:
+    criteria = json.loads(rubric) if isinstance(rubric, str) else rubric
+    if not isinstance(criteria, list) or not criteria:
         raise ValueError(
             "the rubric judge needs criteria: the row's column 'rubric', a list of texts or of "
             f"{{description, weight}}, or its option `criteria`; it got {rubric!r:.60}"
         )
     lines = []
-    for number, item in enumerate(given, 1):
+    for number, item in enumerate(criteria, 1):
         item = item if isinstance(item, Mapping) else {"description": item}
         if not isinstance(item.get("description"), str):
             raise ValueError(f"a criterion of the rubric must have a description: {item!r:.60}")
         weight = item.get("weight")
-        told = "" if weight is None else f" (weight {weight})"
-        lines.append(f"{number}.{told} {item['description']}")
+        weight_text = "" if weight is None else f" (weight {weight})"
+        lines.append(f"{number}.{weight_text} {item['description']}")
     return "\n".join(lines)

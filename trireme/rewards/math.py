@@ -115,10 +115,10 @@ class MathDapo(RewardFn):
 def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> dict[str, float]:
     """0 without an equation in <answer>, `format_score` for a wrong one, 1 for a right one."""
     target, numbers = _puzzle(task)
-    found = _ANSWER.findall(answer)
-    if not found:
+    answers = _ANSWER.findall(answer)
+    if not answers:
         return {"score": 0.0}
-    right = _solves(found[-1], target, numbers)
+    right = _solves(answers[-1], target, numbers)
     return {"score": 1.0 if right else format_score}
 
 

@@ -107,10 +107,10 @@ class Cosine(ORM):
         self, completions: list[str], response_token_ids: Sequence[Any] = (), **kwargs: Any
     ) -> list[float | None]:
         """See ORM."""
-        found = self._accuracy(completions, **kwargs)
+        accurate = self._accuracy(completions, **kwargs)
         return [
             None if right is None else self._value(len(ids), right >= 1)
-            for ids, right in zip(response_token_ids, found, strict=True)
+            for ids, right in zip(response_token_ids, accurate, strict=True)
         ]
 
     def _value(self, length: int, right: bool) -> float:

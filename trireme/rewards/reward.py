@@ -45,32 +45,38 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
     Raises ValueError for an unknown name, and for an option that it has not.
     """
     options = dict(args or {})
-    found: Any = REWARDS.get(reward) if isinstance(reward, str) else reward
-    if found is None:
+    function: Any = REWARDS.get(reward) if isinstance(reward, str) else reward
+    if function is None:
         if options:
             raise ValueError(f"reward_fn_args are {options}, but no reward is named")
         return None
-    if not callable(found):
+    if not callable(function):
         raise ValueError(
-            f"reward {reward!r} is {type(found).__name__}: expected a function or class"
+            f"reward {reward!r} is {type(function).__name__}: expected a function or class"
         )
-    name = reward if isinstance(reward, str) else getattr(found, "__name__", type(found).__name__)
-    if inspect.isclass(found):
-        options = fitting_options(f"reward '{name}'", found, options)
-        with UserCode(f"reward '{name}'", found):
-            made: Any = found(**options)
+    name = (
+        reward
+        if isinstance(reward, str)
+        else getattr(function, "__name__", type(function).__name__)
+    )
+    if inspect.isclass(function):
+        options = fitting_options(f"reward '{name}'", function, options)
+        with UserCode(f"reward '{name}'", function):
+            made: Any = function(**options)
             _refuse_arguments(f"reward '{name}'", made)
         return made
-    if _is_function(found):
-        columns = [key for key in column_names(found) if key not in options]
-        given = [*_GIVEN, *columns]
-        options = fitting_options(f"reward '{name}'", found, options, first=2, given=given)
-        more = {key: None for key in given if key in parameters_of(found)}
-        refuse_signature(f"reward '{name}'", found, found, "(task, answer)", **more, **options)
-        return functools.partial(found, **options) if options else found
+    if _is_function(function):
+        columns = [key for key in column_names(function) if key not in options]
+        names = [*_GIVEN, *columns]
+        options = fitting_options(f"reward '{name}'", function, options, first=2, given=names)
+        more = {key: None for key in names if key in parameters_of(function)}
+        refuse_signature(
+            f"reward '{name}'", function, function, "(task, answer)", **more, **options
+        )
+        return functools.partial(function, **options) if options else function
     if options:
         raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
-    return found
+    return function
 
 
 async def score(
@@ -89,8 +95,8 @@ async def score(
     name = _name(reward)
     more = {"response_token": tokens, "auxiliary_models": models, "workdir": workdir}
     with UserCode(f"reward '{name}'", reward) as _:
-        found = await _asked(task, answer, reward, more)
-        parts = found if isinstance(found, Mapping) else {name: found}
+        scored = await _asked(task, answer, reward, more)
+        parts = scored if isinstance(scored, Mapping) else {name: scored}
         whose = f"reward '{name}' gave"
         return {
             str(part): number(value, f"{whose} for '{part}'" if len(parts) > 1 else whose)
@@ -106,12 +112,12 @@ def number(value: Any, whose: str, refused: type[Refused] = Refused) -> float:
     try:
         if isinstance(value, str | bytes | bytearray):
             raise TypeError
-        found = float(value)
+        as_number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise refused(f"{whose} {value!r:.60}: expected a number") from error
-    if not abs(found) <= _LARGEST:
-        raise refused(f"{whose} {found!r}: expected a finite number")
-    return found
+    if not abs(as_number) <= _LARGEST:
+        raise refused(f"{whose} {as_number!r}: expected a finite number")
+    return as_number
 
 
 async def _asked(

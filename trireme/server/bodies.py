@@ -76,10 +76,10 @@ def read_json(body: bytes) -> Any:
 
     try:
         parse_int = whole if len(body) > LARGE_BODY else None
-        found = json.loads(body, parse_float=finite, parse_int=parse_int, parse_constant=finite)
+        parsed = json.loads(body, parse_float=finite, parse_int=parse_int, parse_constant=finite)
         if _SURROGATE.search(body):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
     except UnicodeEncodeError:
         raise HTTPException(400, "the request's body holds half of a surrogate pair") from None
     except ValueError as error:

@@ -255,8 +255,8 @@ class VersionBody(BaseModel):
 def group_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter(prefix="/engine/group", route_class=JsonRoute)
-    own: Any = rollouts.engine
-    engine = cast(GroupEngine, own) if hasattr(own, "group_size") else EmbeddedGroup(own)
+    inner: Any = rollouts.engine
+    engine = cast(GroupEngine, inner) if hasattr(inner, "group_size") else EmbeddedGroup(inner)
 
     @router.get("/size")
     async def size() -> dict[str, int]:
@@ -285,7 +285,7 @@ def group_router(rollouts: Rollouts) -> APIRouter:
 
     @router.post("/commit")
     async def commit(body: VersionBody) -> dict[str, int]:
-        refuse_older(own, body.version, begin=body.begin)
+        refuse_older(inner, body.version, begin=body.begin)
         await engine.commit_weights(body.version)
         return {"version": body.version}
 

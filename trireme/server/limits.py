@@ -130,8 +130,8 @@ class Limits:
         if callable(self._key) and key is None:
             raise Refused(401, "there is no rollout at this address, or it is over")
         if key is not None:
-            given = headers.get("x-api-key") or headers.get("authorization", "")
-            if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), key.encode()):
+            shown = headers.get("x-api-key") or headers.get("authorization", "")
+            if not hmac.compare_digest(shown.removeprefix("Bearer ").encode(), key.encode()):
                 raise Refused(
                     401, "this server wants its key: 'Authorization: Bearer KEY' or 'x-api-key'"
                 )
@@ -177,11 +177,11 @@ class Limits:
 
 def _look_at_kind(scope: Scope, headers: Mapping[str, str], body: bytes) -> None:
     """Raise Refused for a body of another content type than its route reads."""
-    given = headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
+    content_type = headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
     expected = "application/octet-stream" if scope["path"] == WEIGHTS else "application/json"
     if body and kind != expected:
-        raise Refused(415, f"content-type is {given!r:.80}: expected {expected}")
+        raise Refused(415, f"content-type is {content_type!r:.80}: expected {expected}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -91,8 +91,8 @@ async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
                     yield {"type": "content_block_stop", "index": index}
                     index, opened = index + 1, False
                 yield _start(index, _tool_use(call, {}))
-                given = call["function"]["arguments"]
-                yield _delta(index, {"type": "input_json_delta", "partial_json": given})
+                arguments = call["function"]["arguments"]
+                yield _delta(index, {"type": "input_json_delta", "partial_json": arguments})
                 yield {"type": "content_block_stop", "index": index}
                 index += 1
     if opened:

@@ -116,8 +116,8 @@ def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> N
         headers = {"x-session-id": session.name}
         if not asked.get("stream"):
             work = respond(session.model, asked, chat=chat, note=note)
-            found = _whole(path, await until_gone(request, work), body)
-            return Answer(found, headers=headers)
+            response = _whole(path, await until_gone(request, work), body)
+            return Answer(response, headers=headers)
         chunks = stream(session.model, asked, chat=chat, note=note)
         first = await until_gone(request, anext(chunks))  # what cannot be served is refused here
         events = _events(path, _all_of(first, chunks), body)
@@ -126,8 +126,8 @@ def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> N
     async def v1(request: Request) -> Response:
         headers = request.headers
         key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        own = key.removeprefix("session:") if key.startswith("session:") else None
-        return await serve(request, headers.get("x-session-id", own))
+        session = key.removeprefix("session:") if key.startswith("session:") else None
+        return await serve(request, headers.get("x-session-id", session))
 
     async def of_session(name: str, request: Request) -> Response:
         return await serve(request, name)
@@ -136,8 +136,8 @@ def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> N
         content = {"application/json": {"schema": kind.model_json_schema()}}
         extra = {"requestBody": {"required": True, "content": content}}
         router.add_api_route(f"/v1/{path}", v1, methods=["POST"], openapi_extra=extra)
-        own = f"/s/{{name}}/v1/{path}"
-        router.add_api_route(own, of_session, methods=["POST"], openapi_extra=extra)
+        session_path = f"/s/{{name}}/v1/{path}"
+        router.add_api_route(session_path, of_session, methods=["POST"], openapi_extra=extra)
 
 
 _TAKES = {

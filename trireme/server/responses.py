@@ -40,10 +40,10 @@ def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict
         if messages and messages[0]["role"] == "system":
             del messages[0]
         messages.insert(0, {"role": "system", "content": body["instructions"]})
-    given = body["input"]
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    for item in given:
+    items = body["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    for item in items:
         _add(messages, item)
     chat["messages"] = messages
     if body.get("tools"):
@@ -89,28 +89,28 @@ async def events_of(
                     item = _message("")
                     begin = {**item, "status": "in_progress", "content": []}
                     yield event("response.output_item.added", output_index=0, item=begin)
-                    place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+                    part_location = {"item_id": item["id"], "output_index": 0, "content_index": 0}
                     part = item["content"][0]
-                    yield event("response.content_part.added", **place, part=part)
+                    yield event("response.content_part.added", **part_location, part=part)
                 text += piece
-                place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-                yield event("response.output_text.delta", **place, delta=piece, logprobs=[])
+                part_location = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+                yield event("response.output_text.delta", **part_location, delta=piece, logprobs=[])
             for call in choice["delta"].get("tool_calls") or ():
                 output.append(_call(call))
     if item is not None:
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {**item, "content": [part]}
-        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-        yield event("response.output_text.done", **place, text=text, logprobs=[])
-        yield event("response.content_part.done", **place, part=part)
+        part_location = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        yield event("response.output_text.done", **part_location, text=text, logprobs=[])
+        yield event("response.content_part.done", **part_location, part=part)
         yield event("response.output_item.done", output_index=0, item=item)
     for index, call in enumerate(output, start=item is not None):
         begin = {**call, "status": "in_progress", "arguments": ""}
-        given = {"item_id": call["id"], "output_index": index}
+        location = {"item_id": call["id"], "output_index": index}
         yield event("response.output_item.added", output_index=index, item=begin)
         yield event(
             "response.function_call_arguments.done",
-            **given,
+            **location,
             name=call["name"],
             arguments=call["arguments"],
         )

@@ -86,15 +86,17 @@ _ASIDE = {
 
 def sampling_of(config: dict[str, Any] | None) -> dict[str, Any]:
     """Our sampling options of a RequestConfig. Raises ValueError for what is not served."""
-    given = {name: value for name, value in (config or {}).items() if value is not None}
-    if given.get("n", 1) != 1:
-        raise ValueError(f"request_config.n is {given['n']}: expected 1; send the request n times")
+    settings = {name: value for name, value in (config or {}).items() if value is not None}
+    if settings.get("n", 1) != 1:
+        raise ValueError(
+            f"request_config.n is {settings['n']}: expected 1; send the request n times"
+        )
     for name in ("presence_penalty", "frequency_penalty"):
-        if given.get(name, 0) != 0:
+        if settings.get(name, 0) != 0:
             raise ValueError(f"request_config.{name} is not served: leave it out")
-    options = {name: value for name, value in given.items() if name not in _ASIDE}
-    if given.get("logprobs"):
-        options["logprobs"] = int(given.get("top_logprobs") or given["logprobs"])
+    options = {name: value for name, value in settings.items() if name not in _ASIDE}
+    if settings.get("logprobs"):
+        options["logprobs"] = int(settings.get("top_logprobs") or settings["logprobs"])
     return options
 
 
@@ -199,11 +201,11 @@ async def _complete(rollouts: Rollouts, body: PromptsBody, *, chat: bool) -> dic
             return await model.chat_samples(prompt, body.tools, **options)
         return await model.generate_samples(prompt, **options)
 
-    given = body.messages if chat else body.prompts
-    refuse_many(len(given), body.n)
-    found = await asyncio.gather(*(one(prompt) for prompt in given))
+    asked = body.messages if chat else body.prompts
+    refuse_many(len(asked), body.n)
+    answers = await asyncio.gather(*(one(prompt) for prompt in asked))
     return {
-        "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in found],
-        "completion_ids": [reply.tokens for replies in found for reply in replies],
-        "logprobs": [reply.logprobs for replies in found for reply in replies],
+        "prompt_ids": [replies[0].call.ids[: replies[0].prompt_tokens] for replies in answers],
+        "completion_ids": [reply.tokens for replies in answers for reply in replies],
+        "logprobs": [reply.logprobs for replies in answers for reply in replies],
     }

@@ -90,9 +90,9 @@ class Rollouts:
         async def all_of(barrier: TurnBarrier | None) -> list[list[dict[str, Any]]]:
             parts = [
                 asyncio.ensure_future(
-                    self._one(r, options, (*key, place) if many else key, loss_scale, barrier)
+                    self._one(r, options, (*key, index) if many else key, loss_scale, barrier)
                 )
-                for place, r in enumerate(requests)
+                for index, r in enumerate(requests)
             ]
             try:
                 return await asyncio.gather(*parts)
@@ -101,11 +101,11 @@ class Rollouts:
                     part.cancel()
 
         if self.use_async_engine:
-            found = await all_of(None)
+            trajectories = await all_of(None)
         else:
             async with self._one_batch:  # the next batch waits for the slowest of this one
-                found = await all_of(TurnBarrier(len(requests)))
-        return [output for outputs in found for output in outputs]
+                trajectories = await all_of(TurnBarrier(len(requests)))
+        return [output for outputs in trajectories for output in outputs]
 
     async def _one(
         self,
@@ -159,8 +159,8 @@ def _turns(ended: Ended) -> list[tuple[list[int], list[int], list[float]]]:
         ids: list[int] = []
         mask: list[int] = []
         logprobs: list[float] = []
-        for place, call in enumerate(calls):
-            between = call.inserted if place else []
+        for index, call in enumerate(calls):
+            between = call.inserted if index else []
             weights = call.weights or [1.0] * len(call.completion.ids)
             ids += [*between, *call.completion.ids]
             mask += [0] * len(between) + [int(weight != 0) for weight in weights]

@@ -63,8 +63,8 @@ class Session:
         if self.rewards:
             calls = self.model.recorder.fresh()
             whole = self.reward or 0.0
-            given = [self.rewards.get(call, whole) for call in calls]
-            return self.model.experiences(reward=given) if calls else []
+            rewards = [self.rewards.get(call, whole) for call in calls]
+            return self.model.experiences(reward=rewards) if calls else []
         return [] if self.reward is None else self.model.experiences(reward=self.reward)
 
 
@@ -148,14 +148,14 @@ class Sessions:
         for reply in replies:
             if reply not in self._replies:
                 raise ValueError(f"reply '{reply}' is not known, or was sent already")
-        found: list[tuple[Session, Sequence[Call]]] = [self._replies[reply] for reply in replies]
-        for owner, calls in found or [(self._known(session or ""), ())]:
+        rated: list[tuple[Session, Sequence[Call]]] = [self._replies[reply] for reply in replies]
+        for owner, calls in rated or [(self._known(session or ""), ())]:
             owner.task, owner.run = task or owner.task, owner.run if run is None else run
             if calls and not owner.alone:
                 owner.rewards |= dict.fromkeys(calls, reward)
             else:
                 owner.reward = reward
-        return len(found) or 1
+        return len(rated) or 1
 
     def reply(self, reply_id: str) -> tuple[Session, Call]:
         """The session and the call of a reply. Raises ValueError where it is not known."""
@@ -184,11 +184,11 @@ class Sessions:
             if one.run is None or one.run in used:
                 one.run = next(run for run in itertools.count() if run not in used)
             used.add(one.run)
-            found = one.experiences()
-            for step, experience in enumerate(found):
+            experiences = one.experiences()
+            for step, experience in enumerate(experiences):
                 experience.eid = EID(task=one.group, run=one.run, step=step)
             self.close(one.name, sent=True)
-            out += found
+            out += experiences
         return out
 
     def drop_quiet(self) -> int:

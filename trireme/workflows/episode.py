@@ -203,8 +203,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
 def parse_action(reply: str) -> str:
     """The text of the first <action>; empty where there is none."""
-    found = _ACTION.search(reply)
-    return found[1].strip() if found else ""
+    match = _ACTION.search(reply)
+    return match[1].strip() if match else ""
 
 
 def _known(**facts: Any) -> dict[str, Any]:

@@ -151,8 +151,8 @@ class ReasoningGymWorkflow(SimpleWorkflow):
 
     async def reward_fn(self, task: Task, answer: str) -> dict[str, float]:
         """What the data set gives the answer; 0 where it cannot read it."""
-        found = _ANSWER.findall(answer)
-        said = found[-1].strip() if found else ""
+        answers = _ANSWER.findall(answer)
+        said = answers[-1].strip() if answers else ""
         try:
             return {"score": await asyncio.to_thread(self._problems.score, said, task.raw_task)}
         except Exception:  # foreign code: some raise for an answer that is out of shape

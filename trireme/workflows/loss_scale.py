@@ -64,10 +64,10 @@ def weigh(path: Sequence[Call], name: str | Scale, decode: Decode) -> None:
         for split in splits:
             borders, weights = _borders(reply, split(reply, last), name)
             for call in calls:
-                own = call.weights or [1.0] * len(call.completion.ids)
+                call_weights = call.weights or [1.0] * len(call.completion.ids)
                 starts = token_starts(call, decode)
                 call.weights = [
-                    w * _at(s, borders, weights) for s, w in zip(starts, own, strict=True)
+                    w * _at(s, borders, weights) for s, w in zip(starts, call_weights, strict=True)
                 ]
 
 
@@ -103,8 +103,8 @@ def _split_of(found: Any) -> _Split:
         return lambda reply, last: found(reply)
 
     def split(reply: str, last: bool) -> Pieces:
-        told = {"context_type": ContextType.RESPONSE, "is_last_round": last, "query": None}
-        return list(zip(*method(reply, **accepted(method, told)), strict=True))
+        context = {"context_type": ContextType.RESPONSE, "is_last_round": last, "query": None}
+        return list(zip(*method(reply, **accepted(method, context)), strict=True))
 
     return split
 
@@ -135,10 +135,10 @@ def by_keywords(weights: Mapping[str, tuple[float, float]]) -> Scale:
     border = re.compile("|".join(map(re.escape, weights)))
 
     def split(reply: str) -> Pieces:
-        found = list(border.finditer(reply))
-        starts = [*(m.start() for m in found), len(reply)]
+        borders = list(border.finditer(reply))
+        starts = [*(m.start() for m in borders), len(reply)]
         pieces = [(reply[: starts[0]], 1.0)]
-        for match, end in zip(found, starts[1:], strict=True):
+        for match, end in zip(borders, starts[1:], strict=True):
             word, text = weights[match[0]]
             pieces += [(match[0], word), (reply[match.end() : end], text)]
         return pieces

@@ -79,10 +79,10 @@ class MathTipsMultiTurn(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> bool:
         """When it is right, or has been told already."""
-        told = len(infer_request.messages) > 1 and (
+        has_tip = len(infer_request.messages) > 1 and (
             self.tips_prompt in infer_request.messages[-2]["content"]
         )
-        if told or is_right(result.message.content, infer_request):
+        if has_tip or is_right(result.message.content, infer_request):
             return True
         return super().check_finished(infer_request, result, current_turn)
 

@@ -54,18 +54,18 @@ def _load_trinity() -> None:
 
     Another package that is called trinity is left alone.
     """
-    found = find_spec("trinity")
+    spec = find_spec("trinity")
     beside = Path(__file__).parents[2]
-    if found is None or found.origin is None or Path(found.origin).parents[1] != beside:
+    if spec is None or spec.origin is None or Path(spec.origin).parents[1] != beside:
         return
     for name, (attribute, ours) in _EDITED.items():
         _guarded(f"{name} ({beside / name.replace('.', '/')})", partial(import_module, name))
         module = sys.modules[name]
         registry = pkgutil.resolve_name(ours)
         registry.adopt(Registry(name, getattr(module, "default_mapping", None)))
-        given = vars(module).get(attribute, registry)
-        if given is not registry:  # made anew, as the documents show it
-            registry.adopt(given)
+        registered = vars(module).get(attribute, registry)
+        if registered is not registry:  # made anew, as the documents show it
+            registry.adopt(registered)
             setattr(module, attribute, registry)
 
 

@@ -104,11 +104,11 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
         )
     if name is None:
         return None
-    found: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
+    scheduler: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
     options = {key: value for key, value in args.items() if key not in _OWN}
-    if not isinstance(found, type) or not callable(getattr(found, "step", None)):
-        raise ValueError(f"multi-turn scheduler {name!r} is {found!r:.60}: expected a class")
-    make: Any = found
+    if not isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ValueError(f"multi-turn scheduler {name!r} is {scheduler!r:.60}: expected a class")
+    make: Any = scheduler
     try:
         made: MultiTurnScheduler = make(max_turns=turns, **options)
         return made
@@ -156,7 +156,7 @@ async def _at_server(
 ) -> list[Experience]:
     """The trajectory as the rollout server's own scheduler leads it."""
     outputs = await engine.infer(asdict(request), model.sampling, key=model.key, loss_scale=scale)
-    found = []
+    experiences = []
     for output in outputs:
         wire = output["experience"]
         names = ("temperature", "stop_reason", "truncate_status", "reward", "prompt_text")
@@ -166,8 +166,8 @@ async def _at_server(
         }
         experience = Experience(wire["tokens"], **fields, response_text=wire["response_text"])
         experience.messages = output["messages"]
-        found.append(experience)
-    return found
+        experiences.append(experience)
+    return experiences
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:

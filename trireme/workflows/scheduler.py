@@ -155,13 +155,13 @@ class InferEngine:
 
 def request_of(row: Mapping[str, Any], messages: Sequence[Message], uuid: str) -> Any:
     """The first request of a data set's row, which begins with `messages`."""
-    own = ("messages", "tools", "objects", "data_dict", *NOT_TEXT)
-    given = row.get("data_dict")
-    others = {name: value for name, value in row.items() if name not in own and value is not None}
+    known = ("messages", "tools", "objects", "data_dict", *NOT_TEXT)
+    data = row.get("data_dict")
+    others = {name: value for name, value in row.items() if name not in known and value is not None}
     return RolloutInferRequest(
         messages=[dict(message) for message in messages],
         tools=row.get("tools"),
         objects=row.get("objects") or {},
-        data_dict=dict(given) if isinstance(given, Mapping) else others,
+        data_dict=dict(data) if isinstance(data, Mapping) else others,
         uuid=uuid,
     )

@@ -124,8 +124,8 @@ class SimpleWorkflow(Workflow):
     ) -> None:
         """Give all rollouts of a task their rewards, where they are given together."""
         if is_grouped(task.reward_fn or cls.default_reward, task.reward_fn_args):
-            found = cls.judges.of(task, cls.default_reward)
-            await reward_group(found, task, experiences, models)
+            judge = cls.judges.of(task, cls.default_reward)
+            await reward_group(judge, task, experiences, models)
 
 
 @workflow("math_workflow")
@@ -266,15 +266,15 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         judgements = await self.model.chat_async(
             [{"role": "user", "content": question}], n=self.repeat_times if known else 1
         )
-        found = [read_scores(e.response_text or "", len(replies)) for e in judgements]
-        success = statistics.fmean(scores is not None for scores in found)
-        for place, (reply, reward) in enumerate(zip(replies, gold, strict=True)):
+        opinions = [read_scores(e.response_text or "", len(replies)) for e in judgements]
+        success = statistics.fmean(scores is not None for scores in opinions)
+        for index, (reply, reward) in enumerate(zip(replies, gold, strict=True)):
             reply.metrics |= {"gold_reward": reward, "judge_success": success}
             if not known:
-                reply.reward = found[0][place] if found[0] else 0.0
+                reply.reward = opinions[0][index] if opinions[0] else 0.0
         if not known:
             return replies
-        for judgement, scores in zip(judgements, found, strict=True):
+        for judgement, scores in zip(judgements, opinions, strict=True):
             judgement.eid.task = f"{self.task.task_id}-ruler"
             judgement.reward = agreement(scores, gold)
         return [*replies, *judgements]

@@ -93,11 +93,11 @@ class _Episode(Workflow):
 
     def _recorded(self, number: int) -> list[Experience]:
         """What the model said in this step."""
-        found = self.model.extract_experience_from_history()
-        for experience in found:
+        recorded = self.model.extract_experience_from_history()
+        for experience in recorded:
             experience.eid = EID(step=number)
             experience.info["env_step"] = number
-        return found
+        return recorded
 
     async def _judge_step(self, mine: list[Experience], number: int) -> None:
         """Rewards of the step that has just ended."""

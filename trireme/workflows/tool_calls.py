@@ -175,8 +175,8 @@ class McpServer:
                 task.cancel()
 
     async def _live(self, ready: asyncio.Future[list[Tool]]) -> None:
-        given = self._given
-        target = given.get("url") or self._mcp.StdioServerParameters(**given)
+        config = self._given
+        target = config.get("url") or self._mcp.StdioServerParameters(**config)
         try:
             async with self._mcp.Client(target) as client:
                 tools = await self._tools(client)
@@ -274,7 +274,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         self.timeout, self.style = timeout, style
         self.infos = {"tool_calls": 0, "tool_errors": 0}
         self._tools = {tool.name: tool for tool in map(python_tool, tools)}
-        self._servers = [McpServer(name, given) for name, given in (mcp_servers or {}).items()]
+        self._servers = [McpServer(name, config) for name, config in (mcp_servers or {}).items()]
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Connect to the servers, and show all tools to the chat template."""
@@ -339,8 +339,10 @@ class ToolCallScheduler(MultiTurnScheduler):
         tool: Tool | None = self._tools.get(call.name)
         if tool is None:
             raise ValueError(f"unknown tool '{call.name}'. Known: {', '.join(self._tools)}")
-        given = call.arguments
-        arguments = dict(given) if isinstance(given, Mapping) else {tool.first_argument: given}
+        as_given = call.arguments
+        arguments = (
+            dict(as_given) if isinstance(as_given, Mapping) else {tool.first_argument: as_given}
+        )
         return await asyncio.wait_for(tool.call(arguments), self.timeout)
 
 

@@ -95,13 +95,13 @@ def _earlier(messages: Sequence[Mapping[str, Any]], last: Call, recorder: Record
     """Calls whose replies a dialogue holds, where the template rewrote what came before."""
     plain = [plain_message(message) for message in messages]
     known = {len(call.messages or ()) for call in last.path}
-    found = []
-    for place, message in enumerate(plain[:-1]):
-        if message["role"] == "assistant" and place not in known:
-            call = recorder.by_messages(plain[: place + 1], last.tools)
-            if call is not None and len(call.messages or ()) == place:
-                found.append(call)
-    return found
+    earlier = []
+    for index, message in enumerate(plain[:-1]):
+        if message["role"] == "assistant" and index not in known:
+            call = recorder.by_messages(plain[: index + 1], last.tools)
+            if call is not None and len(call.messages or ()) == index:
+                earlier.append(call)
+    return earlier
 
 
 async def play(
@@ -181,8 +181,8 @@ class _Trajectory:
         [request] = held
         self._request = request
         if (run := getattr(self._scheduler, "run", None)) is not None:
-            found = await self._call(run, request, {})
-            return dialogues(self._name, found, self._given, self._model.recorder)
+            outputs = await self._call(run, request, {})
+            return dialogues(self._name, outputs, self._given, self._model.recorder)
         turn = 1
         while True:
             self._request = request
@@ -298,16 +298,16 @@ class _Trajectory:
                 f"{self._name}.step returned {len(logprobs)} rollout_logprobs: expected {trained}, "
                 "one for each token whose response_loss_mask is not 0"
             )
-        place = len(before) - 1
-        same = len(after) > place and all(
-            dict(a) == b for a, b in zip(after, before[:place], strict=False)
+        last = len(before) - 1
+        same = len(after) > last and all(
+            dict(a) == b for a, b in zip(after, before[:last], strict=False)
         )
-        if not same or after[place].get("role") != "assistant":
+        if not same or after[last].get("role") != "assistant":
             return  # another conversation: what was sampled stays as it was
-        content, old = str(after[place].get("content") or ""), before[place].get("content")
-        if ids is not None or (content != old and len(after) > place + 1):
+        content, old = str(after[last].get("content") or ""), before[last].get("content")
+        if ids is not None or (content != old and len(after) > last + 1):
             tools = self._request.tools if self._request else None
-            self._model.edit_reply(after[:place], content, ids, weights, tools)
+            self._model.edit_reply(after[:last], content, ids, weights, tools)
 
     def _add_infos(self, infos: Any) -> None:
         if infos:

@@ -132,7 +132,7 @@ class WebShopWorkflow(EpisodeWorkflow):
 
     def final_reward(self, seen: Seen, total: float) -> float:
         """See the class; `sparse` makes 1 of 0.99 and more, and 0 of what is less."""
-        found = super().final_reward(seen, total)
-        if self.workflow_args.get("sparse") and found >= 0:
-            return float(found >= 0.99)
-        return found
+        reward = super().final_reward(seen, total)
+        if self.workflow_args.get("sparse") and reward >= 0:
+            return float(reward >= 0.99)
+        return reward

@@ -104,15 +104,19 @@ def resolve(workflow: Any) -> WorkflowSpec:
             "a task names no workflow: set default_workflow_type of its taskset "
             f"(known: {', '.join(WORKFLOWS.names())})"
         )
-    found = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
-    name = workflow if isinstance(workflow, str) else getattr(found, "__name__", repr(found))
-    if inspect.isclass(found):
-        return _of_class(name, found)
-    if not callable(found):
+    workflow_object = WORKFLOWS.get(workflow) if isinstance(workflow, str) else workflow
+    name = (
+        workflow
+        if isinstance(workflow, str)
+        else getattr(workflow_object, "__name__", repr(workflow_object))
+    )
+    if inspect.isclass(workflow_object):
+        return _of_class(name, workflow_object)
+    if not callable(workflow_object):
         raise ValueError(
-            f"workflow '{name}' is {type(found).__name__}: expected a function or a class"
+            f"workflow '{name}' is {type(workflow_object).__name__}: expected a function or a class"
         )
-    return _of_function(name, found)
+    return _of_function(name, workflow_object)
 
 
 def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) -> list[Experience]:
@@ -129,13 +133,13 @@ def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) 
             f"workflow '{name}' returned {given or type(found).__name__}: expected a list of "
             "Experience; end with `return model.experiences(reward=...)`"
         )
-    for place, experience in enumerate(found):
+    for index, experience in enumerate(found):
         if not isinstance(experience, Experience):
             raise WrongExperience(
                 f"workflow '{name}' returned a list with {type(experience).__name__} "
-                f"at place {place}: expected Experience"
+                f"at place {index}: expected Experience"
             )
-        _check_numbers(experience, f"workflow '{name}' returned an experience (place {place})")
+        _check_numbers(experience, f"workflow '{name}' returned an experience (place {index})")
     if not found:
         raise NoExperience(
             f"workflow '{name}' returned no experience: expected one at least; a call of the model "
@@ -163,15 +167,15 @@ def _check_numbers(experience: Experience, whose: str) -> None:
         if values is None:
             continue
         if not isinstance(values, Tensor) or values.shape != (size,):
-            given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise WrongExperience(
-                f"{whose} whose {field} is {given}: expected [{size}], its tokens'"
+                f"{whose} whose {field} is {shape}: expected [{size}], its tokens'"
             )
         if values.is_floating_point() and not bool(values.isfinite().all()):
-            place = int((~values.isfinite()).nonzero()[0])
-            value = float(values[place])
+            first = int((~values.isfinite()).nonzero()[0])
+            value = float(values[first])
             raise WrongExperience(
-                f"{whose} whose {field}[{place}] is {value}: expected a finite number"
+                f"{whose} whose {field}[{first}] is {value}: expected a finite number"
             )
     if experience.reward is not None:
         experience.reward = number(experience.reward, f"{whose} with the reward", WrongExperience)
@@ -216,8 +220,8 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
 
     def make(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
         # whoever loops over the task's or its own repeat_times loops over this call's
-        own = dataclasses.replace(task, repeat_times=repeat_times)
-        instance = cls(task=own, model=model, auxiliary_models=model.auxiliary or None)
+        single = dataclasses.replace(task, repeat_times=repeat_times)
+        instance = cls(task=single, model=model, auxiliary_models=model.auxiliary or None)
         if can_repeat:
             instance.set_repeat_times(repeat_times, run_id_base)
         return instance
@@ -228,13 +232,13 @@ def _of_class(name: str, cls: type) -> WorkflowSpec:
     async def call(task: Task, model: Model, repeat_times: int, run_id_base: int) -> Any:
         times = repeat_times if can_repeat else 1
         instance = make(task, model.blocking(), times, run_id_base)
-        found = await getattr(instance, method)()
-        return check_experiences(found, name, runs(repeat_times, run_id_base))
+        experiences = await getattr(instance, method)()
+        return check_experiences(experiences, name, runs(repeat_times, run_id_base))
 
     def blocking(task: Task, model: BlockingModel, repeat_times: int, run_id_base: int) -> Any:
         times = repeat_times if can_repeat else 1
-        found = getattr(make(task, model, times, run_id_base), method)()
-        return check_experiences(found, name, runs(repeat_times, run_id_base))
+        experiences = getattr(make(task, model, times, run_id_base), method)()
+        return check_experiences(experiences, name, runs(repeat_times, run_id_base))
 
     return WorkflowSpec(
         name,
@@ -256,18 +260,18 @@ def _warn_of_unused(name: str, cls: type, method: str) -> None:
     """Say where a class gives a method for which its base has no use."""
     owner = next(base for base in cls.__mro__ if method in vars(base))
     played = getattr(owner, method).__module__.startswith("trireme.")
-    given = [seam for seam in _SEAMS if seam in vars(cls)]
+    defined = [seam for seam in _SEAMS if seam in vars(cls)]
     called = getattr(cls, "calls", ())
-    if played and given and not set(given) & set(called):
+    if played and defined and not set(defined) & set(called):
         takes = f", which calls {', '.join(called)}" if called else ""
         logger.warning(
             "workflow '%s': %s.%s is never called: `%s` is that of %s%s; give `run`, or take "
             "another base class",
-            *(name, cls.__name__, given[0], method, cls.__bases__[0].__name__, takes),
+            *(name, cls.__name__, defined[0], method, cls.__bases__[0].__name__, takes),
         )
 
 
 def _class_method(cls: type, name: str) -> Any:
     """A class method of this name; a user's plain method that is called so is another thing."""
-    found = getattr(cls, name, None)
-    return found if inspect.ismethod(found) else None
+    attribute = getattr(cls, name, None)
+    return attribute if inspect.ismethod(attribute) else None

@@ -120,12 +120,12 @@ def check_game(path: str) -> Path:
 
 def _info(infos: dict[str, Any]) -> dict[str, Any]:
     """The parts of TextWorld's info that agents use."""
-    found = {
+    files = {
         "won": bool(infos.get("won")),
         "admissible_commands": list(infos.get("admissible_commands") or ()),
     }
     plan = infos.get("extra.expert_plan")
-    return found | ({"expert_plan": list(plan)} if plan else {})
+    return files | ({"expert_plan": list(plan)} if plan else {})
 
 
 @lru_cache(maxsize=1)
@@ -154,9 +154,9 @@ def _install_caches() -> None:
     def parse_copied(*args: Any, **options: Any) -> Any:
         if len(args) != 1 or not isinstance(args[0], str):
             return parse(*args, **options)
-        found = parsed(args[0], **options)
+        value = parsed(args[0], **options)
         # whoever derives a text changes the list of symbols, and sometimes a symbol
-        return [copy.copy(item) for item in found] if isinstance(found, list) else copy.copy(found)
+        return [copy.copy(item) for item in value] if isinstance(value, list) else copy.copy(value)
 
     textgen._parse_and_convert = parse_copied
     fast_downward.pddl2sas = lru_cache(maxsize=64)(translate)

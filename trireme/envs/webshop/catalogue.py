@@ -74,19 +74,19 @@ def load_products(
     """
     source = _source(seed)
     about = read_json(attributes, dict)
-    found: dict[str, Product] = {}
+    products: dict[str, Product] = {}
     rows = read_json(items, list)[:num_products]
-    for place, row in enumerate(rows):
-        rows[place] = None  # a million of them are gigabytes
+    for index, row in enumerate(rows):
+        rows[index] = None  # a million of them are gigabytes
         if "asin" not in row or "name" not in row:
-            raise ValueError(f"{items}: product {place} has no 'asin' or no 'name'")
+            raise ValueError(f"{items}: product {index} has no 'asin' or no 'name'")
         asin = row["asin"]
-        if asin == "nan" or len(asin) > 10 or asin in found:
+        if asin == "nan" or len(asin) > 10 or asin in products:
             continue
-        found[asin] = _product(row, about.get(asin, {}), source)
-    if not found:
+        products[asin] = _product(row, about.get(asin, {}), source)
+    if not products:
         raise ValueError(f"{items}: there is no product in it")
-    return list(found.values())
+    return list(products.values())
 
 
 def human_goals(products: Sequence[Product], instructions: Path, seed: Seed = 0) -> list[Goal]:
@@ -135,17 +135,17 @@ def chosen_goals(
 ) -> list[Goal]:
     """The goals in the original's order; those that stay, and so many of them drawn by weight."""
     source = random.Random(SHUFFLE_SEED)
-    found = list(goals)
-    source.shuffle(found)
+    chosen = list(goals)
+    source.shuffle(chosen)
     if filter_goals is not None:
-        found = [goal for number, goal in enumerate(found) if filter_goals(number, goal)]
-    if not 0 <= limit_goals < len(found):
-        return found
+        chosen = [goal for number, goal in enumerate(chosen) if filter_goals(number, goal)]
+    if not 0 <= limit_goals < len(chosen):
+        return chosen
     drawn: dict[int, None] = {}
-    steps = weight_steps(found)
+    steps = weight_steps(chosen)
     while len(drawn) < limit_goals:
         drawn[draw(steps, source)] = None
-    return [found[number] for number in drawn]
+    return [chosen[number] for number in drawn]
 
 
 def weight_steps(goals: Sequence[Goal]) -> list[float]:

@@ -143,9 +143,9 @@ class WebShopEnv:
     def step(self, action: str) -> tuple[str, float, bool, None]:
         """What the page shows now. An action that is not possible changes nothing."""
         bought = False
-        found = _ACTION.match(action)
-        if found and self.session.view != "done":
-            name, argument = found[1], found[2].lower()
+        match = _ACTION.match(action)
+        if match and self.session.view != "done":
+            name, argument = match[1], match[2].lower()
             if name == "search":
                 self._search(argument.split(" "))
             elif name == "click" and argument != "search" and argument in self._clickables():
@@ -163,10 +163,10 @@ class WebShopEnv:
     @property
     def state(self) -> dict[str, str]:
         """The page's address, its HTML, and what the customer wants."""
-        found = self._nodes()
+        nodes = self._nodes()
         return {
             "url": self.session.address,
-            "html": html(found),
+            "html": html(nodes),
             "instruction_text": self.instruction_text,
         }
 
@@ -296,7 +296,7 @@ def open_shop(
 
 def _only(folder: Path, pattern: str) -> Path:
     """The file of a pattern; the first by name where there are several sizes."""
-    found = sorted(folder.glob(pattern))
-    if not found:
+    files = sorted(folder.glob(pattern))
+    if not files:
         raise ValueError(f"WEBSHOP_DATA is {folder}: it has no {pattern}; {HOW}")
-    return found[0]
+    return files[0]

@@ -66,8 +66,8 @@ class Search:
         self._asins = [product.asin for product in ordered]
         numbers, said, ends = _Numbers(), array("i"), array("q")
         for product in ordered:
-            found = (numbers[word] for word in _WORD.findall(document(product)))
-            said.extend([number for number in found if number >= 0])
+            words = (numbers[word] for word in _WORD.findall(document(product)))
+            said.extend([number for number in words if number >= 0])
             ends.append(len(said))
         self._stems, total = numbers.stems, max(len(ordered), 1)
         self._stems, total = numbers.stems, max(len(ordered), 1)
@@ -112,9 +112,9 @@ class Search:
         if enough:
             rarest = scores[min(enough, key=len)]
             floor = np.partition(rarest, -MAX_HITS)[-MAX_HITS] - 2 * _TIE
-        found = np.flatnonzero(scores >= max(floor, np.finfo(float).tiny))
-        order = np.argsort(-np.round(scores[found], 4), kind="stable")
-        return tuple(self._asins[number] for number in found[order[:MAX_HITS]])
+        matching = np.flatnonzero(scores >= max(floor, np.finfo(float).tiny))
+        order = np.argsort(-np.round(scores[matching], 4), kind="stable")
+        return tuple(self._asins[number] for number in matching[order[:MAX_HITS]])
 
 
 def stems(text: str) -> list[str]:

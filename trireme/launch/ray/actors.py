@@ -153,8 +153,8 @@ class TrainerPart(SidePart[TrainerSide]):
     async def open(self, spec: RunSpec) -> None:
         """Load the model, where the checkpoint left it."""
         stage, plan = await self._open(spec), spec.plan
-        place = place_of(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
-        models = await self._device.run(load_models, stage, place)
+        rank0 = place_of(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
+        models = await self._device.run(load_models, stage, rank0)
         side = TrainerSide(stage, models, self._engine, host=ray.util.get_node_ip_address())
         if plan.mode == "both":
             side.explorer_state = self._where_the_explorer_is

@@ -52,11 +52,11 @@ def cluster(plan: Plan) -> Iterator[bool]:
 
 def address_of(plan: Plan) -> str | None:
     """HOST:PORT of the cluster to join; None where there is none and the run starts its own."""
-    given = plan.config.cluster.ray_address
-    if given == "local":
+    address = plan.config.cluster.ray_address
+    if address == "local":
         return None
-    if given not in ("auto", ""):
-        return given
+    if address not in ("auto", ""):
+        return address
     if named := os.environ.get("RAY_ADDRESS"):
         return None if named == "local" else named
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / RUNNING
@@ -163,13 +163,13 @@ class Places:
         """
         limit = min(self._plan.config.cluster.start_timeout, JOIN_S) if may_grow else 5.0
         deadline = time.monotonic() + limit
-        told = False
+        noted = False
         for group in self._groups:
             while not await asyncio.to_thread(group.wait, 0.5):
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{self._lack()} after {limit:g} s")
-                if may_grow and not told and time.monotonic() > deadline - limit + 3:
-                    told = True
+                if may_grow and not noted and time.monotonic() > deadline - limit + 3:
+                    noted = True
                     note(f"{self._lack()}: waiting {limit:g} s for more machines")
 
     def engine(self, index: int) -> dict[str, Any]:

@@ -167,8 +167,8 @@ class Watched:
 
     async def meet(self) -> None:
         """Learn where it runs."""
-        found = await self._ping()
-        self.node, self.pid = found["node"], found["pid"]
+        whereabouts = await self._ping()
+        self.node, self.pid = whereabouts["node"], whereabouts["pid"]
         logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
 
     async def beat(self, timeout: float) -> None:
@@ -189,9 +189,9 @@ class Watched:
         """An answer; what cannot be reached for a moment is asked again."""
         while True:
             try:
-                found = await answer(self.handle.ping.remote())
+                pong = await answer(self.handle.ping.remote())
                 self.out_of_reach = False
-                return found
+                return pong
             except ActorUnavailableError:
                 self.out_of_reach = True
                 await asyncio.sleep(0.5)
@@ -235,6 +235,6 @@ async def who_died(parts: Sequence[Watched], timeout: float) -> PartDied | None:
         await asyncio.wait(late)
     for beat in beats:
         beat.cancel()
-    found = await asyncio.gather(*beats, return_exceptions=True)
-    dead = [error for error in found if isinstance(error, PartDied)]
+    ends = await asyncio.gather(*beats, return_exceptions=True)
+    dead = [error for error in ends if isinstance(error, PartDied)]
     return PartDied("; ".join(map(str, dead))) if dead else None
