@@ -1,4 +1,4 @@
-"""Each example of an algorithm, a tool and a sandbox runs, with a few small steps."""
+"""Each example of an algorithm, a judge, a tool and a sandbox runs, with a few small steps."""
 
 from __future__ import annotations
 
@@ -143,3 +143,14 @@ def test_an_example_of_two_stages(workshop: Workshop, name: str) -> None:
     job = f"{name.rpartition('/')[2]}_0/grpo"
     assert workshop.metrics(job, "rollout/reward/mean") == [0, 0]  # the model knows nothing yet
     assert len(workshop.metrics(job, MEASURE)) == 2
+
+
+def test_a_judge_gives_the_rewards(workshop: Workshop) -> None:
+    folder = workshop.root / "arithmetic_assets/seed_0/model"  # the policy itself, greedy
+    judge = f"[{{model_path: {folder}, max_model_len: 160}}]"
+    words = [word for word in SMALL if "max_response" not in word]
+    workshop.run(
+        "llm_judge/judged.yaml", workshop.model, *words, f"explorer.auxiliary_models={judge}"
+    )
+    agrees = workshop.metrics("judged_0", "rollout/agrees/mean")
+    assert len(agrees) == 2 and all(0 <= value <= 1 for value in agrees)
