@@ -31,6 +31,8 @@ QUICK = (
     "explorer_overhead",
     "fsdp2",
     "generation",
+    "memory",
+    "overlap",
     "prefix_sharing",
     "scale_parts",
     "weight_sync",

@@ -114,17 +114,26 @@ class Device:
             torch.set_num_threads(threads)
         self.turns: Turns | None = None
         """With an engine of another process, which has the accelerator meanwhile."""
+        self.busy = 0.0
+        """Seconds of all work so far."""
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)` in the device's thread, after what was asked for before."""
         loop = asyncio.get_running_loop()
         if self.turns is None:
-            return await loop.run_in_executor(self._pool, function, *args)
+            return await loop.run_in_executor(self._pool, self._work, function, *args)
         async with self.turns.trainers():
             try:
-                return await loop.run_in_executor(self._pool, function, *args)
+                return await loop.run_in_executor(self._pool, self._work, function, *args)
             finally:
                 torch.cuda.empty_cache()  # what torch keeps for later the engine needs now
+
+    def _work(self, function: Callable[..., T], *args: Any) -> T:
+        began = time.monotonic()
+        try:
+            return function(*args)
+        finally:
+            self.busy += time.monotonic() - began
 
     def close(self) -> None:
         """End the thread after what runs now."""

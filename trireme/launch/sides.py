@@ -15,6 +15,7 @@ from typing import Any
 from trireme.buffer.buffer import Buffer, Puts
 from trireme.checkpoint.layout import EVALUATED, FAILED
 from trireme.checkpoint.save import save_checkpoint
+from trireme.config import Plan
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
@@ -268,6 +269,15 @@ class TrainerSide:
         return trainer
 
 
+def _max_pending(plan: Plan) -> int:
+    """Explore steps under way at once where nothing borders them: as many as the runners can work
+    on, so that slow environments leave no runner without a task; two at least.
+    """
+    if plan.sync_style not in ("trainer_driven", "fully_async"):
+        return 1 << 30
+    return max(2, plan.runners // max(plan.batch_size, 1))
+
+
 class ExplorerSide:
     """The explorer of one plan; its trainer is here, in an actor, or another command."""
 
@@ -313,7 +323,7 @@ class ExplorerSide:
             evaluated=stage.shown_record(EVALUATED) if shows else None,
             failed=stage.shown_record(FAILED, most=FAILED_BYTES) if shows else None,
             name=plan.explorer_name or "explorer",
-            max_pending=2 if plan.sync_style in ("trainer_driven", "fully_async") else 1 << 30,
+            max_pending=_max_pending(plan),
         )
         if stage.resumed is not None and plan.mode == "both":
             self.explorer.load_state(stage.resumed.run_state["explorer"])

@@ -114,12 +114,15 @@ class Trainer:
         self.doing = ""
         """What it is at, as a noun; nothing before `train` and after it."""
         self._saved = 0
+        self._looked = (0.0, 0.0)
+        """When the device's work was last looked at, and how much it was then."""
         self._stopping = False
         self._taking: asyncio.Task[Any] | None = None
 
     async def train(self) -> None:
         """The loop. Always ends with a checkpoint of the last step."""
         self._saved = self.step
+        self._looked = time.monotonic(), self.device.busy
         while not self._enough():
             began = time.monotonic()
             try:
@@ -187,10 +190,17 @@ class Trainer:
             trained = time.monotonic()
             metrics |= await self.sync.trained(self.step)
             metrics["time/sync"] = time.monotonic() - trained
+        metrics["perf/device_idle"] = self._idle()
         shown = in_words(metrics, "training")
         count = len(experiences)
         logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
         self.report("trainer", self.step, metrics)
+
+    def _idle(self) -> float:
+        """The share of the time since the last step in which the device did nothing."""
+        (since, busy), now = self._looked, (time.monotonic(), self.device.busy)
+        self._looked = now
+        return max(0.0, 1 - (now[1] - busy) / max(now[0] - since, 1e-9))
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
         metrics = train_step(
