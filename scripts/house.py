@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 242,
-    "trireme lines": 47_300,
+    "trireme files": 243,
+    "trireme lines": 47_900,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -12,6 +12,7 @@ import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine, Say
 from tests.server.made import client_of, rollouts_over
+from trireme.server import messages
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 SCHEMA: Any = {"type": "object", "properties": {}}
@@ -87,6 +88,20 @@ def test_messages_with_tools_go_on_from_the_sampled_ids(stream: bool) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "any"}, "required"),
+        ({"type": "tool", "name": "look"}, {"type": "function", "function": {"name": "look"}}),
+        ({"type": "none"}, "none"),
+        (None, "auto"),
+    ],
+)
+def test_a_message_s_tool_choice_in_the_terms_of_a_chat(choice: Any, expected: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "1"}], "tool_choice": choice}
+    assert messages.chat_body(body)["tool_choice"] == expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_says_why_it_ended(stream: bool) -> None:
     async def main() -> None:
@@ -104,7 +119,8 @@ def test_a_message_says_why_it_ended(stream: bool) -> None:
     ("change", "message"),
     [
         ({"messages": None}, "messages: Input should be a valid list, and it is None"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice 'any' is not served"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice is 'some': expected auto, any"),
+        ({"tool_choice": {"type": "any"}}, "with tools required"),
         ({"tools": [{}]}, "a tool needs 'name'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'"),
     ],

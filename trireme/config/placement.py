@@ -278,7 +278,6 @@ class EngineChoice:
 def choose_engine(stage: Stage, gpus: int, *, on_ray: bool) -> EngineChoice:
     """The engine of a stage. Problems and notes are the stage's."""
     model = stage.config.explorer.rollout_model
-    _check_parsers(stage)
     if stage.colocated:
         _check_colocated(stage, gpus, on_ray)
     if stage.config.mode == "train" or stage.reads_file or stage.remote:
@@ -450,14 +449,3 @@ def _check_colocated(stage: Stage, gpus: int, on_ray: bool) -> None:
         stage.problem("explorer.auxiliary_models", "is given: expected none in mode colocate")
     if stage.remote:
         stage.problem(f"{KEY}.engine_type", "is remote: expected torch or vllm in mode colocate")
-
-
-def _check_parsers(stage: Stage) -> None:
-    """Replies are parsed by our own server, which knows one form of tool calls."""
-    parser = stage.config.explorer.rollout_model.tool_call_parser
-    if parser not in (None, "hermes"):
-        stage.problem(
-            f"{KEY}.tool_call_parser",
-            f"is {parser!r}: expected hermes (<tool_call>{{json}}</tool_call>), the one form that "
-            f"is read here",
-        )

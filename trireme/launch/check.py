@@ -55,6 +55,7 @@ from trireme.launch.data import (
 )
 from trireme.launch.engines import examine_auxiliary
 from trireme.log import get_logger
+from trireme.model.tool_calls import format_of
 from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import KEY as TASK_OPERATORS_KEY
@@ -150,10 +151,7 @@ def checked(config: Config) -> Draft:
 
 
 def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
-    """The draft of a file, with all that is wrong in it.
-
-    What a wrong key's section lacks without it is not said as well.
-    """
+    """The draft of a file with all that is wrong, but for what a wrong key's section lacks."""
     config, problems = read_config(path, overrides)
     made = draft(config)
     sections = tuple(f"{p.key.rpartition('.')[0]}." for p in problems if "." in p.key)
@@ -240,8 +238,7 @@ def make_parts(stage: Stage, *, names_are_known: bool = True) -> Parts:
 def _make_recipe(parts: Parts) -> None:
     """The algorithm, and what the Plan has to know of it."""
     stage, algorithm = parts.stage, parts.stage.config.algorithm
-    row = parts.tried(lambda: row_of(algorithm.algorithm_type))
-    if row is None:
+    if (row := parts.tried(lambda: row_of(algorithm.algorithm_type))) is None:
         return
     stage.reads_file = row.from_data
     stage.sample_strategy = algorithm.sample_strategy or row.sample_strategy
@@ -253,6 +250,8 @@ def _make_recipe(parts: Parts) -> None:
         parts.tried(lambda kind=kind, registry=registry: registry.get(getattr(algorithm, kind)))
     if len(stage.problems) > before:
         return
+    parser = stage.config.explorer.rollout_model.tool_call_parser
+    parts.tried(partial(format_of, parser), "explorer.rollout_model.tool_call_parser")
     recipe = parts.recipe = parts.tried(lambda: get_recipe(algorithm))
     if recipe is None:
         return
@@ -327,9 +326,9 @@ def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
     for workflow, reward in named:
         if workflow is None and not used.workflow:
             continue  # that none is given is said of the YAML
+        key = f"{used.key}.default_reward_fn_type"
         spec = parts.tried(partial(resolve, workflow), f"{used.key}.default_workflow_type")
         reward = reward or getattr(getattr(spec, "code", None), "default_reward", None)
-        key = f"{used.key}.default_reward_fn_type"
         parts.tried(partial(_resolve_reward, parts, reward, used.config.reward_fn_args), key)
         one = one and spec is not None and spec.one_experience
     return one

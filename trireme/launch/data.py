@@ -61,7 +61,12 @@ def make_text(plan: Plan, model_path: str) -> Text:
     model = plan.config.model
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
     template = chat_template_of(plan)
-    chat = ChatTokens(tokenizer, chat_template=template, enable_thinking=model.enable_thinking)
+    chat = ChatTokens(
+        tokenizer,
+        chat_template=template,
+        enable_thinking=model.enable_thinking,
+        tool_call_parser=plan.config.explorer.rollout_model.tool_call_parser,
+    )
     return Text(tokenizer, chat, template)
 
 

@@ -14,10 +14,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from trireme.model.tool_calls import format_of, object_or_text
 from trireme.task import Task
 
 NOT_TEXT = ("images", "image", "audios", "audio", "videos", "video")
@@ -62,9 +64,16 @@ class ChatTokens:
         *,
         chat_template: str | None = None,
         enable_thinking: bool | None = None,
+        tool_call_parser: str | None = None,
     ) -> None:
-        """`chat_template` goes before the tokenizer's own; `enable_thinking` is passed to it."""
+        """`chat_template` goes before the tokenizer's own; `enable_thinking` is passed to it.
+
+        `tool_call_parser` names the format of tool calls: see `format_of`.
+        """
         self.tokenizer = tokenizer
+        self.tool_format = format_of(
+            tool_call_parser, str(chat_template or tokenizer.chat_template or "")
+        )
         self._options: dict[str, Any] = {}
         if chat_template is not None:
             self._options["chat_template"] = chat_template
@@ -122,21 +131,30 @@ class ChatTokens:
                 "the model's tokenizer has no chat template, so it cannot chat: "
                 "set model.chat_template_path, or let the workflow call generate"
             )
+        given = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self._options,
-            )
+            text = self._apply([_with_objects(message) for message in given], tools, generate)
         except Exception as error:  # the template is the model's code
+            if any(message.get("tool_calls") for message in given):
+                with suppress(Exception):  # some want a call's arguments as text
+                    return self._apply(given, tools, generate) + prefix
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
                 f"the chat template refuses a conversation of {roles:.200}: "
                 f"{error or type(error).__name__}"
             ) from error
         return text + prefix
+
+    def _apply(
+        self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, generate: bool
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=generate,
+            **self._options,
+        )
 
     @cached_property
     def drops_tools(self) -> bool:
@@ -286,6 +304,21 @@ def _shortened(kinds: tuple[str, ...]) -> tuple[str, ...]:
         if kinds[start - 1] == head[-1]:
             return head + kinds[start:]
     return kinds
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects: what most templates want, where
+    clients send text.
+    """
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    out = []
+    for call in calls:
+        function = call.get("function") or call
+        if isinstance(arguments := function.get("arguments"), str):
+            function = {**function, "arguments": object_or_text(arguments)}
+        out.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": out}
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,23 +130,30 @@ class Model:
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         *,
+        begin: str = "",
         on_token: OnToken | None = None,
         **sampling: Any,
     ) -> list[Reply]:
-        """`n` independent replies to one conversation; `on_token`: see Engine."""
+        """`n` independent replies to one conversation, each with `begin` as its beginning, which is
+        not sampled; `on_token`: see Engine.
+        """
         options = with_options(self.sampling, sampling)
         conversation = [plain_message(message) for message in messages]
         if not conversation:
             raise ValueError("chat needs at least one message")
         goes_on = conversation[-1]["role"] == "assistant"
-        prefix = conversation.pop()["content"] if goes_on else ""
+        if goes_on and begin:
+            raise ValueError(
+                "tool_choice: the last message is the assistant's, which is gone on with"
+            )
+        prefix = conversation.pop()["content"] if goes_on else begin
         known = self._cut_back(conversation, prefix, tools) if goes_on else None
         if known is not None:
             parent, prompt, begun = known[0], Prompt(known[1], extends=True), True
         else:
             asked = (
                 [*conversation, {"role": "assistant", "content": prefix}]
-                if goes_on
+                if goes_on or begin
                 else conversation
             )
             parent, prompt, begun = await _off_loop(
@@ -288,8 +295,7 @@ class Model:
 
     @property
     def address(self) -> Address:
-        """Where programs of other processes on this machine find this model: every call that they
-        make is recorded like `chat`. The server begins with the first one who asks.
+        """Where programs of this machine find this model, each call recorded like `chat`.
 
         Raises RuntimeError for a model without one (an auxiliary one), and Revoked.
         """

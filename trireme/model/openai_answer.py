@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 from trireme.aio import running
 from trireme.engines.engine import OnToken, Sampling, with_options
 from trireme.model.openai_wire import (
-    OPENING,
     ChatBody,
     TextBody,
     chat_response,
     checked,
+    forced_tool,
     new_id,
     options_of,
-    record_tool_calls,
     refuse_many,
     text_logprobs,
     text_response,
     token_row,
     wants_tool_calls,
 )
+from trireme.model.tool_calls import record_tool_calls
 
 if TYPE_CHECKING:
     from trireme.model.model import Model, Reply
@@ -39,13 +39,16 @@ Decode = Callable[[Sequence[int]], str]
 class Pieces:
     """One reply's. `decode` leaves out special tokens."""
 
-    def __init__(self, decode: Decode, barriers: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Decode, barriers: Sequence[str] = (), *, waits: bool = False
+    ) -> None:
+        """`waits`: nothing is shown before the reply's end."""
         self._decode = decode
         self._barriers = [barrier for barrier in barriers if barrier]
         self._ids: list[int] = []
         self._first = self._known = 0
         self._held = ""
-        self._closed = False
+        self._closed = waits
         self.shown = ""
         """All that was given out."""
 
@@ -151,11 +154,16 @@ async def _ask(
             raise ValueError("'stream' is served for one prompt only")
         asked = (model.generate_samples(p, on_token=on_token, **options) for p in prompts)
         return [reply for replies in await asyncio.gather(*asked) for reply in replies]
+    form, begin, forced = model.chat_tokens.tool_format, "", forced_tool(body)
+    if forced is not None:
+        if form.begin is None:
+            raise ValueError("tool_choice: this run's tool_call_parser serves auto and none")
+        begin = form.begin(forced)
     messages, tools = body["messages"], body.get("tools")
-    replies = await model.chat_samples(messages, tools, on_token=on_token, **options)
-    if wants_tool_calls(body):
+    replies = await model.chat_samples(messages, tools, begin=begin, on_token=on_token, **options)
+    if form.always or wants_tool_calls(body):
         for reply in replies:
-            record_tool_calls(reply.call)
+            record_tool_calls(reply.call, form, model.chat_tokens.decode, begin)
     return replies
 
 
@@ -174,8 +182,11 @@ class _Chunks:
         self._chat = chat
         self._decode = model.chat_tokens.decode
         self._barriers = [*stop]
-        if chat and wants_tool_calls(body):
-            self._barriers.append(OPENING)
+        self._waits = False
+        form = model.chat_tokens.tool_format
+        if chat and (form.always or wants_tool_calls(body)):
+            self._barriers += [form.opening] if form.opening else []
+            self._waits = form.opening is None or forced_tool(body) is not None
         logprobs = body.get("logprobs")
         self._logprobs = bool(logprobs) if chat else logprobs is not None
         self._pieces: dict[int, Pieces] = {}
@@ -220,7 +231,8 @@ class _Chunks:
 
     def _of(self, sample: int) -> Pieces:
         shown = partial(self._decode, skip_special=True)
-        return self._pieces.setdefault(sample, Pieces(shown, self._barriers))
+        waits = self._waits
+        return self._pieces.setdefault(sample, Pieces(shown, self._barriers, waits=waits))
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None

@@ -1,100 +1,45 @@
-"""OpenAI wire: which sampling options a request asks for, and how replies and tool calls look."""
+"""OpenAI wire: which sampling options a request asks for, and how replies look as a response."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trireme.engines.engine import MOST_SAMPLES, what_is_wrong
-from trireme.model.recorder import Call
 from trireme.registry import did_you_mean
 
 if TYPE_CHECKING:
     from trireme.model.model import Reply
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{OPENING}\s*(.*?)\s*(?:{CLOSING}|\Z)", re.DOTALL)
-_call_ids = itertools.count()
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call that a reply asks for."""
-
-    name: str
-    arguments: Any
-    """By name; text is for the first argument."""
-    id: str | None = None
-    error: str | None = None
-    """Why it cannot be read."""
-
-
-def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
-    """The calls in a reply, and where the last one ends.
-
-    A call needs no closing tag at the end of the text: a stop string or a limit may have cut it.
-    What follows a `<tool_response>`, as if the model had seen a result, is not read.
-    """
-    matches = list(_CALL.finditer(text.partition("<tool_response>")[0]))
-    return [call_of_json(match[1]) for match in matches], matches[-1].end() if matches else 0
-
-
-def call_of_json(text: str) -> ToolCall:
-    """The call `{"name", "arguments"}`; with an `error` where the text is none."""
-    try:
-        parsed = json.loads(text)
-    except ValueError as error:
-        return ToolCall("", {}, error=f"the call is no JSON: {error}")
-    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
-        return ToolCall("", {}, error="the call must be a JSON object with `name` and `arguments`")
-    arguments = parsed.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = object_or_text(arguments)
-    return ToolCall(parsed["name"], arguments)
-
-
-def object_or_text(text: str) -> Any:
-    """A JSON object, else the text as it is."""
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text
-
-
-def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text before the first call, and the calls; all of it and none where one is not right."""
-    calls, _ = read_tool_calls(text)
-    if not calls or any(call.error or not isinstance(call.arguments, dict) for call in calls):
-        return text, []
-    return text.partition(OPENING)[0], [_message_of(call) for call in calls]
-
-
-def _message_of(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's form."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": f"call_{next(_call_ids)}", "type": "function", "function": function}
-
-
-def record_tool_calls(call: Call) -> None:
-    """Keep a reply's message as the client will send it back: with its calls apart."""
-    text = call.completion.text
-    before, calls = parse_tool_calls(text)
-    if calls and call.reply is not None:
-        content = call.reply["content"].removesuffix(text) + before
-        call.reply = {**call.reply, "content": content, "tool_calls": calls}
-
 
 def wants_tool_calls(body: Mapping[str, Any]) -> bool:
     """Whether a chat request has tools that may be called."""
     return bool(body.get("tools")) and body.get("tool_choice") != "none"
+
+
+def forced_tool(body: Mapping[str, Any]) -> str | None:
+    """Which tool a reply has to call: its name, or "" for any; None where it need not.
+
+    Raises ValueError for a `tool_choice` that is none, or names a tool that there is not.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return None
+    names = [(t.get("function") or t).get("name") for t in body.get("tools") or ()]
+    if choice == "required" and names:
+        return ""
+    named = choice.get("function", choice) if isinstance(choice, Mapping) else {}
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if not isinstance(name, str) or name not in names:
+        raise ValueError(
+            f"tool_choice is {choice!r:.80}: expected auto, none, or with tools required or "
+            f"{{type: function, function: {{name}}}}; the tools are {', '.join(map(str, names))}"
+        )
+    return name
 
 
 class Decode(Protocol):
@@ -173,12 +118,15 @@ _SAME = (
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 _USED = {
     *("model", "messages", "prompt", "tools", "stream", "stream_options", "logprobs"),
-    *("top_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+    *("top_logprobs", "return_token_ids", "return_tokens_as_token_ids", "tool_choice"),
 }
 # Labels and switches that change nothing of what is sampled.
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier"} | {
     "prompt_cache_key",
     "parallel_tool_calls",
+    "reasoning_effort",
+    "verbosity",
+    "prompt_cache_retention",
 }
 # What means something only at other values than these.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -188,7 +136,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
     "chat_template_kwargs": ({},),
 }
@@ -227,8 +174,9 @@ def chat_response(
         calls = (reply.call.reply or {}).get("tool_calls")
         message: dict[str, Any] = {"role": "assistant", "content": reply.text}
         if calls:
-            before = reply.text.partition(OPENING)[0]
-            message |= {"content": before or None, "tool_calls": calls}
+            message |= {"content": reply.call.shown or None, "tool_calls": calls}
+        elif reply.call.shown is not None:
+            message["content"] = reply.call.shown
         ended = "tool_calls" if calls else "stop"
         choice = {
             "index": index,

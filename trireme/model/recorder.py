@@ -36,6 +36,8 @@ class Call:
     prompt_text: str | None = None
     truncated: bool = False
     """Its prompt was too long, and nothing was sampled."""
+    shown: str | None = None
+    """What clients see of the reply beside its tool calls; None: all of its text."""
     weights: list[float] | None = None
     """Weight of each sampled token in the loss, 0: not trained; None: all 1."""
     extended: bool = False

@@ -41,10 +41,13 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["messages"].insert(0, system)
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in body["tools"]]
-    choice = (body.get("tool_choice") or {"type": "auto"}).get("type")
-    if choice not in ("auto", "none"):
-        raise ValueError(f"tool_choice '{choice}' is not served: expected auto or none")
-    chat["tool_choice"] = choice
+    choice = body.get("tool_choice") or {}
+    kinds = {"auto": "auto", "none": "none", "any": "required"}
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    kind = choice.get("type", "auto")
+    if kind not in kinds and kind != "tool":
+        raise ValueError(f"tool_choice is {kind!r:.40}: expected auto, any, none or tool")
+    chat["tool_choice"] = kinds.get(kind, named)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
     if chat.get("stream"):

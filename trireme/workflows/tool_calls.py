@@ -24,7 +24,7 @@ from typing import Any
 
 from trireme.aio import call_user, in_thread
 from trireme.envs.env import extra
-from trireme.model.openai_wire import (
+from trireme.model.tool_calls import (
     CLOSING,
     ToolCall,
     call_of_json,
@@ -352,7 +352,7 @@ def _of_message(given: Mapping[str, Any]) -> ToolCall:
     call = call_of_json(json.dumps(dict(function), default=str))
     if isinstance(call.arguments, str):
         return ToolCall(call.name, {}, given.get("id"), f"no JSON object: {call.arguments!r:.80}")
-    return ToolCall(call.name, call.arguments, given.get("id"), call.error)
+    return ToolCall(call.name, call.arguments, given.get("id"), call.error or given.get("error"))
 
 
 def _message(call: ToolCall, answer: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from trireme.model.chat_tokens import plain_message
 from trireme.model.model import Model, Reply
 from trireme.model.openai_wire import token_logprobs
 from trireme.model.recorder import Call, Recorder
+from trireme.model.tool_calls import hermes, message_of, sampled_text
 from trireme.workflows.scheduler import (
     ChatMessage,
     InferEngine,
@@ -331,13 +332,26 @@ class _Trajectory:
         return await call_user(method, *args, away=None if ours else self._thread.run)
 
 
+def _tool_calls(reply: Reply, model: Model) -> list[dict[str, Any]] | None:
+    """The calls of a reply, in forms that a scheduler does not read by itself."""
+    form = model.chat_tokens.tool_format
+    if form.read is hermes or not reply.call.tools:
+        return None
+    text = sampled_text(reply.call, form, model.chat_tokens.decode)
+    _, calls = form.read(text, reply.call.tools)
+    found = [message_of(call) for call in calls]
+    for wire, call in zip(found, calls, strict=True):
+        wire["error"] = call.error
+    return found or None
+
+
 def _choice(reply: Reply, model: Model) -> RolloutResponseChoice:
     logprobs = None
     if reply.call.completion.alternatives:
         logprobs = {"content": token_logprobs(reply, model.chat_tokens.decode)}
     return RolloutResponseChoice(
         index=0,
-        message=ChatMessage("assistant", reply.text),
+        message=ChatMessage("assistant", reply.text, tool_calls=_tool_calls(reply, model)),
         finish_reason="length" if reply.truncated else "stop",
         logprobs=logprobs,
         token_ids=list(reply.tokens),

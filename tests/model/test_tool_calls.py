@@ -1,0 +1,222 @@
+"""Tool calls: what a family's template renders, its format reads; cut calls; forced ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.model.fake import FakeEngine, Say
+from tests.tiny import make_tokenizer
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.model.openai_answer import respond, stream
+from trireme.model.tool_calls import CUT, FORMATS, ToolCall, format_of
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "at": {"type": "string"},
+                    "times": {"type": "integer"},
+                    "deep": {"type": "object"},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "wait", "parameters": {"type": "object"}}},
+]
+ARGUMENTS = {"at": 'a "b"\n{c}', "times": 3, "deep": {"x": [1, True]}}
+
+# The assistant's turns as the families' templates write them, without the rest of a template.
+HEAD = "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '|>' + m.content }}"
+TAIL = "{%- endif %}{% endfor %}"
+CALLS = "{%- for c in m.tool_calls or [] %}{%- set f = c.function %}"
+TEMPLATES = {
+    "hermes": CALLS
+    + '{{- \'\n<tool_call>\n{"name": "\' + f.name + \'", "arguments": \' }}'
+    + "{{- f.arguments | tojson }}{{- '}\n</tool_call>' }}{% endfor %}",
+    "qwen3_coder": CALLS
+    + "{{- '\n<tool_call>\n<function=' + f.name + '>\n' }}"
+    + "{%- for k, v in f.arguments | items %}{{- '<parameter=' + k + '>\n' }}"
+    + "{{- v if v is string else v | tojson }}{{- '\n</parameter>\n' }}{% endfor %}"
+    + "{{- '</function>\n</tool_call>' }}{% endfor %}",
+    "llama3_json": "{%- if m.tool_calls %}{%- set f = m.tool_calls[0].function %}"
+    + '{{- \'{"name": "\' + f.name + \'", "parameters": \' }}{{- f.arguments | tojson }}'
+    + "{{- '}' }}{{- '' if true else '<|python_tag|>' }}{% endif %}",
+    "deepseek_v3": "{%- if m.tool_calls %}{{- '<\uff5ctool▁calls▁begin\uff5c>' }}{% endif %}"
+    + CALLS
+    + "{{- '<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>' + f.name }}"
+    + "{{- '\n```json\n' }}"
+    + "{{- f.arguments | tojson }}{{- '\n```<\uff5ctool▁call▁end\uff5c>' }}{% endfor %}"
+    + "{%- if m.tool_calls %}{{- '<\uff5ctool▁calls▁end\uff5c>' }}{% endif %}",
+    "deepseek_v31": "{%- if m.tool_calls %}{{- '<\uff5ctool▁calls▁begin\uff5c>' }}{% endif %}"
+    + CALLS
+    + "{{- '<\uff5ctool▁call▁begin\uff5c>' + f.name + '<\uff5ctool▁sep\uff5c>' }}"
+    + "{{- f.arguments | tojson }}{{- '<\uff5ctool▁call▁end\uff5c>' }}{% endfor %}"
+    + "{%- if m.tool_calls %}{{- '<\uff5ctool▁calls▁end\uff5c>' }}{% endif %}",
+    "glm45": CALLS
+    + "{{- '\n<tool_call>' + f.name + '\n' }}{%- for k, v in f.arguments | items %}"
+    + "{{- '<arg_key>' + k + '</arg_key>\n<arg_value>' }}"
+    + "{{- v if v is string else v | tojson }}{{- '</arg_value>\n' }}{% endfor %}"
+    + "{{- '</tool_call>' }}{% endfor %}",
+    "mistral": "{%- if m.tool_calls %}{{- '[TOOL_CALLS][' }}{% endif %}"
+    + CALLS
+    + '{{- \'{"name": "\' + f.name + \'", "arguments": \' }}{{- f.arguments | tojson }}'
+    + "{{- ', \"id\": \"123456789\"}' }}{{- '' if loop.last else ', ' }}{% endfor %}"
+    + "{%- if m.tool_calls %}{{- ']' }}{% endif %}",
+    "mistral_v11": CALLS
+    + "{{- '[TOOL_CALLS]' + f.name + '[ARGS]' }}{{- f.arguments | tojson }}{% endfor %}",
+    "harmony": CALLS
+    + "{{- '<|start|>assistant<|channel|>commentary to=functions.' + f.name }}"
+    + "{{- ' <|constrain|>json<|message|>' }}{{- f.arguments | tojson }}"
+    + "{{- '<|call|>' }}{% endfor %}",
+}
+ALIAS = {"mistral_v11": "mistral"}
+
+
+def rendered(name: str, calls: list[ToolCall], content: str = "") -> str:
+    """A message with calls, as the family's template writes it."""
+    chat = ChatTokens(make_tokenizer(HEAD + TEMPLATES[name] + TAIL))
+    made = [
+        {"type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+        for c in calls
+    ]
+    message = {"role": "assistant", "content": content, "tool_calls": made}
+    return chat.render([message], TOOLS, generate=False).removeprefix("|>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_renders_its_format_reads(name: str) -> None:
+    alone = name in ("llama3_json", "harmony")  # what is said beside calls is elsewhere there
+    form = format_of(ALIAS.get(name, name))
+    for count in (1,) if name == "llama3_json" else (1, 2):
+        calls = [ToolCall("look", ARGUMENTS), ToolCall("wait", {})][:count]
+        said = "" if alone else "I look."
+        text = rendered(name, calls, said)
+        content, found = form.read(text, TOOLS)
+        assert (content.strip(), found) == (said, calls), text
+    assert form.read("A cat { sat.", TOOLS) == ("A cat { sat.", [])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_says_which_format_it_is(name: str) -> None:
+    template = HEAD + TEMPLATES[name] + TAIL
+    assert format_of(None, template).read is format_of(ALIAS.get(name, name)).read
+    assert format_of(None, "{{ messages }}").read is format_of("hermes").read
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_is_cut_is_one_error_everywhere(name: str) -> None:
+    form, text = format_of(ALIAS.get(name, name)), rendered(name, [ToolCall("look", ARGUMENTS)])
+    for size in range(text.index("look") + 5, text.index("true") + 3):
+        _, calls = form.read(text[:size], TOOLS)
+        assert [call.error for call in calls] == [CUT], text[:size]
+
+
+def test_several_calls_of_llama_and_what_harmony_says() -> None:
+    text = '<|python_tag|>{"name": "look", "parameters": {"times": 1}}; {"name": "wait"}'
+    assert format_of("llama3_json").read(text, TOOLS) == (
+        "",
+        [ToolCall("look", {"times": 1}), ToolCall("wait", {})],
+    )
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7"
+    assert format_of("harmony").read(text, TOOLS) == ("7", [])
+
+
+def mine(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
+    before, found, name = text.partition("CALL ")
+    return before, [ToolCall(name, {})] if found else []
+
+
+def model_of(replies: list[Any], parser: str | None = None) -> Model:
+    engine: Any = FakeEngine(replies)
+    chat = ChatTokens(engine.tokenizer, tool_call_parser=parser)
+    return Model(engine, chat, max_model_len=4000)
+
+
+def ask(model: Model, **more: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | more
+    if not more.get("stream"):
+        return asyncio.run(respond(model, body, chat=True))["choices"][0]
+
+    async def all_of() -> list[Any]:
+        return [chunk["choices"][0] async for chunk in stream(model, body, chat=True)]
+
+    return asyncio.run(all_of())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_reader_of_one_s_own_and_those_of_families_serve_http(streams: bool) -> None:
+    xml = "Hm.<tool_call>\n<function=look>\n<parameter=times>\n3\n</parameter>\n</function>\n"
+    for parser, text, expected in (
+        ("tests.model.test_tool_calls:mine", "Hm.CALL wait", ("wait", {})),
+        ("qwen3_coder", xml + "</tool_call>", ("look", {"times": 3})),
+    ):
+        found = ask(model_of([text], parser), stream=streams)
+        if streams:
+            deltas = [choice["delta"] for choice in found]
+            content = "".join(delta.get("content") or "" for delta in deltas)
+            [call] = [c for delta in deltas for c in delta.get("tool_calls") or ()]
+            ended = found[-1]["finish_reason"]
+        else:
+            content, [call] = found["message"]["content"], found["message"]["tool_calls"]
+            ended = found["finish_reason"]
+        assert (content, ended) == ("Hm.", "tool_calls")
+        function = call["function"]
+        assert (function["name"], json.loads(function["arguments"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "reply", "begun"),
+    [
+        ("required", 'look", "arguments": {"times": 1}}\n</tool_call>', '{"name": "'),
+        (
+            {"type": "function", "function": {"name": "look"}},
+            '{"times": 1}}\n</tool_call>',
+            '{"name": "look", "arguments": ',
+        ),
+    ],
+)
+def test_a_call_that_has_to_be_is_begun_for_the_model_and_that_is_not_trained(
+    choice: Any, reply: str, begun: str
+) -> None:
+    model = model_of([reply, "A cat."])
+    user: Any = {"role": "user", "content": "hi"}
+
+    async def both() -> tuple[Any, Any]:
+        body = {"messages": [user], "tools": TOOLS}
+        response = await respond(model, body | {"tool_choice": choice}, chat=True)
+        found = response["choices"][0]
+        [call] = found["message"]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "cat"}
+        await respond(model, body | {"messages": [user, found["message"], result]}, chat=True)
+        return found, call
+
+    found, call = asyncio.run(both())
+    assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
+    assert json.loads(call["function"]["arguments"]) == {"times": 1}
+    engine: Any = model.engine
+    begin = f"<|im_start|>assistant\n<tool_call>\n{begun}"
+    assert engine.tokenizer.decode(engine.prompts[0]).endswith(begin)
+    [experience] = model.experiences(reward=1.0)  # the second call goes on from the sampled ids
+    sampled = engine.tokenizer.decode(experience.tokens[experience.mask].tolist())
+    assert sampled == f"{reply}<|im_end|>A cat.<|im_end|>"
+
+
+def test_a_cut_call_stays_text_and_a_choice_that_cannot_be_is_refused() -> None:
+    cut = Say('<tool_call>\n{"name": "look", "argu', stop_reason="length")
+    found = ask(model_of([cut]))
+    assert found["message"]["content"] == cut.text and found["finish_reason"] == "length"
+    for choice in ("sometimes", {"type": "function", "function": {"name": "run"}}):
+        with pytest.raises(ValueError, match="the tools are look, wait"):
+            ask(model_of([]), tool_choice=choice)
+    with pytest.raises(ValueError, match="unknown tool_call_parser 'herms'; did you mean"):
+        format_of("herms")
+    assert {"hermes", "qwen3_coder", "openai"} <= {*FORMATS.names()}

@@ -1,0 +1,370 @@
+"""Tool calls: how models write them, one format a family, read by name or as the template says.
+
+Invariants:
+- What a family's template renders of a call, its format reads. Text is read with its special
+  tokens, which are the marks of some formats.
+- A call that was cut has one error, `CUT`, in every format. A reply with a call that cannot be read
+  stays text for HTTP clients; a scheduler tells the model why.
+- Your own is a function `(text, tools) -> (content, [ToolCall, ...])`, named by its path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trireme.registry import Registry
+
+if TYPE_CHECKING:
+    from trireme.model.recorder import Call
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+CUT = "the call was cut before its end"
+_CALL = re.compile(rf"{OPENING}\s*(.*?)\s*({CLOSING}|\Z)", re.DOTALL)
+_call_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a reply asks for."""
+
+    name: str
+    arguments: Any
+    """By name; text is for the first argument."""
+    id: str | None = None
+    error: str | None = None
+    """Why it cannot be read."""
+
+
+Read = tuple[str, list[ToolCall]]
+"""What a reply says beside its calls, and these."""
+Reader = Callable[[str, Sequence[Any]], Read]
+
+
+class ToolFormat(NamedTuple):
+    """How a family writes calls."""
+
+    read: Reader
+    marks: tuple[str, ...] = ()
+    """A template that holds one of them is the family's."""
+    begin: Callable[[str], str] | None = None
+    """What a reply begins with that has to call a tool, of this name or of one yet to be named."""
+    opening: str | None = None
+    """What calls begin with in the text that is shown: a stream goes so far. None: it waits for the
+    reply's end."""
+    always: bool = False
+    """Its replies are not plain text without calls either."""
+
+
+FORMATS = Registry("tool_call_parser", home=[__name__], by="tool_format")
+
+
+def tool_format(*names: str, **options: Any) -> Callable[[Reader], Reader]:
+    """Decorator: a reader as the format of these names, the first of which is ours."""
+
+    def register(read: Reader) -> Reader:
+        for name in names:
+            FORMATS.register_module(name, ToolFormat(read, **options))
+        return read
+
+    return register
+
+
+def format_of(name: str | None, template: str = "") -> ToolFormat:
+    """By name or path; else that of the template, which is hermes where it has no other's mark.
+
+    Raises ValueError for an unknown name.
+    """
+    if name is None:
+        known = [FORMATS.get(one) for one in FORMATS.built_in()]
+        marked = (f for f in known if any(mark in template for mark in f.marks))
+        return next(marked, FORMATS.get("hermes"))
+    found: Any = FORMATS.get(name)
+    if isinstance(found, ToolFormat):
+        return found
+    if not inspect.isroutine(found):
+        raise ValueError(f"tool_call_parser '{name}' is {found!r:.40}: expected a function")
+    return ToolFormat(found)
+
+
+@tool_format(
+    "harmony",
+    "openai",
+    marks=("<|channel|>",),
+    begin=lambda name: (
+        f"<|channel|>commentary to=functions.{name}"
+        + (" <|constrain|>json<|message|>" if name else "")
+    ),
+    always=True,
+)
+def harmony(text: str, tools: Sequence[Any]) -> Read:
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; what is
+    said is in the channel `final`.
+    """
+    said, calls, end = [], [], 0
+    for match in _HARMONY.finditer(text):
+        to = re.search(r"to=(?:functions\.)?([\w.-]+)", f"{match['head']} {match['channel']}")
+        if to is not None:
+            calls.append(_of_json(to[1], match["body"]))
+        elif match["channel"].strip().startswith(("final", "commentary")):
+            said.append(match["body"])
+        end = match.end()
+    if re.search(r"\bto=", text[end:]):
+        calls.append(ToolCall("", {}, error=CUT))
+    return ("".join(said) if end else text), calls
+
+
+_HARMONY = re.compile(
+    r"(?P<head>(?:<\|start\|>)?[^<]*)<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?"
+    r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
+    re.DOTALL,
+)
+
+
+@tool_format(
+    "deepseek_v3",
+    "deepseek_v31",
+    marks=("<\uff5ctool▁calls▁begin\uff5c>",),
+    begin=lambda name: (
+        "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>"
+        + (f"{name}\n```json\n" if name else "")
+    ),
+)
+def deepseek(text: str, tools: Sequence[Any]) -> Read:
+    """`function<sep>NAME` and a block of JSON; since V3.1 `NAME<sep>{...}`; each in its marks."""
+    before, _, rest = text.partition("<\uff5ctool▁calls▁begin\uff5c>")
+    calls = []
+    for match in _DEEPSEEK.finditer(rest):
+        name, arguments = match["head"].strip(), match["rest"]
+        if name == "function":
+            name, _, arguments = arguments.partition("\n")
+            arguments = re.sub(r"\A\s*```(?:json)?\n|\n?```\s*\Z", "", arguments)
+        call = _of_json(name.strip(), arguments)
+        calls.append(replace(call, error=CUT) if call.error and not match["end"] else call)
+    if rest.count("<\uff5ctool▁call▁begin\uff5c>") > len(calls):
+        calls.append(ToolCall("", {}, error=CUT))
+    return before, calls
+
+
+_DEEPSEEK = re.compile(
+    r"<\uff5ctool▁call▁begin\uff5c>(?P<head>.*?)<\uff5ctool▁sep\uff5c>(?P<rest>.*?)"
+    r"(?P<end><\uff5ctool▁call▁end\uff5c>|\Z)",
+    re.DOTALL,
+)
+
+
+@tool_format(
+    "mistral",
+    marks=("[TOOL_CALLS]",),
+    begin=lambda name: f'[TOOL_CALLS][{{"name": "{name}' + ('", "arguments": ' if name else ""),
+)
+def mistral(text: str, tools: Sequence[Any]) -> Read:
+    """`[TOOL_CALLS][{"name", "arguments"}, ...]`; since v11 `[TOOL_CALLS]NAME[ARGS]{...}` each."""
+    before, *parts = text.split("[TOOL_CALLS]")
+    calls: list[ToolCall] = []
+    for part in parts:
+        named = re.match(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{|\Z)", part)
+        if named is not None:
+            calls.append(_of_json(named[1], part[named.end() :]))
+            continue
+        try:
+            found, _ = json.JSONDecoder().raw_decode(part.strip())
+        except ValueError:
+            calls.append(ToolCall("", {}, error=CUT))
+            continue
+        given = found if isinstance(found, list) else [found]
+        calls += [call_of_json(json.dumps(one)) for one in given]
+    return before, calls
+
+
+@tool_format(
+    "glm45",
+    marks=("<arg_key>",),
+    begin=lambda name: f"{OPENING}{name}" + ("\n" if name else ""),
+    opening=OPENING,
+)
+def glm(text: str, tools: Sequence[Any]) -> Read:
+    """`<tool_call>NAME`, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` each."""
+    calls = []
+    for body, end in _CALL.findall(text):
+        name, _, rest = body.partition("<arg_key>")
+        pairs = re.findall(
+            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", f"<arg_key>{rest}", re.S
+        )
+        calls.append(_of_texts(name.strip(), pairs, tools, cut=not end))
+    return text.partition(OPENING)[0], calls
+
+
+@tool_format(
+    "qwen3_coder",
+    "qwen3_xml",
+    marks=("<function=",),
+    begin=lambda name: f"{OPENING}\n<function={name}" + (">\n" if name else ""),
+    opening=OPENING,
+)
+def qwen3_coder(text: str, tools: Sequence[Any]) -> Read:
+    """`<tool_call><function=NAME>` with `<parameter=KEY>VALUE</parameter>` each, of Qwen3-Coder and
+    Qwen3.5.
+    """
+    calls = []
+    for name, body, end in re.findall(r"<function=([^>\n]*)>(.*?)(</function>|\Z)", text, re.S):
+        pairs = re.findall(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", body, re.S)
+        calls.append(_of_texts(name.strip(), pairs, tools, cut=not end))
+    if not calls and OPENING in text:
+        calls.append(ToolCall("", {}, error=CUT))
+    return re.split(f"{OPENING}|<function=", text, maxsplit=1)[0], calls
+
+
+@tool_format(
+    "llama3_json",
+    marks=("<|python_tag|>", "<|start_header_id|>"),
+    begin=lambda name: f'{{"name": "{name}' + ('", "parameters": ' if name else ""),
+)
+def llama3_json(text: str, tools: Sequence[Any]) -> Read:
+    """A reply that is `{"name", "parameters"}`, or several with `;` between them."""
+    rest = text.replace("<|python_tag|>", "").strip()
+    calls: list[ToolCall] = []
+    while rest.startswith("{"):
+        try:
+            found, end = json.JSONDecoder().raw_decode(rest)
+        except ValueError:
+            begun = bool(calls) or re.match(r'\{\s*"(name|type|function)"', rest) is not None
+            return (text, calls) if not begun else ("", [*calls, ToolCall("", {}, error=CUT)])
+        named = found.get("function", found) if isinstance(found, dict) else {}
+        if not isinstance(named, dict) or "name" not in named:
+            break
+        given = {
+            "name": named["name"],
+            "arguments": named.get("parameters", named.get("arguments")),
+        }
+        calls.append(call_of_json(json.dumps(given)))
+        rest = rest[end:].lstrip("; \n")
+    return ("" if calls else text), calls
+
+
+@tool_format(
+    "hermes",
+    marks=(OPENING,),
+    begin=lambda name: f'{OPENING}\n{{"name": "{name}' + ('", "arguments": ' if name else ""),
+    opening=OPENING,
+)
+def hermes(text: str, tools: Sequence[Any]) -> Read:
+    """`<tool_call>{"name", "arguments"}</tool_call>`, of Hermes, Qwen2.5 and Qwen3."""
+    return text.partition(OPENING)[0], read_tool_calls(text)[0]
+
+
+def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
+    """The calls in a reply of the format hermes, and where the last one ends.
+
+    A call needs no closing tag at the end of the text: a stop string or a limit may have cut it.
+    What follows a `<tool_response>`, as if the model had seen a result, is not read.
+    """
+    matches = list(_CALL.finditer(text.partition("<tool_response>")[0]))
+    calls = [call_of_json(match[1]) for match in matches]
+    if calls and calls[-1].error and not matches[-1][2]:
+        calls[-1] = replace(calls[-1], error=CUT)
+    return calls, matches[-1].end() if matches else 0
+
+
+def call_of_json(text: str) -> ToolCall:
+    """The call `{"name", "arguments"}`; with an `error` where the text is none."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        return ToolCall("", {}, error=f"the call is no JSON: {error}")
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        return ToolCall("", {}, error="the call must be a JSON object with `name` and `arguments`")
+    arguments = given.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = object_or_text(arguments)
+    return ToolCall(given["name"], arguments)
+
+
+def object_or_text(text: str) -> Any:
+    """A JSON object, else the text as it is."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        return text
+    return given if isinstance(given, dict) else text
+
+
+def _of_json(name: str, arguments: str) -> ToolCall:
+    """A call whose arguments are JSON, which nothing but its own end closes."""
+    try:
+        given, _ = json.JSONDecoder().raw_decode(arguments.strip())
+    except ValueError as error:
+        unfinished = getattr(error, "pos", 0) >= len(arguments.strip()) or not _balanced(arguments)
+        return ToolCall(name, {}, error=CUT if unfinished else f"the call is no JSON: {error}")
+    if not isinstance(given, dict):
+        return ToolCall(name, {}, error="the call's arguments must be a JSON object")
+    return ToolCall(name, given)
+
+
+def _balanced(text: str) -> bool:
+    return text.count("{") <= text.count("}")
+
+
+def _of_texts(
+    name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Any], *, cut: bool
+) -> ToolCall:
+    """A call whose arguments are texts, each made what the tool's schema says that it is."""
+    if cut or not name:
+        return ToolCall(name, {}, error=CUT)
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    schema = next((f for f in functions if f.get("name") == name), {})
+    properties = (schema.get("parameters") or {}).get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for key, value in pairs:
+        kinds = properties.get(key.strip(), {}).get("type", "string" if properties else None)
+        arguments[key.strip()] = value if kinds == "string" else _typed(value)
+    return ToolCall(name, arguments)
+
+
+def _typed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+def message_of(call: ToolCall) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"call_{next(_call_ids)}", "type": "function", "function": function}
+
+
+def record_tool_calls(
+    call: Call, form: ToolFormat, decode: Callable[[Sequence[int]], str], begun: str = ""
+) -> None:
+    """Keep a reply's message as the client will send it back: with its calls apart.
+
+    `begun` is what the reply was begun with for the model. All of it stays text where one call
+    cannot be read.
+    """
+    whole = begun + sampled_text(call, form, decode)
+    content, calls = form.read(whole, call.tools or ())
+    if call.reply is None or any(c.error or not isinstance(c.arguments, dict) for c in calls):
+        return
+    if calls or (form.always and content != whole):
+        call.shown = content
+        before = call.reply["content"].removesuffix(call.completion.text).removesuffix(begun)
+        made = {"tool_calls": [message_of(c) for c in calls]} if calls else {}
+        call.reply = {**call.reply, "content": before + content, **made}
+
+
+def sampled_text(call: Call, form: ToolFormat, decode: Callable[[Sequence[int]], str]) -> str:
+    """What was sampled, but for what ended it, with special tokens where those are marks."""
+    c, ids = call.completion, call.completion.ids
+    if form.opening is not None and form.opening in c.text:
+        return c.text
+    if c.stop_reason == "stop" and not isinstance(c.stop, str):
+        ids = ids[:-1]
+    text = decode(ids)
+    place = text.rfind(c.stop) if isinstance(c.stop, str) else -1
+    return text if place < 0 else text[:place]
