@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import xxhash
-
 from trireme.checkpoint.layout import MANIFEST, STEP_NAME
 from trireme.files import naming, write_json
 from trireme.log import get_logger
@@ -139,8 +137,14 @@ def _named_files(value: Any) -> list[Any]:
     return []
 
 
+def _digest(data: bytes = b"") -> Any:
+    import xxhash  # here: a model trains without it, on a GPU machine with no network say
+
+    return xxhash.xxh3_128(data)
+
+
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
+    digest = _digest()
     try:
         with path.open("rb") as file:
             while part := file.read(CHUNK):
@@ -152,7 +156,7 @@ def _checksum(path: Path) -> str:
 
 def _checksum_of(manifest: Mapping[str, Any]) -> str:
     """Of the values, however they are laid out as text."""
-    return xxhash.xxh3_128(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return _digest(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: Any, folder: Path, name: str) -> Any:
