@@ -6,6 +6,7 @@ scored by both, must come out alike: right tensors may still be used wrongly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
@@ -15,9 +16,10 @@ from trireme.engines.engine import Engine
 
 PROBE_LENGTH = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
-"""Largest difference of a log-probability, nats: rounding stays far below, a wrong tensor far
-above.
+"""Largest difference of a log-probability, nats, where log-probabilities are as small as -10:
+rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and so does this.
 """
+_ORDINARY = 10.0
 
 
 class WeightSource(Protocol):
@@ -51,13 +53,13 @@ def compare(
 ) -> dict[str, float]:
     """The largest difference as a metric; raises WrongWeights past the tolerance of the dtype."""
     worst = max((abs(a - b) for a, b in zip(engine[1:], trainer[1:], strict=True)), default=0.0)
-    limit = TOLERANCE[dtype]
+    largest = max((-value for value in trainer[1:] if math.isfinite(value)), default=0.0)
+    limit = TOLERANCE[dtype] * max(1.0, largest / _ORDINARY)
     if not worst <= limit:  # also when it is NaN
         raise WrongWeights(
             f"after the push of version {version} the engine's log-probabilities differ from the "
-            f"trainer's by {worst:.3g} (at most {limit:g} allowed for {dtype}): it does not "
-            "serve the "
-            f"trainer's weights"
+            f"trainer's by {worst:.3g} (at most {limit:.3g} allowed for {dtype}): it does not "
+            "serve the trainer's weights"
         )
     return {"sync/probe_diff": worst}
 

@@ -26,7 +26,6 @@ from trireme.engines.torch.rows import RowStore, Where
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
-FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
 """Sums may be reordered when compiled; the order is then the same in every run."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
