@@ -266,7 +266,8 @@ def test_compiled_attention_equals_torchs_and_no_row_sees_the_others(
     together = native.attend(q, k, v, 0, where, 0.25, store, prompts)
     inputs = q.float(), k.float(), v.float()
     expected = plain.attend(*inputs, 0, where, 0.25, wide(store), wide(prompts))
-    within = 1e-6 if dtype == torch.float32 else 2e-2
+    # each processor adds in an order of its own: rounding of numbers up to 4
+    within = 5e-6 if dtype == torch.float32 else 2e-2
     assert float((together.float() - expected).abs().max()) < within
     for row, one in enumerate(ROWS):
         alone = RowStore(2000)

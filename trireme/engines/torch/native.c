@@ -171,8 +171,9 @@ typedef struct {
     float scale;
 } Work;
 
-static inline __attribute__((always_inline)) void scores(const float *q, const real *keys,
-                                                         int64_t n, int64_t D, float *out) {
+static inline __attribute__((always_inline)) void scores(const float *restrict q,
+                                                         const real *restrict keys, int64_t n,
+                                                         int64_t D, float *restrict out) {
     int64_t t = 0;
     for (; t + 4 <= n; t += 4) {
         const real *k = keys + t * D;
@@ -192,9 +193,17 @@ static inline __attribute__((always_inline)) void scores(const float *q, const r
     }
 }
 
-static inline __attribute__((always_inline)) void weigh(const float *p, const real *values,
-                                                        int64_t n, int64_t D, float *out) {
-    for (int64_t t = 0; t < n; t++)
+static inline __attribute__((always_inline)) void weigh(const float *restrict p,
+                                                        const real *restrict values, int64_t n,
+                                                        int64_t D, float *restrict out) {
+    int64_t t = 0;
+    for (; t + 4 <= n; t += 4) {
+        const real *v = values + t * D;
+        for (int64_t i = 0; i < D; i++)
+            out[i] += p[t] * load(v[i]) + p[t + 1] * load(v[D + i]) +
+                      p[t + 2] * load(v[2 * D + i]) + p[t + 3] * load(v[3 * D + i]);
+    }
+    for (; t < n; t++)
         for (int64_t i = 0; i < D; i++) out[i] += p[t] * load(values[t * D + i]);
 }
 
