@@ -17,7 +17,7 @@ from trireme.engines.engine import Engine
 PROBE_LENGTH = 24
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
 """Largest difference of a log-probability, nats, where log-probabilities are as small as -10:
-rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and so does this.
+rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and this too.
 """
 _ORDINARY = 10.0
 
