@@ -1,6 +1,6 @@
 # make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
 # test-trackers | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
-# bench-peers | lint | clean: needs Python 3.11 to 3.13; all else goes into
+# bench-peers | performance | lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
 VENV := .venv
@@ -24,7 +24,8 @@ VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
 .PHONY: setup demo demo-cluster docs test test-gpu test-page test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-trackers test-postgres test-ray test-python audit faults bench-peers lint format clean
+    test-vllm test-trackers test-postgres test-ray test-python audit faults bench-peers performance lint \
+    format clean
 
 setup: $(STAMP)
 
@@ -79,6 +80,10 @@ faults: setup
 BENCH ?=
 bench-peers: setup $(PEERS)/.installed $(VLLM_INSTALLED)
 	$(BIN)/python benchmarks/against_peers.py --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON) $(BENCH)
+
+# all of docs/performance.md again: most of an hour on two quiet cores
+performance: setup $(PEERS)/.installed $(VLLM_INSTALLED)
+	$(BIN)/python scripts/performance_page.py --measure --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON)
 
 $(PEERS)/.installed: constraints.txt constraints-peers.txt
 	$(BIN)/python -m venv $(PEERS)

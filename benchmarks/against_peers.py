@@ -164,8 +164,7 @@ def generation_work(folder: Path, dtype: str, ragged: bool, options: Any) -> dic
     spread = 0 if not ragged else reply * 25 // 32
     lengths = [reply + (n * 2 * spread) // (count - 1) - spread for n in range(count)]
     return {"folder": str(folder), "model": model, "dtype": dtype, "prompts": prompts,
-            "lengths": lengths, "max_len": 512, "rounds": 1 if options.quick else 2,
-            "eager": True}  # fmt: skip
+            "lengths": lengths, "max_len": 512, "rounds": 1 if options.quick else 2}  # fmt: skip
 
 
 def run_peer(peer: Peer, work: dict[str, Any], threads: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ How each peer is set, so that it does its best on this work:
 - TRL: whole batch at once, one generation and one optimizer step a batch, no reference model
   (beta 0), no gradient checkpointing (on by default), no dropout, no logging, no checkpoints.
 - transformers: one batch, a key-value cache, no gradients, the scores as an output.
-- vLLM: its Python interface, without a server between; no detokenizing; log-probabilities of the
-  sampled tokens; as many threads as the others.
+- vLLM: its Python interface, without a server between, compiled as it does by default; no
+  detokenizing; log-probabilities of the sampled tokens; prefix caching off, as rounds are equal.
 - Trireme: as a user gets it; the demo's YAML but for what the work says.
 """
 
@@ -163,7 +163,7 @@ def by_trireme(work: dict[str, Any]) -> dict[str, Any]:
                 "prompt_key": "question",
                 "response_key": "answer",
             },
-            "explorer.runner_per_model": 64,
+            "explorer.runner_per_model": work.get("runners", 64),
             "trainer.grad_clip": 1.0,
             "trainer.max_token_len_per_gpu": 16384,
         },
@@ -258,7 +258,6 @@ def by_vllm(work: dict[str, Any]) -> dict[str, Any]:
         skip_tokenizer_init=True,
         max_model_len=work["max_len"],
         max_num_seqs=len(work["prompts"]),
-        enforce_eager=work["eager"],
         enable_prefix_caching=False,  # rounds have the same prompts
         seed=0,
     )

@@ -7,9 +7,11 @@ not run, or where what it proves is not so.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -83,3 +85,14 @@ def test_a_missed_number_is_said_and_counts(
     said = capsys.readouterr().out
     assert "speed: asked at least 0.7, reached 0.5: MISSED" in said
     assert "vLLM: asked at least 1.2, NOT MEASURED" in said
+
+
+def test_the_performance_page_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = _load(ROOT / "scripts" / "performance_page.py", monkeypatch)
+    measured = json.loads(script.DATA.read_text(encoding="utf-8"))
+    assert script.document(measured) in script.PAGE.read_text(encoding="utf-8")
+    drawn = ElementTree.fromstring(
+        script.picture({"tasks": [(4, 1.0), (8, 2.0)], "reply": [(8, 1)]})
+    )
+    lines = [node.get("points") for node in drawn.iter() if node.tag.endswith("polyline")]
+    assert lines == ["130.0,95.0 214.0,46.0", "214.0,46.0"]

@@ -1,0 +1,179 @@
+"""Performance page: writes the measured part of docs/performance.md, and its picture.
+
+    python scripts/performance_page.py                                # from docs/performance.json
+    python scripts/performance_page.py --measure --trl PYTHON --vllm PYTHON    # `make performance`
+
+`--measure` runs the benchmarks, most of an hour on two quiet cores, and writes the JSON first.
+What people have written of the page, outside the marks, stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from trireme.files import write_text
+
+ROOT = Path(__file__).parents[1]
+PAGE, DATA = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.json"
+PICTURE = ROOT / "docs" / "images" / "cost_curves.svg"
+BEGIN, END = "<!-- measured: scripts/performance_page.py -->", "<!-- end of what was measured -->"
+PLAIN = ("explorer_overhead", "overlap", "memory")
+"""Benchmarks whose figures are the lines that they print of their targets."""
+PARTS = ("against_peers", "cost_curves", *PLAIN)
+AXES = {
+    "tasks": "tasks a step",
+    "group": "rollouts a task",
+    "reply": "tokens a reply",
+    "episode": "steps an episode",
+    "width": "width of the model",
+    "runners": "runners",
+}
+_WIDE, _HIGH, _PAD, _COLUMNS = 260, 190, 46, 3
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the benchmarks; what they say of their targets, and the figures of those with a file.
+
+    Raises RuntimeError where one fails for another reason than a missed target.
+    """
+    pythons = (("trl", options.trl), ("vllm", options.vllm))
+    named = [f"--{name}={python}" for name, python in pythons if python]
+    named += ["--only", *options.only] if options.only else []
+    named += ["--rounds", str(options.rounds)]
+    found: dict[str, Any] = {"date": str(date.today()), "cores": os.cpu_count()}
+    found |= {"load": round(os.getloadavg()[1], 1), "rounds": options.rounds}
+    found["python"], found["targets"] = platform.python_version(), {}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True)
+    found["commit"] = commit.stdout.decode().strip()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.parts:
+            file = Path(folder) / f"{name}.json"
+            more = [] if name in PLAIN else ["--json", str(file)]
+            more += named if name == "against_peers" else []
+            more += ["--quick"] if options.quick else []
+            print(name, file=sys.stderr, flush=True)
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *more],
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            said = [line for line in done.stdout.splitlines() if ": asked at " in line]
+            if done.returncode and not said:
+                raise RuntimeError(f"benchmarks/{name}.py failed with {done.returncode}")
+            found["targets"][name] = said
+            if file.exists():
+                found[name] = json.loads(file.read_text())
+    return found
+
+
+def document(found: dict[str, Any]) -> str:
+    """The measured part as Markdown."""
+    lines = [
+        f"Measured {found['date']} at commit `{found['commit']}`, {found['cores']} cores, "
+        f"Python {found['python']}, {found['rounds']} rounds; the load average before it began was "
+        f"{found['load']:g}.\n"
+    ]
+    if peers := found.get("against_peers"):
+        lines += [
+            "| work | who | threads | median | Trireme / it | of the floor |",
+            "|-|-|-|-|-|-|",
+        ]
+        for kind, row in peers.items():
+            lines += [_row(kind, name, one, row) for name, one in row.items()]
+        lines.append("")
+    lines += ["| target | asked | reached |", "|-|-|-|"]
+    for said in found["targets"].values():
+        for line in said:
+            name, _, rest = line.partition(": asked ")
+            asked, _, reached = rest.partition(", ")
+            lines.append(f"| {name} | {asked} | {reached.removeprefix('reached ')} |")
+    if found.get("cost_curves"):
+        lines += ["", f"![Seconds a step over six sizes](images/{PICTURE.name})"]
+    return "\n".join(lines)
+
+
+def _row(kind: str, name: str, one: dict[str, Any], row: dict[str, Any]) -> str:
+    rate, ours = kind.startswith("generate"), row["Trireme"]["median"]
+    middle = one["median"]
+    times = ours / middle if rate else middle / ours
+    shown = f"{middle:,.0f} tokens/s" if rate else f"{middle:.3g} s a step"
+    share = f"{middle / row['floor']['median']:.0%}" if "floor" in row else ""
+    return f"| {kind} | {name} | {one['threads']} | {shown} | {times:.2f} | {share} |"
+
+
+def picture(curves: dict[str, list[tuple[float, float]]]) -> str:
+    """A small panel a curve, both axes from 0."""
+    panels = [
+        f'<g transform="translate({n % _COLUMNS * _WIDE} {n // _COLUMNS * _HIGH})">'
+        f"{_panel(AXES[name], points)}</g>"
+        for n, (name, points) in enumerate(curves.items())
+    ]
+    rows = -(-len(curves) // _COLUMNS)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_COLUMNS * _WIDE} {rows * _HIGH}" '
+        'font-family="sans-serif" font-size="11" fill="#777">'
+        "<style>.l{fill:none;stroke:#3b55d9;stroke-width:2}.p{fill:#3b55d9}.a{stroke:#999}</style>"
+        f"{''.join(panels)}</svg>\n"
+    )
+
+
+def _panel(title: str, points: list[tuple[float, float]]) -> str:
+    most_x, most_y = max(x for x, _ in points), max(y for _, y in points)
+    wide, high = _WIDE - 2 * _PAD, _HIGH - 2 * _PAD
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _PAD + wide * x / most_x, _PAD + high * (1 - y / most_y)
+
+    at = [place(x, y) for x, y in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+    marks = "".join(f'<circle class="p" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
+    numbers = "".join(
+        f'<text x="{px:.1f}" y="{_PAD + high + 14}" text-anchor="middle">{x:g}</text>'
+        for (x, _), (px, _) in zip(points, at, strict=True)
+        if x == most_x or x * 4 >= most_x
+    )
+    return (
+        f'<path class="a" d="M{_PAD} {_PAD}V{_PAD + high}H{_PAD + wide}" fill="none"/>'
+        f'<text x="{_PAD - 4}" y="{_PAD + 4}" text-anchor="end">{most_y:.2g} s</text>'
+        f'<polyline class="l" points="{line}"/>{marks}{numbers}'
+        f'<text x="{_PAD + wide / 2}" y="{_PAD + high + 30}" text-anchor="middle">'
+        f"{escape(title)}</text>"
+    )
+
+
+def main() -> int:
+    """Write the page's part, and the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="little work, nothing is written")
+    parser.add_argument("--trl", help="Python of an environment that has TRL")
+    parser.add_argument("--vllm", help="Python of an environment that has vLLM")
+    parser.add_argument("--only", nargs="+", help="workloads of against_peers")
+    parser.add_argument("--rounds", type=int, default=3, help="of against_peers")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    options = parser.parse_args()
+    found = measure(options) if options.measure else json.loads(DATA.read_text("utf-8"))
+    written = document(found)
+    if options.quick:
+        print(written, picture(found["cost_curves"]), sep="\n")
+        return 0
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    write_text(DATA, json.dumps(found, indent=1) + "\n")
+    if found.get("cost_curves"):
+        write_text(PICTURE, picture(found["cost_curves"]))
+    write_text(PAGE, f"{before}{BEGIN}\n\n{written}\n\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
