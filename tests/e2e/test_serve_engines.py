@@ -40,8 +40,8 @@ def test_agents_are_served_whatever_generates(tmp_path: Path, overrides: tuple[s
         pieces = [c.choices[0].delta.content for c in stream if c.choices]
         assert len([piece for piece in pieces if piece]) > 15
         body = {"reward": 1.0, "session_id": "one"}
-        assert client.post(f"{url}/feedback", body=body, cast_to=dict)  # type: ignore[type-var]
-        sent = client.post(f"{url}/commit", body={}, cast_to=dict)  # type: ignore[type-var]
+        assert client.post(f"{url}/feedback", body=body, cast_to=dict)
+        sent = client.post(f"{url}/commit", body={}, cast_to=dict)
         assert sent == {"committed": 1}
     finally:
         process.send_signal(signal.SIGTERM)
