@@ -446,7 +446,7 @@ MISTAKES = [
             *_reward("mistaken_letters"), "algorithm.optimizer.lr=10", "trainer.grad_clip=1000",
             "buffer.total_steps=8", "algorithm.repeat_times=8", "model.max_response_tokens=40",
         ),
-        "equal_rewards: in 100% of the groups of the last ",
+        "equal_rewards: in ",
         "where rewards differed at first, all replies may have become one: a smaller "
         "algorithm.optimizer.lr", code=0,
     ),

@@ -118,7 +118,7 @@ FEW = 3
 ROLLOUTS = 32
 """With fewer rollouts the present is made of more steps: chance is no cause."""
 GROUPS = 16
-"""With fewer groups as well: a step of one group says how hard its task is, and not the model."""
+"""With fewer steps of one group each as well: such a step says how hard its task is."""
 KEPT = 64
 """Steps that are remembered."""
 
@@ -165,8 +165,8 @@ class Course:
         rows = self.rows[start:]
         rollouts = sum(row.get("rollout/runs", ROLLOUTS) for row in rows)
         rollouts += sum(values(rows, "rollout/failed"))
-        groups = sum(row.get("rollout/tasks", GROUPS) for row in rows)
-        return rollouts >= ROLLOUTS // part and groups >= GROUPS // part
+        alone = all(row.get("rollout/tasks", GROUPS) <= 1 for row in rows)
+        return rollouts >= ROLLOUTS // part and (not alone or len(rows) >= GROUPS // part)
 
 
 def values(rows: Iterable[Figures], name: str) -> list[float]:
