@@ -346,14 +346,17 @@ def test_a_request_that_the_engine_cannot_run_ends_alone(
     async def main(engine: TorchEngine) -> Any:
         tokenizer: Any = engine._tokenizer
         decode = tokenizer.decode
+        greedy = Sampling(max_tokens=120, temperature=0, ignore_eos=True)
+        bad = Sampling(max_tokens=30, temperature=0, stop=("never",), ignore_eos=True)
         if where == "in the model":
             engine.module.get_input_embeddings().register_forward_pre_hook(refuse)
         else:
-            monkeypatch.setattr(
-                type(tokenizer), "decode", lambda *_, **__: refuse(0, (torch.tensor([13]),))
-            )
-        greedy = Sampling(max_tokens=120, temperature=0, ignore_eos=True)
-        bad = Sampling(max_tokens=30, temperature=0, stop=("never",), ignore_eos=True)
+
+            def unlucky(ids: list[int], **options: Any) -> Any:
+                refuse(0, (torch.tensor([13 if len(ids) <= bad.max_tokens else 0]),))
+                return decode(ids, **options)  # another request has ended meanwhile
+
+            monkeypatch.setattr(tokenizer, "decode", unlucky)
         calls = [
             asyncio.ensure_future(engine.generate(p, greedy, key=(i,)))
             for i, p in enumerate(PROMPTS[:3])
@@ -361,7 +364,7 @@ def test_a_request_that_the_engine_cannot_run_ends_alone(
         await asyncio.sleep(0.02)  # they are under way
         with pytest.raises(RuntimeError, match=r"cannot go on with request 9/9: .*an unlucky"):
             await engine.generate([5, 13, 7], bad, key=(9, 9))
-        monkeypatch.setattr(type(tokenizer), "decode", decode)
+        monkeypatch.setattr(tokenizer, "decode", decode)
         engine.health()
         return [(await call)[0].ids for call in calls], await engine.generate(PROMPTS[3], greedy)
 
