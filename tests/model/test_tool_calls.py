@@ -10,9 +10,12 @@ import pytest
 
 from tests.model.fake import FakeEngine, Say
 from tests.tiny import make_tokenizer
+from trireme.engines.engine import Completion
 from trireme.model.chat_tokens import ChatTokens
+from trireme.model.conversation import text_before
 from trireme.model.model import Model
 from trireme.model.openai_answer import respond, stream
+from trireme.model.recorder import Call
 from trireme.model.tool_calls import CUT, FORMATS, ToolCall, format_of
 
 TOOLS: Any = [
@@ -121,7 +124,8 @@ def test_a_call_that_is_cut_is_one_error_everywhere(name: str) -> None:
 
 
 def test_several_calls_of_llama_and_what_harmony_says() -> None:
-    text = '<|python_tag|>{"name": "look", "parameters": {"times": 1}}; {"name": "wait"}'
+    text = '<|python_tag|>{"name": "look", "parameters": {"times": 1}}; '
+    text += '{"name": "wait", "parameters": {}}'
     assert format_of("llama3_json").read(text, TOOLS) == (
         "",
         [ToolCall("look", {"times": 1}), ToolCall("wait", {})],
@@ -130,13 +134,82 @@ def test_several_calls_of_llama_and_what_harmony_says() -> None:
     assert format_of("harmony").read(text, TOOLS) == ("7", [])
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "Alice", "age": 30}',
+        '{"name": "Alice"}',
+        '{"name": "Alice", "age": 3',
+        '{"names": ["Ali',
+        '{"function": "f", "x": {',
+        "{x}",
+    ],
+)
+def test_json_that_is_no_call_of_llama_is_an_answer(answer: str) -> None:
+    assert format_of("llama3_json").read(answer, TOOLS) == (answer, [])
+
+
+def test_a_cut_call_of_llama_with_its_wrappings() -> None:
+    read = format_of("llama3_json").read
+    text = '{ "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}'
+    for size in range(1, len(text)):
+        assert read(text[:size], TOOLS) == ("", [ToolCall("", {}, error=CUT)]), text[:size]
+    assert read(text, TOOLS) == ("", [ToolCall("look", {"at": "x"})])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", FORMATS.built_in())
+def test_long_text_takes_no_time_that_grows_with_its_square(name: str) -> None:
+    parts = ["a", " ", "\n", "<tool_call>", "<function=", "<function=x>", "<parameter=x>"]
+    parts += ["<arg_key>", "<arg_key>a</arg_key><arg_value>", "{", '{"name":', "<|channel|>"]
+    parts += ["<|start|>a", "<\uff5ctool▁call▁begin\uff5c>", "[TOOL_CALLS]", "```", "</arg_key>"]
+    for part in parts:
+        for begin in ("", "<tool_call>", "<tool_call>x<arg_key>", "<function=x><parameter=y>"):
+            if part != "[TOOL_CALLS]" or name != "mistral":  # each may be a call
+                format_of(name).read(begin + part * (150_000 // len(part)) + "x", TOOLS)
+
+
+def test_a_parameter_that_was_not_closed_ends_at_the_next_one() -> None:
+    text = "<tool_call>\n<function=look>\n<parameter=at>\na b\n<parameter=times>\n3\n"
+    for end in ("", "</parameter>\n"):
+        _, calls = format_of("qwen3_coder").read(f"{text}{end}</function>\n</tool_call>", TOOLS)
+        assert calls == [ToolCall("look", {"at": "a b", "times": 3})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7),
+        ({"type": ["integer", "null"]}, 7),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "7"),
+        ({"$ref": "#/$defs/X"}, 7),
+        ({"enum": ["7"]}, "7"),
+    ],
+)
+def test_a_text_becomes_what_one_of_the_schema_s_types_says(schema: Any, expected: Any) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}]
+    text = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n</tool_call>"
+    assert format_of("glm45").read(text, tools)[1] == [ToolCall("f", {"x": expected})]
+
+
 def mine(text: str, tools: Any) -> tuple[str, list[ToolCall]]:
     before, found, name = text.partition("CALL ")
     return before, [ToolCall(name, {})] if found else []
 
 
+class Telling(FakeEngine):
+    """It tells each token as it comes."""
+
+    async def generate(self, *args: Any, on_token: Any = None, **named: Any) -> list[Completion]:
+        completions = await super().generate(*args, **named)
+        for sample, c in enumerate(completions if on_token else ()):
+            for token, logprob in zip(c.ids, c.logprobs, strict=True):
+                on_token(sample, token, logprob, {})
+        return completions
+
+
 def model_of(replies: list[Any], parser: str | None = None) -> Model:
-    engine: Any = FakeEngine(replies)
+    engine: Any = Telling(replies)
     chat = ChatTokens(engine.tokenizer, tool_call_parser=parser)
     return Model(engine, chat, max_model_len=4000)
 
@@ -158,6 +231,7 @@ def test_a_reader_of_one_s_own_and_those_of_families_serve_http(streams: bool) -
     for parser, text, expected in (
         ("tests.model.test_tool_calls:mine", "Hm.CALL wait", ("wait", {})),
         ("qwen3_coder", xml + "</tool_call>", ("look", {"times": 3})),
+        ("qwen3_coder", xml.replace("<tool_call>\n", ""), ("look", {"times": 3})),
     ):
         found = ask(model_of([text], parser), stream=streams)
         if streams:
@@ -208,6 +282,47 @@ def test_a_call_that_has_to_be_is_begun_for_the_model_and_that_is_not_trained(
     [experience] = model.experiences(reward=1.0)  # the second call goes on from the sampled ids
     sampled = engine.tokenizer.decode(experience.tokens[experience.mask].tolist())
     assert sampled == f"{reply}<|im_end|>A cat.<|im_end|>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_that_was_begun_and_cut_is_shown_with_its_beginning(streams: bool) -> None:
+    cut, user = Say('look", "argu', stop_reason="length"), {"role": "user", "content": "hi"}
+    model = model_of([cut, "A cat."])
+    found = ask(model, tool_choice="required", stream=streams)
+    if streams:
+        content = "".join(choice["delta"].get("content") or "" for choice in found)
+    else:
+        content = found["message"]["content"]
+    assert content == '<tool_call>\n{"name": "look", "argu'
+    [call] = model.recorder
+    assert text_before(call) == '<tool_call>\n{"name": "'
+    model._loop = None  # each `ask` has one of its own
+    ask(model, messages=[user, {"role": "assistant", "content": content}, user])
+    assert len(model.experiences(reward=1.0)) == 1  # the second call goes on from the sampled ids
+
+
+def test_what_stands_before_a_reply_s_own_part_where_its_calls_are_apart() -> None:
+    text = 'Hm.<tool_call>\n{"name": "wait"}'
+    for shown, content in (("Hm.", "So. Hm."), ("", "So. "), (None, f"So. {text}")):
+        reply = {"role": "assistant", "content": content}
+        completion = Completion([], [], [], [], "stop", text=text)
+        assert text_before(Call(None, [], completion, 1.0, reply=reply, shown=shown)) == "So. "
+
+
+@pytest.mark.parametrize("more", [{"tools": []}, {"tool_choice": "none"}])
+@pytest.mark.parametrize("streams", [False, True])
+def test_harmony_makes_no_call_that_nobody_asked_for(more: Any, streams: bool) -> None:
+    text = rendered("harmony", [ToolCall("look", ARGUMENTS)])
+    found = ask(model_of([text], "harmony"), **more, stream=streams)
+    if streams:
+        deltas = [choice["delta"] for choice in found]
+        assert not any("tool_calls" in delta for delta in deltas)
+        assert "".join(delta.get("content") or "" for delta in deltas) == text
+    else:
+        assert found["message"] == {"role": "assistant", "content": text}
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>7"
+    found = ask(model_of([said], "harmony"), **more)
+    assert found["message"]["content"] == "7" and found["finish_reason"] == "stop"
 
 
 def test_a_cut_call_stays_text_and_a_choice_that_cannot_be_is_refused() -> None:

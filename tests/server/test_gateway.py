@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -111,6 +112,32 @@ def test_an_address_ends_with_its_rollout_and_what_is_under_way_fails() -> None:
                 _ = one.base_url
             assert (await post(other.address, path, other.api_key, ASKED)).is_success
             assert not len(one.recorder) and [*gateway._models] == ["1-0-7-1-3"]
+
+    asyncio.run(main())
+
+
+def test_a_body_that_comes_after_its_rollout_s_end_is_recorded_by_no_other_rollout() -> None:
+    async def main() -> None:
+        async with two_models() as (gateway, one, other):
+            assert other.base_url
+            body = json.dumps(ASKED).encode()
+            root, _, path = one.base_url.removeprefix("http://").partition("/")
+            host, _, port = root.partition(":")
+            head = (
+                f"POST /{path}/chat/completions HTTP/1.1\r\nhost: {root}\r\n"
+                f"x-api-key: {one.api_key}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nexpect: 100-continue\r\n\r\n"
+            )
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.encode() + body[:9])
+            assert b" 100 " in await reader.readuntil(b"\r\n\r\n")  # the key was looked at
+            one.revoke()
+            writer.write(body[9:])
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert b" 410 " in answer.partition(b"\r\n")[0]
+            writer.close()
+            assert not len(one.recorder) and not len(other.recorder)
+            assert not len(gateway._sessions)
 
     asyncio.run(main())
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +21,13 @@ from trireme.model.model import Model
 from trireme.server.gateway import Gateway
 from trireme.server.rollouts import Rollouts
 from trireme.task import Task
+from trireme.workflows.command import (
+    CommandWorkflow,
+    ProgramFailed,
+    Settings,
+    _limited,
+    reward_of,
+)
 from trireme.workflows.workflow import resolve
 
 ASK = """
@@ -36,6 +46,14 @@ ROW = {"prompt": "1 + 2?", "response": "3", "level": 4}
 
 def there(text: str, **answers: Any) -> float:
     return 0.0
+
+
+def flat(task: Task, answer: str) -> float:
+    return 0.0
+
+
+def long(task: Task, answer: str) -> float:
+    return float(len(answer))
 
 
 def of_files(task: Task, answer: str, *, workdir: str) -> dict[str, float]:
@@ -85,13 +103,14 @@ def test_the_program_is_told_its_task_without_the_answer() -> None:
     code = (
         "ask('a'); known = json.load(open(os.environ['TRIREME_TASK']))\n"
         "assert known == json.load(open(sys.argv[1])) and os.getcwd() == sys.argv[2]\n"
-        "assert os.environ['TRIREME_WORKDIR'] == sys.argv[2] and os.environ['LEVEL'] == 'l4{}'\n"
+        "assert os.environ['TRIREME_WORKDIR'] == sys.argv[2]\n"
+        "assert os.environ['LEVEL'] == 'l4{}{{level}}' and json.loads(sys.argv[3])['x']['y'] == 4\n"
         "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL']\n"
         "assert '127.0.0.1' in os.environ['NO_PROXY']\n"
         "print(known['prompt'], known['row'], file=sys.stderr); print(len(known['row']))"
     )
-    words = ("{task}", "{workdir}")
-    outcome = play(task_of(code, words, cwd="{workdir}", env={"LEVEL": "l{level}{{}}"}))
+    words = ("{task}", "{workdir}", '{"x":{"y":{level}}}')
+    outcome = play(task_of(code, words, cwd="{workdir}", env={"LEVEL": "l{level}{}{{level}}"}))
     assert not outcome.failures, outcome.failures
     assert outcome.experiences[0].reward == 2.0  # prompt and level
 
@@ -101,6 +120,29 @@ def test_a_reward_function_sees_what_was_printed_and_the_files() -> None:
     outcome = play(task_of(code, reward=of_files, cwd="{workdir}"))
     [experience] = outcome.experiences
     assert experience.reward == 2.0 and experience.metrics["written"] == 1.0
+
+
+def test_rewards_that_are_given_together_see_all_that_was_printed() -> None:
+    task = task_of("ask('a'); print('x' * 9000)", reward=[long, flat])
+    outcome = play(task)
+    asyncio.run(CommandWorkflow.judge(task, outcome.experiences, []))
+    [experience] = outcome.experiences
+    assert experience.reward == 9000 and len(experience.info["completion"]) == 4000
+
+
+def test_a_reward_of_the_folder_stands_alone() -> None:
+    for task in (
+        task_of("", reward=[of_files, flat]),
+        Task(ROW, workflow_args={"command": "ls"}, reward_fn_args={"funcs": [of_files]}),
+    ):
+        with pytest.raises(ValueError, match="'of_files' needs 'workdir', which there is not"):
+            CommandWorkflow.examine(task)
+
+
+@pytest.mark.parametrize("given", ["NaN", '{"reward": NaN}', '{"reward": 1, "turns": Infinity}'])
+def test_a_reward_that_is_no_finite_number_is_a_failure_that_is_tried_again(given: str) -> None:
+    with pytest.raises(ProgramFailed, match="expected a finite number"):
+        reward_of(given)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +209,52 @@ def test_nothing_of_the_group_outlives_a_program_that_ends_well(tmp_path: Path) 
         time.sleep(0.02)
 
 
+def test_a_program_ends_with_the_process_that_started_it_however_that_ends(
+    tmp_path: Path,
+) -> None:
+    pid = tmp_path / "pid"
+    code = SPAWN + "ask('a'); ids = f'{os.getpid()} {child.pid}'\n"
+    code += f"open('new', 'w').write(ids); os.rename('new', {str(pid)!r}); child.wait()"
+    here = "import sys; from tests.workflows.test_command import play, task_of\n"
+    here += "play(task_of(sys.argv[1], cwd=sys.argv[2], timeout=300), limit=300)"
+    words = [sys.executable, "-c", here, code, str(tmp_path)]
+    begun = time.monotonic()
+    with subprocess.Popen(words) as parent:
+        while not pid.exists():
+            assert parent.poll() is None and time.monotonic() - begun < 100
+            time.sleep(0.02)
+        parent.kill()
+    program, child = map(int, pid.read_text().split())
+    begun = time.monotonic()
+    try:
+        while not (ended(program) and ended(child)):
+            assert time.monotonic() - begun < 20
+            time.sleep(0.02)
+    finally:
+        if not (ended(program) and ended(child)):
+            os.killpg(program, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "1000 unlimited 50"),
+        ({"cpu_seconds": 60}, "1000 unlimited 50"),
+        ({"cpu_seconds": 40, "memory_mb": 500}, "1000 512000 40"),
+    ],
+)
+def test_a_limit_that_is_tighter_already_stays(options: dict[str, Any], expected: str) -> None:
+    def lowered() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512_000, 512_000))
+        resource.setrlimit(resource.RLIMIT_CPU, (50, 50))
+
+    words = ["/bin/sh", "-c", "echo $(ulimit -f) $(ulimit -v) $(ulimit -t)"]
+    made = _limited(Settings(command="x", **options), words)
+    nobody: Any = {"user": 65534} if os.getuid() == 0 else {}  # root may go over a hard limit
+    done = subprocess.run(made, preexec_fn=lowered, capture_output=True, text=True, **nobody)
+    assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "limits", "said"),
     [
@@ -190,6 +278,7 @@ def test_limits_hold(code: str, limits: dict[str, Any], said: str) -> None:
         ({"reward": "x"}, "no option 'reward': the reward is default_reward_fn_type"),
         ({"command": "ls {promt}"}, "{promt}, which stands for nothing; did you mean 'prompt'?"),
         ({"env": {"A": "{b}"}}, "workflow_args.env.A has {b}"),
+        ({"env": {"A": "{b}"}}, "{{b}} stands for {b} itself"),
         ({"cwd": "/no/such"}, "workflow_args.cwd is '/no/such'"),
         ({"timeout": 0}, "timeout is 0"),
         ({"sampling": "both"}, "sampling"),
@@ -211,7 +300,7 @@ def test_a_text_is_split_without_a_shell_and_a_task_cannot_add_arguments() -> No
     show = "import sys, os; exec(os.environ['ASK']); ask('a'); "
     show += "print(len(sys.argv), sys.argv[1]); print(1)"
     command = f'{sys.executable} -S -c "{show}" {{prompt}}'
-    args = {"command": command, "env": {"ASK": ASK.replace("{", "{{").replace("}", "}}")}}
+    args = {"command": command, "env": {"ASK": ASK}}
     outcome = play(Task(row, workflow="command_workflow", workflow_args=args))
     assert not outcome.failures, outcome.failures
     said = outcome.experiences[0].info["completion"]

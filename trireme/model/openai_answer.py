@@ -161,9 +161,10 @@ async def _ask(
         begin = form.begin(forced)
     messages, tools = body["messages"], body.get("tools")
     replies = await model.chat_samples(messages, tools, begin=begin, on_token=on_token, **options)
-    if form.always or wants_tool_calls(body):
+    wanted = wants_tool_calls(body)
+    if form.always or wanted:
         for reply in replies:
-            record_tool_calls(reply.call, form, model.chat_tokens.decode, begin)
+            record_tool_calls(reply.call, form, model.chat_tokens.decode, begin, wanted=wanted)
     return replies
 
 
@@ -185,8 +186,8 @@ class _Chunks:
         self._waits = False
         form = model.chat_tokens.tool_format
         if chat and (form.always or wants_tool_calls(body)):
-            self._barriers += [form.opening] if form.opening else []
-            self._waits = form.opening is None or forced_tool(body) is not None
+            self._barriers += form.openings
+            self._waits = not form.openings or forced_tool(body) is not None
         logprobs = body.get("logprobs")
         self._logprobs = bool(logprobs) if chat else logprobs is not None
         self._pieces: dict[int, Pieces] = {}

@@ -3,6 +3,7 @@
 Invariants:
 - What a family's template renders of a call, its format reads. Text is read with its special
   tokens, which are the marks of some formats.
+- Reading takes time in proportion to the text, whatever a model has written.
 - A call that was cut has one error, `CUT`, in every format. A reply with a call that cannot be read
   stays text for HTTP clients; a scheduler tells the model why.
 - Your own is a function `(text, tools) -> (content, [ToolCall, ...])`, named by its path.
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 CUT = "the call was cut before its end"
-_CALL = re.compile(rf"{OPENING}\s*(.*?)\s*({CLOSING}|\Z)", re.DOTALL)
+NO_JSON = (ValueError, RecursionError)
+"""What reading JSON raises; the latter where it is nested too deeply."""
+_CALL = re.compile(rf"{OPENING}(.*?)({CLOSING}|\Z)", re.DOTALL)
 _call_ids = itertools.count()
 
 
@@ -54,9 +57,9 @@ class ToolFormat(NamedTuple):
     """A template that holds one of them is the family's."""
     begin: Callable[[str], str] | None = None
     """What a reply begins with that has to call a tool, of this name or of one yet to be named."""
-    opening: str | None = None
-    """What calls begin with in the text that is shown: a stream goes so far. None: it waits for the
-    reply's end."""
+    openings: tuple[str, ...] = ()
+    """What calls begin with in the text that is shown: a stream goes so far. Without any it waits
+    for the reply's end."""
     always: bool = False
     """Its replies are not plain text without calls either."""
 
@@ -120,7 +123,7 @@ def harmony(text: str, tools: Sequence[Any]) -> Read:
 
 
 _HARMONY = re.compile(
-    r"(?P<head>(?:<\|start\|>)?[^<]*)<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?"
+    r"(?P<head>(?:(?:\A|<\|start\|>)[^<]*)?)<\|channel\|>(?P<channel>[^<]*)(?:<\|constrain\|>[^<]*)?"
     r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
@@ -152,7 +155,7 @@ def deepseek(text: str, tools: Sequence[Any]) -> Read:
 
 
 _DEEPSEEK = re.compile(
-    r"<\uff5ctool▁call▁begin\uff5c>(?P<head>.*?)<\uff5ctool▁sep\uff5c>(?P<rest>.*?)"
+    r"<\uff5ctool▁call▁begin\uff5c>(?P<head>[^<]*)<\uff5ctool▁sep\uff5c>(?P<rest>.*?)"
     r"(?P<end><\uff5ctool▁call▁end\uff5c>|\Z)",
     re.DOTALL,
 )
@@ -174,7 +177,7 @@ def mistral(text: str, tools: Sequence[Any]) -> Read:
             continue
         try:
             found, _ = json.JSONDecoder().raw_decode(part.strip())
-        except ValueError:
+        except NO_JSON:
             calls.append(ToolCall("", {}, error=CUT))
             continue
         given = found if isinstance(found, list) else [found]
@@ -186,18 +189,21 @@ def mistral(text: str, tools: Sequence[Any]) -> Read:
     "glm45",
     marks=("<arg_key>",),
     begin=lambda name: f"{OPENING}{name}" + ("\n" if name else ""),
-    opening=OPENING,
+    openings=(OPENING,),
 )
 def glm(text: str, tools: Sequence[Any]) -> Read:
     """`<tool_call>NAME`, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` each."""
     calls = []
     for body, end in _CALL.findall(text):
         name, _, rest = body.partition("<arg_key>")
-        pairs = re.findall(
-            r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", f"<arg_key>{rest}", re.S
-        )
+        pairs = _GLM_PAIR.findall(f"<arg_key>{rest}")
         calls.append(_of_texts(name.strip(), pairs, tools, cut=not end))
     return text.partition(OPENING)[0], calls
+
+
+_GLM_PAIR = re.compile(
+    r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL
+)
 
 
 @tool_format(
@@ -205,15 +211,20 @@ def glm(text: str, tools: Sequence[Any]) -> Read:
     "qwen3_xml",
     marks=("<function=",),
     begin=lambda name: f"{OPENING}\n<function={name}" + (">\n" if name else ""),
-    opening=OPENING,
+    openings=(OPENING, "<function="),
 )
 def qwen3_coder(text: str, tools: Sequence[Any]) -> Read:
     """`<tool_call><function=NAME>` with `<parameter=KEY>VALUE</parameter>` each, of Qwen3-Coder and
-    Qwen3.5.
+    Qwen3.5. A value whose closing tag was forgotten ends where the next one begins.
     """
     calls = []
-    for name, body, end in re.findall(r"<function=([^>\n]*)>(.*?)(</function>|\Z)", text, re.S):
-        pairs = re.findall(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", body, re.S)
+    for name, body, end in re.findall(r"<function=([^<>\n]*)>(.*?)(</function>|\Z)", text, re.S):
+        pairs = []
+        for part in re.split(r"<parameter=(?=[^<>\n]*>)", body)[1:]:
+            key, _, rest = part.partition(">")
+            value, closed, _ = rest.partition("</parameter>")
+            value = value.removeprefix("\n")
+            pairs.append((key, value.removesuffix("\n") if closed else value.rstrip()))
         calls.append(_of_texts(name.strip(), pairs, tools, cut=not end))
     if not calls and OPENING in text:
         calls.append(ToolCall("", {}, error=CUT))
@@ -226,32 +237,53 @@ def qwen3_coder(text: str, tools: Sequence[Any]) -> Read:
     begin=lambda name: f'{{"name": "{name}' + ('", "parameters": ' if name else ""),
 )
 def llama3_json(text: str, tools: Sequence[Any]) -> Read:
-    """A reply that is `{"name", "parameters"}`, or several with `;` between them."""
+    """A reply that is `{"name", "parameters"}`, or several with `;` between them. Any other JSON is
+    an answer.
+    """
     rest = text.replace("<|python_tag|>", "").strip()
     calls: list[ToolCall] = []
     while rest.startswith("{"):
         try:
             found, end = json.JSONDecoder().raw_decode(rest)
-        except ValueError:
-            begun = bool(calls) or re.match(r'\{\s*"(name|type|function)"', rest) is not None
-            return (text, calls) if not begun else ("", [*calls, ToolCall("", {}, error=CUT)])
+        except NO_JSON:
+            if not calls and _LLAMA_BEGUN.match(rest) is None:
+                return text, []
+            return "", [*calls, ToolCall("", {}, error=CUT)]
         named = found.get("function", found) if isinstance(found, dict) else {}
         if not isinstance(named, dict) or "name" not in named:
             break
-        given = {
-            "name": named["name"],
-            "arguments": named.get("parameters", named.get("arguments")),
-        }
-        calls.append(call_of_json(json.dumps(given)))
+        given = [named[key] for key in ("parameters", "arguments") if key in named]
+        if not given:
+            break
+        calls.append(call_of_json(json.dumps({"name": named["name"], "arguments": given[0]})))
         rest = rest[end:].lstrip("; \n")
     return ("" if calls else text), calls
+
+
+def _beginnings(form: str) -> str:
+    """A pattern of `form` and of all that it begins with: a blank is white space, `~` a name."""
+    pattern = ""
+    for character in reversed(form):
+        one = {" ": r"\s*", "~": r'[^"]*'}.get(character, re.escape(character))
+        pattern = rf"(?:{one}{pattern}|\Z)"
+    return pattern
+
+
+_LLAMA_TYPE = '"type" : "function" , '
+_LLAMA_BEGUN = re.compile(
+    "|".join(
+        _beginnings(rf'{{ {outer}"name" : "~" , "{key}" :')
+        for outer in ("", _LLAMA_TYPE, '"function" : { ', f'{_LLAMA_TYPE}"function" : {{ ')
+        for key in ("parameters", "arguments")
+    )
+)
 
 
 @tool_format(
     "hermes",
     marks=(OPENING,),
     begin=lambda name: f'{OPENING}\n{{"name": "{name}' + ('", "arguments": ' if name else ""),
-    opening=OPENING,
+    openings=(OPENING,),
 )
 def hermes(text: str, tools: Sequence[Any]) -> Read:
     """`<tool_call>{"name", "arguments"}</tool_call>`, of Hermes, Qwen2.5 and Qwen3."""
@@ -265,7 +297,7 @@ def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
     What follows a `<tool_response>`, as if the model had seen a result, is not read.
     """
     matches = list(_CALL.finditer(text.partition("<tool_response>")[0]))
-    calls = [call_of_json(match[1]) for match in matches]
+    calls = [call_of_json(match[1].strip()) for match in matches]
     if calls and calls[-1].error and not matches[-1][2]:
         calls[-1] = replace(calls[-1], error=CUT)
     return calls, matches[-1].end() if matches else 0
@@ -275,7 +307,7 @@ def call_of_json(text: str) -> ToolCall:
     """The call `{"name", "arguments"}`; with an `error` where the text is none."""
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except NO_JSON as error:
         return ToolCall("", {}, error=f"the call is no JSON: {error}")
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return ToolCall("", {}, error="the call must be a JSON object with `name` and `arguments`")
@@ -289,7 +321,7 @@ def object_or_text(text: str) -> Any:
     """A JSON object, else the text as it is."""
     try:
         given = json.loads(text)
-    except ValueError:
+    except NO_JSON:
         return text
     return given if isinstance(given, dict) else text
 
@@ -298,7 +330,7 @@ def _of_json(name: str, arguments: str) -> ToolCall:
     """A call whose arguments are JSON, which nothing but its own end closes."""
     try:
         given, _ = json.JSONDecoder().raw_decode(arguments.strip())
-    except ValueError as error:
+    except NO_JSON as error:
         unfinished = getattr(error, "pos", 0) >= len(arguments.strip()) or not _balanced(arguments)
         return ToolCall(name, {}, error=CUT if unfinished else f"the call is no JSON: {error}")
     if not isinstance(given, dict):
@@ -321,15 +353,26 @@ def _of_texts(
     properties = (schema.get("parameters") or {}).get("properties") or {}
     arguments: dict[str, Any] = {}
     for key, value in pairs:
-        kinds = properties.get(key.strip(), {}).get("type", "string" if properties else None)
-        arguments[key.strip()] = value if kinds == "string" else _typed(value)
+        text = bool(properties) and _kinds(properties.get(key.strip())) <= {"string"}
+        arguments[key.strip()] = value if text else _typed(value)
     return ToolCall(name, arguments)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema allows, those of its alternatives too, but for null."""
+    if not isinstance(schema, Mapping):
+        return set()
+    own = schema.get("type", ["any"] if "$ref" in schema else [])
+    kinds = {own} if isinstance(own, str) else set(own)
+    for key in ("anyOf", "oneOf", "allOf"):
+        kinds.update(*map(_kinds, schema.get(key) or ()))
+    return kinds - {"null"}
 
 
 def _typed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except NO_JSON:
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
@@ -340,16 +383,24 @@ def message_of(call: ToolCall) -> dict[str, Any]:
 
 
 def record_tool_calls(
-    call: Call, form: ToolFormat, decode: Callable[[Sequence[int]], str], begun: str = ""
+    call: Call,
+    form: ToolFormat,
+    decode: Callable[[Sequence[int]], str],
+    begun: str = "",
+    *,
+    wanted: bool = True,
 ) -> None:
     """Keep a reply's message as the client will send it back: with its calls apart.
 
-    `begun` is what the reply was begun with for the model. All of it stays text where one call
-    cannot be read.
+    `begun` is what the reply was begun with for the model. All of it stays text, its beginning too,
+    where one call cannot be read, and where calls are not `wanted`.
     """
     whole = begun + sampled_text(call, form, decode)
     content, calls = form.read(whole, call.tools or ())
-    if call.reply is None or any(c.error or not isinstance(c.arguments, dict) for c in calls):
+    if call.reply is None:
+        return
+    if any(c.error or not isinstance(c.arguments, dict) or not wanted for c in calls):
+        call.shown = begun + call.completion.text if begun else None
         return
     if calls or (form.always and content != whole):
         call.shown = content
@@ -361,7 +412,7 @@ def record_tool_calls(
 def sampled_text(call: Call, form: ToolFormat, decode: Callable[[Sequence[int]], str]) -> str:
     """What was sampled, but for what ended it, with special tokens where those are marks."""
     c, ids = call.completion, call.completion.ids
-    if form.opening is not None and form.opening in c.text:
+    if any(opening in c.text for opening in form.openings):
         return c.text
     if c.stop_reason == "stop" and not isinstance(c.stop, str):
         ids = ids[:-1]

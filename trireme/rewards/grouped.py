@@ -109,6 +109,11 @@ class Judge:
                 look()
             if not function.each:
                 _arguments(name, function.call, columns)
+            elif _needs_workdir(function.call):
+                raise ValueError(
+                    f"reward '{name}' needs 'workdir', which there is not where several rewards "
+                    "judge: expected it as the only reward of command_workflow"
+                )
 
     async def rewards(
         self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
@@ -186,6 +191,12 @@ def _arguments(
                     f"column; there are: {', '.join(columns)}"
                 )
     return args, named
+
+
+def _needs_workdir(reward: Callable[..., Any]) -> bool:
+    """Whether a reward of one answer cannot be called without a program's folder."""
+    wanted = parameters_of(reward).get("workdir")
+    return wanted is not None and wanted.default is wanted.empty
 
 
 def _options(given: Any) -> tuple[Any, dict[str, Any]]:

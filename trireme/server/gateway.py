@@ -79,5 +79,14 @@ class Gateway:
         return self._models[name][1] if first == "s" and name in self._models else None
 
     def _model(self, name: str, _: int) -> Model:
-        """That of a session; tokens are counted without one, and any model can do that."""
-        return (self._models.get(name) or next(iter(self._models.values())))[0]
+        """That of a session; tokens are counted without one, and any model can do that.
+
+        Raises HTTPException where the rollout has ended since its key was looked at: a body takes
+        its time, and what it asks is no other rollout's.
+        """
+        for known in [name] if name else self._models:
+            if known in self._models:
+                return self._models[known][0]
+        from starlette.exceptions import HTTPException  # most runs need no HTTP
+
+        raise HTTPException(410, "the rollout of this address is over: its model takes no calls")

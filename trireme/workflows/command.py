@@ -4,7 +4,7 @@ Invariants:
 - The program knows the model by its address alone, in variables that clients of OpenAI and
   Anthropic read. What it asked is what is trained, id for id.
 - It runs in a process group of its own, which is killed when the program has ended, however that
-  was: nothing of a rollout outlives it, except what has left the group.
+  was, and when this process has: nothing of a rollout outlives it, except what has left the group.
 - A program that fails, is killed, or says no reward where it has to is a failed rollout, and never
   one with reward 0.
 """
@@ -18,10 +18,11 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -41,9 +42,20 @@ logger = get_logger("explorer")
 
 TAIL = 4000
 """Characters of a program's output that the log and the experience keep."""
-LIMITED = 'ulimit -v "$1" && ulimit -t "$2" && ulimit -f "$3" || exit 126; shift 3; exec "$@"'
-"""A shell's: limits on what follows, which replaces it."""
-_HOLE = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+LIMITED = """
+while [ "$1" != -- ]; do
+    hard=$(ulimit -H "$1")
+    [ "$hard" != unlimited ] && [ "$hard" -le "$2" ] || ulimit "$1" "$2" || exit 126
+    shift 2
+done
+shift
+exec "$@"
+"""
+"""A shell's: limits up to `--`, unless there are tighter ones already, on what follows, which
+replaces the shell."""
+WATCH = 'read _; kill -9 -"$1"'
+"""A shell's: when its input ends, so does a process group."""
+_HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 class ProgramFailed(Refused):
@@ -148,6 +160,8 @@ class CommandWorkflow(Workflow):
         """Give all rollouts of a task their rewards, where they are given together."""
         if is_grouped(task.reward_fn, task.reward_fn_args):
             await reward_group(cls.judges.of(task), task, experiences, models)
+            for experience in experiences:  # the rewards have seen all of it
+                experience.info["completion"] = str(experience.info["completion"])[-TAIL:]
 
     async def _run(self, settings: Settings, address: Address, folder: Path) -> str:
         """What the program printed. Raises ProgramFailed where it did not end with 0."""
@@ -171,12 +185,11 @@ class CommandWorkflow(Workflow):
                 file.close()
         code: int | None = None
         try:
-            code = await asyncio.wait_for(process.wait(), settings.timeout)
+            with _ended_with_us(process.pid):
+                code = await asyncio.wait_for(process.wait(), settings.timeout)
         except TimeoutError:
             pass
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         output, errors = (_text(folder / name) for name in ("stdout.txt", "stderr.txt"))
         seconds = time.monotonic() - begun
@@ -206,7 +219,8 @@ class CommandWorkflow(Workflow):
         experiences = self.model.experiences(total)
         for experience in experiences:
             experience.metrics.update(parts)
-            experience.info |= {"completion": answer[-TAIL:], "request_id": Path(folder).name}
+            said = answer if grouped else answer[-TAIL:]
+            experience.info |= {"completion": said, "request_id": Path(folder).name}
         return experiences
 
 
@@ -251,11 +265,11 @@ def reward_of(output: str) -> tuple[float, dict[str, float]]:
             'JSON like {"reward": 1.0}; or set default_reward_fn_type of the taskset'
         )
     parts = {
-        str(name): number(value, f"the program gave for '{name}'")
+        str(name): number(value, f"the program gave for '{name}'", ProgramFailed)
         for name, value in named.items()
         if name != "reward" and isinstance(value, int | float)
     }
-    return number(given, "the program gave the reward"), parts
+    return number(given, "the program gave the reward", ProgramFailed), parts
 
 
 def _holes(
@@ -282,14 +296,14 @@ def _fill(
 
     def filled(text: str, where: str) -> str:
         def one(match: re.Match[str]) -> str:
-            name = match[1]
+            name = match[2]
             if name is None:
-                return match[0][0]
+                return f"{{{match[1]}}}"
             if name not in holes:
                 hint = did_you_mean(name, holes)
                 raise ValueError(
                     f"workflow_args.{where} has {{{name}}}, which stands for nothing{hint}. There "
-                    f"are: {', '.join(holes)}; a brace is written twice"
+                    f"are: {', '.join(holes)}; {{{{{name}}}}} stands for {{{name}}} itself"
                 )
             return holes[name]
 
@@ -309,9 +323,36 @@ def _fill(
 
 def _limited(settings: Settings, words: list[str]) -> list[str]:
     """The command behind a shell that sets its limits."""
-    memory = "unlimited" if settings.memory_mb is None else str(settings.memory_mb * 1024)
-    cpu = "unlimited" if settings.cpu_seconds is None else str(settings.cpu_seconds)
-    return ["/bin/sh", "-c", LIMITED, "sh", memory, cpu, str(settings.file_mb * 2048), *words]
+    limits = ["-f", str(settings.file_mb * 2048)]
+    if settings.cpu_seconds is not None:
+        limits += ["-t", str(settings.cpu_seconds)]
+    if settings.memory_mb is not None:
+        limits += ["-v", str(settings.memory_mb * 1024)]
+    return ["/bin/sh", "-c", LIMITED, "sh", *limits, "--", *words]
+
+
+@contextmanager
+def _ended_with_us(group: int) -> Iterator[None]:
+    """A process group that ends with the block, and with this process, whatever ends that: another
+    process has the end of a pipe, and sees it close.
+    """
+    watch: subprocess.Popen[bytes] | None = None
+    try:
+        watch = subprocess.Popen(
+            ["/bin/sh", "-c", WATCH, "sh", str(group)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        if watch is not None:
+            watch.kill()  # before its pipe closes: the group's number may be another's by then
+            with watch:
+                pass
 
 
 def _task_json(task: Task) -> str:
