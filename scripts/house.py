@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 243,
-    "trireme lines": 47_900,
+    "trireme lines": 48_050,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from scripts import memory_page
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, Plan, load_config, placement
+from trireme.config.plan import gpu_bytes
 from trireme.launch.check import draft, make_plans
 from trireme.launch.engines import engine_spec
 
@@ -184,6 +186,79 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machin
     assert small.gradient_checkpointing
 
 
+FOUR = {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "model_type": "qwen3", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
+    tmp_path, machine, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    machine(1)
+
+    def engine(*given):
+        config = config_of(tmp_path, tree(tmp_path, FOUR), "cluster.launcher=local", *given)
+        (plan,), _, _ = draft(config)
+        return plan.share_tensors, plan.memory["engine"], plan.memory["engine's cache"] > 0
+
+    weights = 4_022_468_096  # as the model's own parameters count
+    assert engine() == (True, 0, True)
+    assert engine("synchronizer.sync_style=fully_async") == (False, 2 * weights, True)
+    assert engine("model.lora_configs=[{name: a}]") == (False, 2 * weights, True)
+    machine(4)
+    apart = (f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
+    assert engine(*apart) == (False, 0, False)
+    data = tmp_path / "sft.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    store = f"buffer.trainer_input.experience_buffer.path={data}"
+    assert engine("algorithm.algorithm_type=sft", store)[1:] == (0, False)
+
+
+def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 24 * 2**30)
+    machine(1)
+    config = config_of(tmp_path, tree(tmp_path, FOUR))
+    (said,) = [str(p) for p in draft(config).problems]
+    assert "ignore_validator_suggestions: true" in said and "trainer.offload" not in said
+    config = config_of(tmp_path, tree(tmp_path, FOUR), "ignore_validator_suggestions=true")
+    (plan,), found, _ = draft(config)
+    assert not found and any("GiB are short" in note for note in plan.notes)
+
+
+def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
+    tmp_path, machine, monkeypatch
+):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: None)
+    machine(1)
+    (plan,), _, _ = draft(config_of(tmp_path, tree(tmp_path, FOUR)))
+    assert plan.memory and not plan.gradient_checkpointing
+
+
+def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
+    said = "0, GPU-aa11, 81559\n1, GPU-bb22, 24564\n2, GPU-cc33, 49140\n"
+    answer = subprocess.CompletedProcess([], 0, stdout=said)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_bytes() == 24564 * 2**20
+    for visible, size in (("0", 81559), ("0,2", 49140), ("GPU-bb", 24564), ("2,GPU-aa11", 49140)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_bytes() == size * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-dd44")
+    assert gpu_bytes() is None
+
+
+def test_a_named_clusters_gpus_are_its_own_and_those_of_stages_on_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: 8)
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))
+    stages = "stages=[{stage_name: a}, {stage_name: b, mode: bench}]"
+    address = "cluster.ray_address=10.0.0.1:6379"
+    plans, _, _ = draft(config_of(tmp_path, values(tmp_path), address, stages))
+    assert [(plan.launcher, plan.device) for plan in plans] == [("ray", "cuda"), ("local", "cpu")]
+
+
 def test_the_page_has_the_plans_table():
     page = memory_page.PAGE.read_text(encoding="utf-8")
     assert page == memory_page.document(), "run: python scripts/memory_page.py"
@@ -198,6 +273,10 @@ def test_auxiliary_models_on_gpus_have_a_place_of_their_own(tmp_path, machine):
     plan = plan_of(tmp_path, "cluster.gpu_per_node=4", f"{MODEL}.engine_type=torch", judge)
     assert (plan.num_engines, plan.auxiliary_places, plan.trainer_ranks) == (1, 1, 2)
     assert plan.gpus == {"explorer": 2, "trainer": 2}
+    serves = plan_of(
+        tmp_path, "mode=serve", "cluster.gpu_per_node=4", judge, "cluster.launcher=ray"
+    )
+    assert serves.auxiliary_places == 0  # an explorer's process would hold them
     machine(0)
     assert plan_of(tmp_path, "cluster.launcher=ray", judge).auxiliary_places == 0
 
@@ -313,6 +392,10 @@ def test_colocate_is_one_device_whose_engine_reads_the_trainers_weights(tmp_path
     assert found.share_tensors and not found.takes_turns
     said = problems(tmp_path, "mode=colocate", f"{key('engine_num')}=2")
     assert said == [f"{key('engine_num')} is 2: expected 1 in mode colocate"]
+    wide = key("data_parallel_size")
+    assert f"{wide} is 2: expected 1 in mode colocate" in problems(
+        tmp_path, "mode=colocate", VLLM, f"{wide}=2"
+    )
 
 
 @pytest.mark.usefixtures("vllm")

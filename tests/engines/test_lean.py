@@ -18,7 +18,8 @@ from trireme.engines.sampling import inverse_cdf
 from trireme.engines.torch import lean as lean_module
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.lean import PlainOps, make_lean
-from trireme.engines.torch.native import NativeOps, _load
+from trireme.engines.torch.native import NativeOps, _folder, _load
+from trireme.engines.torch.prefix import SharedPrompts
 from trireme.engines.torch.rows import RowStore, Where
 from trireme.engines.torch.shell import load_shell
 
@@ -286,6 +287,59 @@ def wide(store: RowStore) -> RowStore:
     out = RowStore(store.max_tokens)
     out.keys, out.values = ([t.float() for t in x] for x in (store.keys, store.values))
     return out
+
+
+def test_prompts_that_come_together_or_one_by_one_are_seldom_copied() -> None:
+    for together in (True, False):
+        prompts = SharedPrompts(2**18)
+        like = torch.zeros(1, 2, 1, 4)
+        prompts.store.layer(0, like)
+        if together:
+            prompts.reserve(63, 512)
+        held = [prompts.store.keys[0]]
+        for n in range(63):
+            assert prompts.add((n,) * 512) == n
+            if prompts.store.keys[0] is not held[-1]:
+                held.append(prompts.store.keys[0])
+        assert prompts.store.keys[0].shape[:3] == (63, 2, 512) if together else (len(held) < 20)
+        assert len(held) == 1 or not together
+
+
+def test_prompts_of_one_prefill_make_room_once(
+    tiny_dir: Path, ops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    grow = SharedPrompts.reserve
+
+    def reserve(self: SharedPrompts, count: int, length: int) -> None:
+        before = self.store.num_rows
+        grow(self, count, length)
+        if self.store.num_rows > before:
+            calls.append(self.store.num_rows)
+
+    monkeypatch.setattr(SharedPrompts, "reserve", reserve)
+
+    async def main(engine: TorchEngine) -> None:
+        prompts = [list(range(5, 12 + n)) for n in range(12)]
+        await asyncio.gather(*(engine.generate(prompt, SAMPLING) for prompt in prompts))
+
+    run(tiny_dir, main)
+    assert calls == [12]
+
+
+def test_without_a_home_the_library_lies_in_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = _folder()
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(OSError, match="not a private folder"):
+        _folder()
 
 
 def test_compiled_draws_are_those_of_torch() -> None:

@@ -12,10 +12,13 @@ import pytest
 
 pytest.importorskip("ray")
 
+import ray
 from ray.exceptions import RayTaskError
 
 from trireme.buffer.buffer import OtherSideFailed
+from trireme.config.schema import ClusterConfig
 from trireme.launch.ray.actors import SidePart
+from trireme.launch.ray.cluster import gpus_of
 from trireme.launch.ray.remote import Actor, Part, Reports, answer, remote
 from trireme.launch.ray.run import environment_of
 
@@ -101,15 +104,29 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
         if name.startswith(("PYTORCH_", "OMP_")):
             monkeypatch.delenv(name)
     steered = {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth1", "HF_HOME": "/models"}
-    for name, value in {**steered, "CUDA_VISIBLE_DEVICES": "3", "HF_TOKEN": "secret"}.items():
+    steered["TOKENIZERS_PARALLELISM"] = "false"
+    kept = {"CUDA_VISIBLE_DEVICES": "3", "VLLM_HOST_IP": "10.0.0.1", "VLLM_PORT": "9000"}
+    kept |= {"HF_TOKEN": "secret", "VLLM_API_KEY": "secret", "HF_S3_SECRET": "secret"}
+    for name, value in (steered | kept).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
     plan: Any = SimpleNamespace(device="cuda", places_per_node=8)
     trainer, engine = (environment_of(plan, trains=trains) for trains in (True, False))
     assert steered.items() <= trainer.items() and steered.items() <= engine.items()
-    assert not {"CUDA_VISIBLE_DEVICES", "HF_TOKEN"} & set(trainer)
+    assert not kept.keys() & (trainer.keys() | engine.keys())
     assert trainer["OMP_NUM_THREADS"] == "4"
     assert trainer["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in engine  # vLLM's sleep does without it
     plan.device = "cpu"
     assert environment_of(plan, trains=True)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_process_that_is_in_a_cluster_counts_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"GPU": 4.0}},
+        {"Alive": False, "Resources": {"GPU": 8.0}},
+    ]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("the cluster is not ours to leave"))
+    assert gpus_of(ClusterConfig(ray_address="10.0.0.1:6379")) == 4

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.tiny import make_model
-from tests.trainer.samples import backend_of, experiences, optimizer_of
+from tests.trainer.samples import VOCABULARY, backend_of, critic_of, experiences, optimizer_of
 from trireme.algorithms.recipes import get_recipe
-from trireme.batch import flatten
+from trireme.batch import Batch, flatten
 from trireme.engines.torch.shell import load_shell, refuse_recurrent
 from trireme.trainer.backend import Backend
 from trireme.trainer.model import load_model
@@ -126,3 +134,36 @@ def test_an_architecture_whose_attention_has_extras_is_refused(tmp_path, monkeyp
     monkeypatch.setitem(load_model.__globals__, "token_logprobs", off)
     with pytest.raises(ValueError, match=r"'qwen3': packed attention gives .* differ by 0.1"):
         load_model(path, device="cpu")
+
+
+@pytest.mark.parametrize("chance", ["resid_pdrop", "embd_pdrop"])
+def test_a_models_own_dropout_stays_off_when_activations_are_computed_again(
+    tmp_path: Path, chance: str
+) -> None:
+    config = PhiConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=None,
+    )
+    setattr(config, chance, 0.5)
+    PhiForCausalLM(config).save_pretrained(tmp_path)
+    backend = backend_of(tmp_path, gradient_checkpointing=True)
+    batch = flatten(experiences())
+    trained: list[torch.Tensor] = []
+
+    def loss(part: Batch, logprobs: torch.Tensor, _: object) -> torch.Tensor:
+        trained.append(logprobs.detach())
+        return logprobs.sum()
+
+    backend.forward_backward(batch, loss)
+    backend.forward_backward(batch, loss)
+    first, second = torch.cat(trained).chunk(2)
+    assert torch.equal(first, second)
+    scored = backend.logprobs(batch)
+    assert float(torch.cat(trained).sum()) == pytest.approx(2 * float(scored.sum()), rel=1e-4)
+    critic = critic_of(tmp_path, gradient_checkpointing=True)
+    critic.model.train()
+    assert torch.equal(critic._values(batch), critic._values(batch))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
 from trireme.batch import of_tokens
-from trireme.config.memory import ModelShape, Use, memory_of, shape_of
+from trireme.config.memory import GIB, ModelShape, Use, memory_of, shape_of
 from trireme.trainer.ranks import Place, Ranks
 
 MB = 2**20
@@ -25,6 +33,8 @@ SIZES: Any = {
     "vocab_size": 2000,
     "pad_token_id": None,
 }
+LARGE = (28, 3584, 18944, 3584, 512, 152064, False, True)
+SMALL = (28, 1536, 8960, 1536, 256, 151936, True, True)
 
 
 def shape(config: Any) -> ModelShape:
@@ -45,6 +55,41 @@ def test_the_weights_are_those_of_the_model(kind: Any, tied: bool) -> None:
 def test_a_model_with_experts_has_no_plan() -> None:
     assert shape_of(Qwen2Config(**SIZES).to_dict() | {"num_experts": 8}) is None
     assert shape_of({"model_type": "unknown"}) is None
+
+
+def test_who_does_not_say_that_weights_are_tied_is_asked_for_the_head(tmp_path: Path) -> None:
+    facts = GemmaConfig(**SIZES | {"head_dim": 64}).to_dict()
+    del facts["tie_word_embeddings"]
+    silent = Qwen2Config(**SIZES).to_dict()
+    del silent["tie_word_embeddings"]
+    found, other = shape_of(facts), shape_of(silent)
+    assert found is not None and other is not None and found.tied and not other.tied
+    for tied in (True, False):
+        config = Qwen2Config(**SIZES | {"tie_word_embeddings": tied, "num_hidden_layers": 1})
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / str(tied))
+        found = shape_of(silent, tmp_path / str(tied))
+        assert found is not None and found.tied is tied
+
+
+def test_sgd_has_no_moments_and_a_critic_its_own_shape_gradients_and_moments() -> None:
+    policy, critic = ModelShape(*LARGE), ModelShape(*SMALL)
+    use = Use(ranks=1, tokens=1024, half=True, device="cuda")
+    assert memory_of(policy, replace(use, moments=0))["moments"] == 0
+    assert memory_of(policy, use)["moments"] == 8 * policy.weights
+    adapted = memory_of(policy, replace(use, trains_all=False, critic=critic))
+    assert adapted["weights"] == 4 * (policy.weights + critic.weights)
+    assert (adapted["gradients"], adapted["moments"]) == (4 * critic.weights, 8 * critic.weights)
+
+
+def test_an_engine_that_sleeps_and_the_training_do_not_add_up() -> None:
+    policy = ModelShape(*LARGE)
+    use = Use(ranks=1, tokens=16384, half=True, device="cuda")
+    alone = sum(memory_of(policy, use).values())
+    beside = [
+        sum(memory_of(policy, replace(use, engine=size, engine_sleeps=sleeps)).values()) - alone
+        for size, sleeps in ((20 * GIB, False), (20 * GIB, True), (200 * GIB, True))
+    ]
+    assert beside[:2] == [20 * GIB, 0] and 0 < beside[2] < 200 * GIB
 
 
 def _status(name: str) -> int:

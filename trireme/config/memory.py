@@ -1,18 +1,23 @@
 """Memory: what a trainer's rank will need of its device, in bytes, before anything starts.
 
 An estimate from a dense model's config.json: what is held all the time (weights, gradients,
-moments, reference), what a micro-batch adds, and what the engine takes beside them. Activations are
-those that transformers' blocks keep for their backward pass; `tests/trainer/test_memory.py`
-compares them with what a process really takes.
+moments, reference), what a micro-batch adds, and what an engine on that device takes beside them.
+Activations are those that transformers' blocks keep for their backward pass;
+`tests/trainer/test_memory.py` compares them with what a process really takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from trireme.config.lookup import located
 from trireme.config.placement import COLOCATED_SHARE, Places, model_config
+from trireme.config.schema import OptimizerConfig
 from trireme.config.stages import Stage
 
 GIB = 2**30
@@ -21,6 +26,7 @@ _CHUNK_NUMBERS = {"cpu": 2**24, "cuda": 2**28}  # of logits, as trainer/head.py 
 _CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
 _BUCKET = 64 * 2**20
 _CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
+_CACHED_TOKENS, _PARKED_TOKENS, _CACHED_ROWS = 2**18, 2**15, 256  # of the embedded engine
 _OTHERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -64,8 +70,12 @@ class ModelShape:
         return 6 * self.hidden + 3 * self.query_width + 2 * self.key_width + 4 * self.intermediate
 
 
-def shape_of(facts: Mapping[str, Any]) -> ModelShape | None:
-    """By config.json; None where it is of no dense decoder that this knows."""
+def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
+    """By config.json; None where it is of no dense decoder that this knows.
+
+    `folder`: where its weights lie, which say whether there is a head beside the embedding, where
+    the configuration does not.
+    """
     facts = {**facts, **(facts.get("text_config") or {})}
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     heads = facts.get("num_attention_heads")
@@ -81,10 +91,32 @@ def shape_of(facts: Mapping[str, Any]) -> ModelShape | None:
         query_width=heads * width,
         key_width=(facts.get("num_key_value_heads") or heads) * width,
         vocabulary=facts["vocab_size"],
-        tied=bool(facts.get("tie_word_embeddings", False)),
+        tied=_tied(facts, folder),
         biased=bool(facts.get("attention_bias", kind == "qwen2")),
         normed=width if kind == "qwen3" else 0,
     )
+
+
+def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
+    said = facts.get("tie_word_embeddings")
+    if said is not None:
+        return bool(said)
+    names: list[str] = []
+    for file in sorted(folder.glob("*.safetensors")) if folder else ():
+        try:
+            with safe_open(file, framework="numpy") as held:
+                names += held.keys()
+        except (SafetensorError, OSError):  # who loads it says what is wrong with it
+            continue
+    if names:
+        return not any(name.endswith("lm_head.weight") for name in names)
+    return str(facts.get("model_type")).startswith("gemma")  # its family's default; others say so
+
+
+def shape_at(path: str | None) -> ModelShape | None:
+    """Of a model's path; None where it is not here, or of no dense decoder that this knows."""
+    facts = model_config(path)
+    return shape_of(facts, located(path, "models")) if path and facts else None
 
 
 @dataclass(frozen=True)
@@ -99,12 +131,19 @@ class Use:
     device: str
     checkpointing: bool = False
     reference: bool = False
-    critic: bool = False
+    moments: int = 2
+    """Numbers that the optimizer keeps of a weight."""
+    critic: ModelShape | None = None
+    critic_moments: int = 2
     trains_all: bool = True
     """False: an adapter alone is trained, of which the size is left out."""
     offload: bool = False
     engine: int = 0
     """Bytes that an engine takes of the same device."""
+    engine_sleeps: bool = False
+    """While the trainer computes, it gives them back."""
+    cache: int = 0
+    """Bytes of keys and values that the engine holds at most."""
 
 
 def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
@@ -112,11 +151,13 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     width = 2 if use.half else FLOAT
     apart = use.ranks > 1
     lies_here = 0 if use.offload and apart else 1
-    trained = (1 + use.critic) * shape.weights * lies_here // use.ranks
+    policy = shape.weights * lies_here // use.ranks
+    critic = use.critic.weights * lies_here // use.ranks if use.critic else 0
+    trained = policy * use.trains_all  # a critic has no adapter
     states = {
-        "weights": FLOAT * trained,
-        "gradients": FLOAT * trained * use.trains_all,
-        "moments": 2 * FLOAT * trained * use.trains_all,
+        "weights": FLOAT * (policy + critic),
+        "gradients": FLOAT * (trained + critic),
+        "moments": FLOAT * (use.moments * trained + use.critic_moments * critic),
     }
     if use.reference and use.trains_all:
         held = width if apart else FLOAT
@@ -129,14 +170,19 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     block = use.tokens * shape.kept * width
     layers = shape.layers * use.tokens * shape.hidden * width + block
     largest = shape.vocabulary * shape.hidden
-    return {
-        **states,
+    passing = {
         "gathered": gathered,
         "activations": layers if use.checkpointing else block * shape.layers,
         "their gradients": block,
         "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
+    }
+    beside = sum(passing.values()) if use.engine_sleeps else 0  # of the two the larger one counts
+    return {
+        **states,
+        **passing,
         "sync": FLOAT * largest * apart + _BUCKET,
-        "engine": use.engine,
+        "engine": max(use.engine - beside, 0),
+        "engine's cache": use.cache,
         "context": _CONTEXT[use.device],
     }
 
@@ -152,24 +198,60 @@ def told(parts: Mapping[str, int]) -> str:
     return f"{sum(parts.values()) / GIB:.1f} GiB" + (f" ({named})" if named else "")
 
 
+def _engine_of(
+    stage: Stage, shape: ModelShape, *, hosts: int, shared: bool, length: int, width: int, free: int
+) -> dict[str, Any]:
+    """What `Use` tells of an engine on the trainer's device. Engine processes that do not take
+    turns with the trainer have GPUs of their own, and a trainer that reads data has no engine.
+    """
+    config, explorer = stage.config, stage.config.explorer
+    if config.mode != "both" or stage.remote or stage.reads_file:
+        return {}
+    if hosts:
+        share = int(free * COLOCATED_SHARE)
+        return {"engine": share, "engine_sleeps": True} if stage.colocated else {}
+    runners = explorer.runner_per_model * explorer.rollout_model.engine_num
+    rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, _CACHED_ROWS)
+    tokens = min(rows * length, _CACHED_TOKENS) + _PARKED_TOKENS
+    return {
+        "engine": 0 if shared else width * shape.weights,
+        "cache": tokens * 2 * width * shape.key_width * shape.layers,
+    }
+
+
 def plan_memory(
-    stage: Stage, places: Places, *, tokens: int, device: str, half: bool, free: int | None
+    stage: Stage,
+    places: Places,
+    *,
+    tokens: int,
+    length: int,
+    device: str,
+    half: bool,
+    hosts: int,
+    shared: bool,
+    free: int | None,
 ) -> tuple[dict[str, int], bool]:
     """What a trainer's rank takes, nothing where that is not known; and whether activations are
     computed again: as asked for, else on a GPU of `free` bytes whose memory is too small for them.
 
-    What cannot fit is a problem of the stage. `free` None: how large the GPU is is not known.
+    What cannot fit is a problem of the stage, or a note. `length`: tokens of a sequence at most;
+    `hosts`: engine processes of this machine; `shared`: the engine reads the trainer's tensors;
+    `free` None: how large the GPU is is not known.
     """
     config, trainer = stage.config, stage.config.trainer
     asked = trainer.enable_gradient_checkpointing
     trains = config.mode in ("both", "train")
-    shape = shape_of(model_config(stage)) if trains else None
+    shape = shape_at(config.model.model_path) if trains else None
     if shape is None:
         return {}, bool(asked)
     on_ray = places.launcher == "ray"
-    engine = 0
-    if config.mode == "both" and not on_ray and not stage.remote:  # on the trainer's device
-        engine = int((free or 0) * COLOCATED_SHARE) if stage.colocated else 2 * shape.weights
+    engine: dict[str, Any] = {}
+    if device == "cuda" and not on_ray:
+        facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
+        engine = _engine_of(stage, shape, shared=shared, free=free or 0, **facts)
+    critic = None
+    if stage.has_critic:  # it turns nothing into words, and has no head for that
+        critic = replace(shape_at(config.model.critic_model_path) or shape, tied=True)
     use = Use(
         ranks=max(places.trainer_ranks, 1) if on_ray else 1,
         tokens=tokens,
@@ -177,21 +259,44 @@ def plan_memory(
         device=device,
         checkpointing=bool(asked),
         reference=stage.has_reference,
-        critic=stage.has_critic,
+        moments=_moments(config.algorithm.optimizer),
+        critic=critic,
+        critic_moments=_moments(config.algorithm.critic.optimizer),
         trains_all=not config.model.lora_configs,
         offload=trainer.offload,
-        engine=engine if device == "cuda" else 0,
+        **engine,
     )
     found = memory_of(shape, use)
-    if device == "cuda" and asked is None and (free is None or sum(found.values()) > free):
+    if asked is None and free is not None and sum(found.values()) > free:
         use = replace(use, checkpointing=True)
         found = memory_of(shape, use)
     if free is not None and sum(found.values()) > free:
-        short = (sum(found.values()) - free) / GIB
-        stage.problem(
-            "trainer",
-            f"needs {told(found)} of a GPU for each of {use.ranks} ranks, and a GPU has "
-            f"{free / GIB:.1f} GiB: {short:.1f} GiB are short; more ranks, trainer.offload, "
-            f"model.lora_configs or a smaller trainer.max_token_len_per_gpu ({tokens}) take less",
-        )
+        _say_what_is_short(stage, found, use, free)
     return found, use.checkpointing
+
+
+def _moments(optimizer: OptimizerConfig) -> int:
+    return 0 if optimizer.optimizer_type == "sgd" else 2
+
+
+def _say_what_is_short(stage: Stage, found: dict[str, int], use: Use, free: int) -> None:
+    """A problem, or a note where the user wants to try, or where only keys and values are more
+    than there is room for: replies may be short.
+    """
+    short = sum(found.values()) - free
+    ways = ["more ranks", "trainer.offload"] if use.ranks > 1 else []
+    ways += ["model.lora_configs"] if use.trains_all else []
+    each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
+    text = (
+        f"needs {told(found)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
+        f"{short / GIB:.1f} GiB are short; {''.join(f'{way} or ' for way in ways)}a smaller "
+        f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
+    )
+    if stage.config.ignore_validator_suggestions:
+        stage.notes.append(f"trainer {text} (ignore_validator_suggestions)")
+    elif short <= use.cache:
+        stage.notes.append(f"trainer {text}, and so do replies that end early")
+    else:
+        stage.problem(
+            "trainer", f"{text}; ignore_validator_suggestions: true makes this estimate a note"
+        )

@@ -125,7 +125,8 @@ def places_of(stage: Stage, present: int) -> Places:
         for other in stage.config.explorer.auxiliary_models
         if other.engine_type not in ("remote", "external")
     ]
-    auxiliary = int(launcher == "ray" and present > 0 and generates and bool(loaded))
+    explores = generates and stage.config.mode != "serve"  # which has no explorer to hold them
+    auxiliary = int(launcher == "ray" and present > 0 and explores and bool(loaded))
     nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node
     if not per_node and launcher == "ray":
         trains = stage.config.mode in ("both", "train")
@@ -397,7 +398,7 @@ def _check_arguments(stage: Stage, vllm: Vllm) -> None:
 
 def _check_heads(stage: Stage, gpus: int) -> None:
     """What of the model's shape vLLM cannot do, by config.json."""
-    facts = model_config(stage)
+    facts = model_config(stage.config.model.model_path)
     heads = facts.get("num_attention_heads")
     if not isinstance(heads, int):
         return
@@ -416,9 +417,8 @@ def _check_heads(stage: Stage, gpus: int) -> None:
         )
 
 
-def model_config(stage: Stage) -> dict[str, Any]:
-    """config.json of the model; empty where it is not here, or `check_model` finds it wrong."""
-    path = stage.config.model.model_path
+def model_config(path: str | None) -> dict[str, Any]:
+    """config.json of a model; empty where it is not here, or `check_model` finds it wrong."""
     try:
         folder = located(path, "models") if path else None
         if folder is None or not (folder / "config.json").is_file():
@@ -435,9 +435,12 @@ def _check_colocated(stage: Stage, gpus: int, on_ray: bool) -> None:
     if gpus > 1 or on_ray:
         have = "a cluster" if on_ray else f"{gpus} GPUs"
         stage.problem(key, f"is colocate, on {have}: expected exactly one GPU, or the CPU")
+    model = explorer.rollout_model
+    further = _further(model) if model.engine_type != "torch" else {}
     sizes = {
-        f"{KEY}.engine_num": explorer.rollout_model.engine_num,
-        f"{KEY}.tensor_parallel_size": explorer.rollout_model.tensor_parallel_size,
+        f"{KEY}.engine_num": model.engine_num,
+        f"{KEY}.tensor_parallel_size": model.tensor_parallel_size,
+        **{f"{KEY}.{name}": size for name, size in further.items()},
         "trainer.ulysses_sequence_parallel_size": (
             stage.config.trainer.ulysses_sequence_parallel_size
         ),

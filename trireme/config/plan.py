@@ -140,9 +140,11 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
     `gpus` are those of a machine of the cluster; None: of this one.
     """
     config, sync, explorer = stage.config, stage.config.synchronizer, stage.config.explorer
-    gpus = num_gpus() if gpus is None else gpus
+    counted, gpus = gpus, num_gpus() if gpus is None else gpus
     places = places_of(stage, gpus)
     on_ray = places.launcher == "ray"
+    named = config.cluster.ray_address not in ("auto", "", "local")
+    elsewhere = counted is not None or (on_ray and named)
     engine = choose_engine(stage, gpus, on_ray=on_ray)
     hosts = 0 if on_ray else engine.hosts
     check_fates(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
@@ -152,6 +154,7 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
     style = _style(stage, steps.own_batch)
     method = _method(stage, on_ray, hosts)
     lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
+    shares = lock_step and not config.model.lora_configs
     _check_whole_steps(stage)
     _check_beat(stage, style, _is_exact(stage, lock_step))
     job_dir = root / stage.name if stage.name else root
@@ -165,9 +168,12 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
         stage,
         places,
         tokens=max_tokens,
+        length=lengths.max_model_len,
         device=device,
         half=dtype == "bfloat16",
-        free=gpu_bytes() if gpus else None,
+        hosts=hosts,
+        shared=shares,
+        free=gpu_bytes() if gpus and not elsewhere else None,
     )
     return Plan(
         config=config,
@@ -195,7 +201,7 @@ def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
         sync_interval=sync.sync_interval,
         sync_offset=sync.sync_offset,
         lock_step=lock_step,
-        share_tensors=lock_step and not config.model.lora_configs,
+        share_tensors=shares,
         deterministic=(_is_exact(stage, lock_step) or (stage.reads_file and not on_ray))
         and config.deterministic is not False,
         buffer_type=buffer_type,
@@ -236,13 +242,25 @@ def num_gpus() -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of this machine's smallest GPU, by its driver; None where that does not say."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    """Memory of the smallest GPU of this machine that a run may use, by its driver; None where that
+    does not say.
+    """
+    what = "--query-gpu=index,uuid,memory.total"
+    asked = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = [part.strip() for part in (visible or "").split(",") if part.strip()]
+    sizes = [
+        int(row[2])
+        for row in rows
+        if len(row) == 3
+        and row[2].isdigit()  # listed are indices, or how ids begin
+        and (visible is None or row[0] in listed or row[1].startswith(tuple(listed)))
+    ]
     return min(sizes) * 2**20 if sizes else None
 
 

@@ -385,8 +385,8 @@ class Config(Section):
     """Resume the run of this folder; false starts a new one, with the time in its name."""
     ray_namespace: Annotated[str, Mapped("this run is one process and uses no Ray", on="ray")] = ""
     """Name of the job in a Ray cluster."""
-    ignore_validator_suggestions: Annotated[bool, NoEffect()] = False
-    """Skip estimates of GPU memory."""
+    ignore_validator_suggestions: bool = False
+    """Start although a GPU's memory looks too small: the estimate is then a note."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """The algorithm and its optimizer."""
     model: ModelConfig = ModelConfig()

@@ -171,7 +171,7 @@ def draft(config: Config) -> Draft:
         loaded = False
     parts = [make_parts(stage, names_are_known=loaded) for stage in stages]
     gpus = _gpus_elsewhere(stages)
-    plans = [derive(stage, root, gpus) for stage in stages]
+    plans = [derive(x, root, gpus if x.config.mode in ON_RAY else None) for x in stages]
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")

@@ -39,6 +39,7 @@ from trireme.trainer.model import (
     load_model,
     prove_first_layers,
     token_logprobs,
+    without_dropout,
 )
 from trireme.trainer.optim import Descent
 from trireme.trainer.orders import Order, Orders
@@ -91,6 +92,7 @@ class TrainSettings:
             model = load_model(
                 path, device="cpu" if ranks else self.device, trust_remote_code=trust
             )
+        without_dropout(model)
         if ranks and frozen and self.half:
             for parameter in model.requires_grad_(False).parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)

@@ -122,6 +122,21 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
+_RANDOM = ("dropout", "_pdrop", "layerdrop", "jitter_noise")  # how names of chances end
+
+
+def without_dropout(model: nn.Module) -> None:
+    """What the model itself drops at random in training is kept, so that a probability is the same
+    when it is sampled, scored and trained.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and name.endswith(_RANDOM):
+                setattr(module, name, 0.0)
+
+
 def prove_packed(model: PreTrainedModel) -> None:
     """Switch to packed attention, having compared a small trie with the model's own forward pass.
 

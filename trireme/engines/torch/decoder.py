@@ -179,9 +179,19 @@ class Decoder:
             groups.setdefault(tuple(request.ids[:-1]), []).append(request)
         whole: list[Reading] = []
         common: list[Reading] = []
+        alone = {
+            ids
+            for ids, members in groups.items()
+            if self.lean is None
+            or not ids
+            or (len(members) == 1 and self.prompts.slot(ids) is None)
+        }
+        new = [ids for ids in groups.keys() - alone if self.prompts.slot(ids) is None]
+        if new:
+            self.prompts.reserve(len(new), max(map(len, new)))
         for ids, members in groups.items():
             slot = self.prompts.slot(ids)
-            if self.lean is None or not ids or (len(members) == 1 and slot is None):
+            if ids in alone:
                 row = rows[id(members[0])]
                 whole.append(Reading(row, ids, self._reuse(self.store, row, members[0])))
                 continue

@@ -1,9 +1,10 @@
 """Native: what a decode step does beside its matrix products, compiled where there is a C compiler.
 
 native.c is compiled when an engine is made on a CPU, in about a second, and kept in the user's
-cache folder under a name made of the source, the compiler and the processor. Without a compiler, or
-with TRIREME_NATIVE=0, torch's own operators do the same (`PlainOps` of lean.py). Results differ in
-the last bits, so that byte-equal runs need the same choice.
+cache folder, or without a home in a private temporary one, under a name made of the source, the
+compiler and the processor. Without a compiler, or with TRIREME_NATIVE=0, torch's own operators do
+the same (`PlainOps` of lean.py). Results differ in the last bits, so that byte-equal runs need the
+same choice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -146,11 +148,10 @@ def _compiled(compiler: str, flags: list[str]) -> Path:
     """The file of the library; made whole in a folder of its own, then renamed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     text = "\n".join([SOURCE.read_text(), version, " ".join(flags), _processor()])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trireme"
+    folder = _folder()
     target = folder / f"native-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         object_file, library = Path(name, "native.o"), Path(name, "native.so")
         for command in (
@@ -162,6 +163,22 @@ def _compiled(compiler: str, flags: list[str]) -> Path:
                 raise OSError(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-200:]}")
         library.replace(target)
     return target
+
+
+def _folder() -> Path:
+    """Where libraries are kept. Raises OSError where others may write to what is left."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trireme"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    except RuntimeError:  # there is no home folder
+        folder = Path(tempfile.gettempdir(), f"trireme-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    if not private or found.st_uid != os.getuid():
+        raise OSError(f"{folder} is not a private folder of this user")
+    return folder
 
 
 def _processor() -> str:

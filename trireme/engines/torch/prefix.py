@@ -97,11 +97,19 @@ class SharedPrompts:
 
     def add(self, ids: tuple[int, ...]) -> int:
         """A slot for a prompt that is read next."""
+        self.reserve(1, len(ids))
         slot = next(n for n in range(len(self._members) + 1) if n not in self._members)
         self._slots[ids] = slot
         self._members[slot] = 0
-        self.store.reserve(slot + 1, len(ids))
         return slot
+
+    def reserve(self, count: int, length: int) -> None:
+        """Room for `count` prompts more of at most `length` tokens. To grow copies what is there,
+        so that some room is made ahead.
+        """
+        needed, have = len(self._members) + count, self.store.num_rows
+        ahead = 0 if needed <= have else have + have // 4
+        self.store.reserve(max(needed, ahead), length)
 
     def join(self, request: Request, slot: int, length: int) -> None:
         """The request's first `length` tokens lie in the slot."""

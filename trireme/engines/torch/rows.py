@@ -32,6 +32,11 @@ class RowStore:
         self.values: list[Tensor] = []
         self._shape = (0, 0)
 
+    @property
+    def num_rows(self) -> int:
+        """How many there is room for."""
+        return self._shape[0]
+
     def reserve(self, rows: int, length: int) -> None:
         """Room for `rows` rows of `length` tokens; keeps what is there."""
         have_rows, have_length = self._shape

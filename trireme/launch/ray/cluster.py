@@ -64,19 +64,23 @@ def address_of(plan: Plan) -> str | None:
 
 
 def gpus_of(config: ClusterConfig) -> int | None:
-    """The most GPUs that a machine of a named cluster has; None where none is named.
+    """The most GPUs that a machine of a named cluster has, or of the one that this process is in;
+    None where none is named.
 
     Raises TimeoutError, ValueError or RuntimeError where its address does not answer.
     """
     address = config.ray_address
-    if address in ("auto", "", "local") or address.startswith("ray://") or ray.is_initialized():
+    if address in ("auto", "", "local") or address.startswith("ray://"):
         return None
-    _reach(address)
-    _join(address, {"log_to_driver": False, "logging_level": logging.ERROR})
+    joined = ray.is_initialized()
+    if not joined:
+        _reach(address)
+        _join(address, {"log_to_driver": False, "logging_level": logging.ERROR})
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     finally:
-        ray.shutdown()
+        if not joined:
+            ray.shutdown()
     return max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
 
 

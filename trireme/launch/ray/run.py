@@ -276,8 +276,10 @@ _FORWARDED = (
     "TRINITY_PLUGIN_DIRS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY",
 )  # fmt: skip
 """How the variables begin that steer a run, also where Ray was started without them."""
-_KEPT_BACK = ("CUDA_VISIBLE_DEVICES", "HF_TOKEN")
-"""Ray's own, and a secret: Ray shows an actor's environment to all who see its cluster."""
+_KEPT_BACK = ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_PORT")
+"""Ray's own, and what differs by machine."""
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+"""What names of secrets have: Ray shows an actor's environment to all who see its cluster."""
 
 
 def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
@@ -289,7 +291,9 @@ def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
     given = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and name not in _KEPT_BACK
+        if name.startswith(_FORWARDED)
+        and name not in _KEPT_BACK
+        and (name.startswith("TOKENIZERS_") or not any(part in name for part in _SECRET))
     }
     if plan.device == "cuda":
         threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
