@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -282,7 +283,8 @@ def serving(folder: Path) -> Iterator[str]:
     command = Forked(words, folder / "server")
     try:
         wait_for(lambda: "serving" in command.said(), 300, command)
-        yield command.said().split(" on ")[1].split(",")[0].strip()
+        [url] = re.findall(r"serving .* on (http://[\d.:]+)", command.said())
+        yield url
     finally:
         command.kill()
 
