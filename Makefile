@@ -108,6 +108,8 @@ test-postgres: setup
 test-vllm: setup $(VLLM)/.installed
 	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rs \
 	    tests/engines tests/e2e/test_engine_processes.py \
+	    "tests/e2e/test_command.py::test_programs_are_the_rollouts_whatever_generates[vllm]" \
+	    "tests/e2e/test_serve_engines.py::test_agents_are_served_whatever_generates[vllm]" \
 	    "tests/server/test_command.py::test_a_run_over_a_server_trains_and_ends[vllm]"
 
 # what comes along of vision and sound is built for CUDA, and would fail to load
