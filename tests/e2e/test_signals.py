@@ -163,3 +163,12 @@ def test_two_commands_that_are_told_to_end_go_on_where_they_were(pair: Pair) -> 
         pair.start(mode)
     pair.finish()
     check(pair)
+
+
+def test_a_run_that_left_no_checkpoint_says_that_it_begins_again(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    started(tmp_path, config).kill_when(tmp_path / "checkpoints/tests/job/run/starts.json")
+    done = run(tmp_path, config)
+    assert "the last start left no checkpoint: the run begins at step 1 again" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "left no checkpoint" not in run(tmp_path, config, "buffer.total_steps=5").stdout

@@ -132,9 +132,11 @@ def _since_last_start(
     Raises ConfigError for a resume that cannot be.
     """
     folder, resumed = stage.folder, stage.resumed
-    if resumed is None and explored is None:
-        return []
     earlier = [old for old in read_starts(folder) if same_part(old, start)]
+    if resumed is None and explored is None:
+        if not earlier or stage.plan.mode not in ("both", "train"):
+            return []
+        return ["the last start left no checkpoint: the run begins at step 1 again"]
     old = earlier[-1] if earlier else None
     lines = []
     if resumed is not None:
