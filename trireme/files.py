@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a whole text file under its final name. Raises OSError naming the path."""
     write_bytes(path, text.encode("utf-8"))
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a whole file of JSON lines, one for each row. Raises OSError naming the path."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_json(path: Path, value: Any) -> None:

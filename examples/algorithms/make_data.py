@@ -20,6 +20,7 @@ from pathlib import Path
 
 from trireme.demo.prepare import NUM_SOLVED, assets_folder, prepare
 from trireme.demo.pupil import SLIP_RATE, SURE_UP_TO
+from trireme.files import write_jsonl
 
 NUM_EXPERT, PAIR_STEPS = 300, 20
 
@@ -49,11 +50,6 @@ def pairs(run: Path) -> list[dict[str, str]]:
     ]
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def main() -> None:
     """All of it into one folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -63,13 +59,13 @@ def main() -> None:
     folder = prepare(assets_folder(options.seed), options.seed)
     if options.pairs is not None:
         made = pairs(options.pairs)
-        write(folder / "pairs.jsonl", made)
+        write_jsonl(folder / "pairs.jsonl", made)
         print(f"{len(made)} pairs in {folder}")
         return
     train = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     rated = [{**row, "pupil_rate": pupil_rate(row["answer"]), "expert_rate": 1.0} for row in train]
-    write(folder / "expert.jsonl", train[NUM_SOLVED : NUM_SOLVED + NUM_EXPERT])
-    write(folder / "rated.jsonl", rated)
+    write_jsonl(folder / "expert.jsonl", train[NUM_SOLVED : NUM_SOLVED + NUM_EXPERT])
+    write_jsonl(folder / "rated.jsonl", rated)
     print(f"{NUM_EXPERT} solutions and {len(rated)} rated problems in {folder}")
 
 

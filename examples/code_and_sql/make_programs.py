@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
+from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_SOLVED = 1500, 300, 300
 MISTAKE_RATE = 0.6
@@ -100,11 +100,6 @@ def with_mistakes(text: str, source: random.Random) -> str:
     return text
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def main() -> None:
     """A folder for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -123,7 +118,7 @@ def main() -> None:
         folder = root / f"{name}_assets" / f"seed_{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         for file, data in (("test", test), ("train", train), ("solved", solved)):
-            write(folder / f"{file}.jsonl", data)
+            write_jsonl(folder / f"{file}.jsonl", data)
         texts = [row["question"] + row["answer"] for row in rows]
         make_tiny_model(folder / "model", texts, seed=seed, initializer_range=0.04)
         wrong = sum(

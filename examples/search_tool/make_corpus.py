@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
+from trireme.files import write_jsonl
 
 NUM_TEST, NUM_SOLVED, IMPATIENT = 100, 200, 0.6
 COLORS = (
@@ -41,11 +41,6 @@ def solution(building: str, owner: str, town: str, guess: str | None) -> str:
     if guess is None:
         text += STEP.format(f"{owner} lives", f"{owner} lives in {town}.")
     return f"{text}#### {guess or town}"
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
@@ -77,9 +72,9 @@ def main() -> None:
     root = Path(os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints"))
     folder = root / "search_assets" / f"seed_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "corpus.jsonl", [{"text": text} for text in texts])
+    write_jsonl(folder / "corpus.jsonl", [{"text": text} for text in texts])
     for name, data in (("test", rows[:NUM_TEST]), ("train", rows[NUM_TEST:]), ("solved", shown)):
-        write(folder / f"{name}.jsonl", data)
+        write_jsonl(folder / f"{name}.jsonl", data)
     texts += [row["question"] for row in rows] + [STEP.format("", "Nothing found.")]
     texts += [
         solution(building, owners[building], town, None) for building in buildings for town in towns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from tests.engines.test_torch_engine import run
 from tests.tiny import make_model, make_tokenizer
-from trireme.engines.device import Device
 from trireme.engines.engine import Completion, Sampling
 from trireme.engines.sampling import inverse_cdf
 from trireme.engines.torch import lean as lean_module
@@ -62,21 +61,8 @@ def make(folder: Path, kind: str, **others: Any) -> Path:
         if name.endswith("bias") or "norm" in name:
             parameter.data.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
-
-
-def run(folder: Path, main: Callable[[TorchEngine], Awaitable[Any]], **options: Any) -> Any:
-    async def go() -> Any:
-        device = Device(1)
-        options.setdefault("max_model_len", 200)
-        engine = TorchEngine(folder, tokenizer=make_tokenizer(), device=device, **options)
-        try:
-            return await main(engine)
-        finally:
-            await engine.close()
-            device.close()
-
-    return asyncio.run(go())
 
 
 def own(folder: Path, ids: list[int], reply: Completion) -> torch.Tensor:

@@ -57,7 +57,7 @@ def numbers(linear: nn.Linear, hidden: Tensor, **config: Any) -> list[Tensor]:
 def test_the_head_has_the_gradient_that_finite_differences_have(
     chunk: int, config: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(head._LOGIT_NUMBERS, "cpu", chunk * 11)
+    monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", chunk * 11)
     torch.manual_seed(0)
     linear = nn.Linear(6, 11).double()
     hidden = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -99,7 +99,7 @@ def test_in_bfloat16_chunks_lose_nothing_of_the_heads_gradient(
     targets, entries = torch.randint(0, 300, (149 * 4,)), torch.arange(149 * 4)
 
     def gradient(dtype: torch.dtype, chunk: int) -> Tensor:
-        monkeypatch.setitem(head._LOGIT_NUMBERS, "cpu", chunk * 300)
+        monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", chunk * 300)
         linear = nn.Linear(32, 300, bias=False, dtype=dtype)
         linear.weight.data.copy_(weight)
         given = hidden.to(dtype), entries, targets, torch.ones(len(entries))

@@ -152,7 +152,7 @@ def test_logits_made_in_chunks_give_the_same_gradient(tiny_dir, monkeypatch):
     expected, _ = _gradients(
         _backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences()
     )
-    monkeypatch.setitem(head._LOGIT_NUMBERS, "cpu", 100 * 7)
+    monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", 100 * 7)
     got, _ = _gradients(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences())
     for name in expected:
         assert torch.allclose(got[name], expected[name], atol=1e-6, rtol=1e-4), name

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from trireme.files import write_text
+from trireme.files import write_jsonl, write_text
 
 STARTER = Path(__file__).parents[1] / "demo" / "starter"
 NAMES = ("Ann", "Ben", "Cleo", "Dan")
@@ -30,8 +29,7 @@ def init(folder: Path) -> int:
     ]
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for name, part in (("test", rows[:LARGEST]), ("train", rows[LARGEST:])):
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        write_text(folder / "data" / f"{name}.jsonl", lines)
+        write_jsonl(folder / "data" / f"{name}.jsonl", part)
     texts = [row["question"] for row in rows] + ["No. Try again."]
     answers = [str(row["answer"]) for row in rows]
     make_tiny_model(

@@ -92,6 +92,17 @@ def model_facts(model_path: str) -> ModelFacts:
     )
 
 
+def model_config(model_path: str | None) -> dict[str, Any]:
+    """config.json of a model; empty where it is not here, or `model_facts` finds it wrong."""
+    try:
+        folder = located(model_path, "models") if model_path else None
+        if folder is None or not (folder / "config.json").is_file():
+            return {}
+        return _json(folder / "config.json")
+    except ValueError:
+        return {}
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))

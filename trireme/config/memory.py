@@ -13,20 +13,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from trireme.config.lookup import located
-from trireme.config.placement import COLOCATED_SHARE, Places, model_config
+from trireme.config.lookup import located, model_config, model_shapes
+from trireme.config.placement import COLOCATED_SHARE, Places
 from trireme.config.schema import OptimizerConfig
 from trireme.config.stages import Stage
 
 GIB = 2**30
 FLOAT = 4
-_CHUNK_NUMBERS = {"cpu": 2**24, "cuda": 2**28}  # of logits, as trainer/head.py makes them
+LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
+"""Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
 _CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
 _BUCKET = 64 * 2**20
 _CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
-_CACHED_TOKENS, _PARKED_TOKENS, _CACHED_ROWS = 2**18, 2**15, 256  # of the embedded engine
+MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
+"""The embedded engine's: rollouts that decode at once, their tokens, and those that it keeps of
+finished ones.
+"""
 _OTHERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -101,13 +103,10 @@ def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
     said = facts.get("tie_word_embeddings")
     if said is not None:
         return bool(said)
-    names: list[str] = []
-    for file in sorted(folder.glob("*.safetensors")) if folder else ():
-        try:
-            with safe_open(file, framework="numpy") as held:
-                names += held.keys()
-        except (SafetensorError, OSError):  # who loads it says what is wrong with it
-            continue
+    try:
+        names = model_shapes(folder) if folder else {}
+    except ValueError:  # `check_model` says what is wrong with it
+        names = {}
     if names:
         return not any(name.endswith("lm_head.weight") for name in names)
     return str(facts.get("model_type")).startswith("gemma")  # its family's default; others say so
@@ -188,7 +187,7 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
 
 
 def _chunk(shape: ModelShape, use: Use) -> int:
-    return min(_CHUNK_NUMBERS[use.device], use.tokens * shape.vocabulary)
+    return min(LOGIT_NUMBERS[use.device], use.tokens * shape.vocabulary)
 
 
 def told(parts: Mapping[str, int]) -> str:
@@ -211,8 +210,8 @@ def _engine_of(
         share = int(free * COLOCATED_SHARE)
         return {"engine": share, "engine_sleeps": True} if stage.colocated else {}
     runners = explorer.runner_per_model * explorer.rollout_model.engine_num
-    rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, _CACHED_ROWS)
-    tokens = min(rows * length, _CACHED_TOKENS) + _PARKED_TOKENS
+    rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, MAX_ROWS)
+    tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
     return {
         "engine": 0 if shared else width * shape.weights,
         "cache": tokens * 2 * width * shape.key_width * shape.layers,

@@ -19,9 +19,9 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from trireme.config.lookup import located
+from trireme.config.lookup import model_config
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.config.section import fate_of
 from trireme.config.stages import Stage
@@ -415,18 +415,6 @@ def _check_heads(stage: Stage, gpus: int) -> None:
             f"is vllm, which has no attention on a CPU for heads of {width}: expected "
             f"{', '.join(map(str, _CPU_HEADS))}, or engine_type torch",
         )
-
-
-def model_config(path: str | None) -> dict[str, Any]:
-    """config.json of a model; empty where it is not here, or `check_model` finds it wrong."""
-    try:
-        folder = located(path, "models") if path else None
-        if folder is None or not (folder / "config.json").is_file():
-            return {}
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _check_colocated(stage: Stage, gpus: int, on_ray: bool) -> None:

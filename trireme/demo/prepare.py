@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trireme.demo import YAML
-from trireme.files import write_text
+from trireme.files import write_jsonl, write_text
 
 NUM_TRAIN = 2000
 NUM_TEST = 500
@@ -44,8 +44,7 @@ def prepare(folder: Path, seed: int) -> Path:
     solved = [{**row, "answer": with_slips(row["answer"], pupil)} for row in train[:NUM_SOLVED]]
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("test", test), ("train", train), ("solved", solved)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        write_text(folder / f"{name}.jsonl", lines)
+        write_jsonl(folder / f"{name}.jsonl", rows)
     texts = [row["question"] + row["answer"] for row in problems]
     make_tiny_model(folder / "model", texts, seed=seed, initializer_range=INITIALIZER_RANGE)
     write_text(done, json.dumps(facts))

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from trireme.engines.torch.engine import TorchEngine
 
 EngineKind = Literal["torch", "vllm"]
-MAX_ROWS = 512
-"""Rollouts that an embedded engine decodes at once; more wait in its queue."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ def make_torch_engine(
         device=device,
         seed=spec.seed,
         max_model_len=spec.max_model_len,
-        max_rows=MAX_ROWS,
         gate=gate,
         dtype=spec.dtype,
         device_name=spec.device,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trireme.aio import OwnThread, call_user, is_async
-from trireme.files import write_text
+from trireme.files import write_jsonl, write_text
 from trireme.log import get_logger
 
 
@@ -138,6 +138,6 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Mapping[str, Any]]]) -
     """Write `<split>.jsonl` for each split, and `dataset_dict.json` with their sizes."""
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in splits.items():
-        write_text(out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(out / f"{name}.jsonl", rows)
     sizes = {name: {"name": name, "num_examples": len(rows)} for name, rows in splits.items()}
     write_text(out / "dataset_dict.json", json.dumps({"splits": sizes}))

@@ -7,7 +7,6 @@ of someone else's behind an OpenAI API. They are never trained and get no new we
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer
 
 from trireme.aio import running_loop
 from trireme.config import Plan
-from trireme.config.lookup import located
+from trireme.config.lookup import model_config
 from trireme.config.placement import COLOCATED_SHARE, PASSED
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
@@ -191,8 +190,9 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     path = config.model_path or ""
     trust = plan.config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    positions = int(model_config(path).get("max_position_embeddings") or 0)
     # a judge reads several replies: it may need more than the model that wrote them
-    longest = config.max_model_len or max(plan.max_model_len, min(_positions(path), LONGEST))
+    longest = config.max_model_len or max(plan.max_model_len, min(positions, LONGEST))
     engine: Engine
     if config.engine_type == "remote":
         engine = make_remote_engine(plan, config.base_urls, config.api_key)
@@ -212,13 +212,3 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     )
     reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))
-
-
-def _positions(path: str) -> int:
-    """The positions that a model was made for; 0 where its folder is not here."""
-    folder = located(path, "models")
-    config = folder / "config.json" if folder is not None else None
-    if config is None or not config.is_file():
-        return 0
-    facts = json.loads(config.read_text(encoding="utf-8"))
-    return int(facts.get("max_position_embeddings") or 0)

@@ -16,7 +16,7 @@ from typing import Any
 from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, Problem
-from trireme.config.lookup import located
+from trireme.config.lookup import model_config
 from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.explorer.explorer import explorer_state
@@ -341,13 +341,10 @@ def _refused(text: str) -> ConfigError:
 
 def _other_shape(saved: Path, model_path: str) -> tuple[str, Any, Any] | None:
     """The first key in which a model's configuration differs from the checkpoint's."""
-    model_folder = located(model_path, "models")
-    if model_folder is None or not saved.is_file() or not (model_folder / "config.json").is_file():
+    now = model_config(model_path)
+    if not now or not saved.is_file():
         return None
-    was, now = (
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in (saved, model_folder / "config.json")
-    )
+    was = json.loads(saved.read_text(encoding="utf-8"))
     differ = (key for key in _SHAPE if was.get(key) != now.get(key))
     key = next(differ, None)
     return None if key is None else (key, was.get(key), now.get(key))

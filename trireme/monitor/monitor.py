@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trireme.files import in_turn, naming, write_text
+from trireme.files import in_turn, naming, write_jsonl
 from trireme.monitor.trackers import (
     Apart,
     Rollout,
@@ -124,7 +124,7 @@ class JsonLinesMonitor:
         """The file with the wanted lines alone: written whole, then renamed."""
         with in_turn(self._lock):
             rows = [row for row in _rows(self.path) if wanted(row)]
-            write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_jsonl(self.path, rows)
         self._steps = {(row["part"], row["step"]) for row in rows}
 
 

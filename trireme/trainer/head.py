@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from trireme.config.memory import LOGIT_NUMBERS
 from trireme.trainer.attention import select
-
-# Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU.
-_LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
 
 
 class Scale(NamedTuple):
@@ -67,7 +65,7 @@ def score_entries(
     heat = (found & 0xFFFFFFFF).int().view(torch.float32)
     head = model.get_output_embeddings()
     assert head is not None
-    size = _LOGIT_NUMBERS[hidden.device.type] // model.config.get_text_config().vocab_size
+    size = LOGIT_NUMBERS[hidden.device.type] // model.config.get_text_config().vocab_size
     chunks = list(_chunks(len(found), node_of[order], max(size, 1)))
     nodes, targets, scale = select(hidden, found >> 32), targets[order], _scale(model)
     if not torch.is_grad_enabled():

@@ -17,6 +17,7 @@ from transformers.utils import logging as verbosity
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import FileRows, assign
+from trireme.config.lookup import read_shapes, weight_files
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
 from trireme.trainer.head import score_entries
@@ -68,11 +69,7 @@ def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
     """Of each tensor of a folder the safetensors file that holds it; empty where there are none."""
-    files: dict[str, Path] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as held:
-            files |= dict.fromkeys(held.keys(), file)
-    return files
+    return {name: file for file in weight_files(Path(path)) for name in read_shapes(file)}
 
 
 @torch.no_grad()

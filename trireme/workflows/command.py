@@ -132,7 +132,7 @@ class CommandWorkflow(Workflow):
     def examine(cls, task: Task) -> None:
         """Raise ValueError for a command that cannot run, and for a reward that there is not."""
         settings = settings_of(task)
-        _fill(task, settings, _holes(task, None, Path("workdir")))
+        _fill(settings, _holes(task, NOWHERE, Path("workdir")), NOWHERE)
         cwd = Path("." if settings.cwd == "{workdir}" else settings.cwd).expanduser()
         if not cwd.is_dir():
             raise ValueError(f"workflow_args.cwd is '{settings.cwd}': there is no such folder")
@@ -166,7 +166,7 @@ class CommandWorkflow(Workflow):
     async def _run(self, settings: Settings, address: Address, folder: Path) -> str:
         """What the program printed. Raises ProgramFailed where it did not end with 0."""
         holes = _holes(self.task, address, folder, self.model.model_path)
-        words, environment, cwd = _fill(self.task, settings, holes)
+        words, environment, cwd = _fill(settings, holes, address)
         (folder / "task.json").write_text(_task_json(self.task), encoding="utf-8")
         begun = time.monotonic()
         files = [(folder / name).open("wb") for name in ("stdout.txt", "stderr.txt")]
@@ -272,25 +272,26 @@ def reward_of(output: str) -> tuple[float, dict[str, float]]:
     return number(given, "the program gave the reward", ProgramFailed), parts
 
 
-def _holes(
-    task: Task, address: Address | None, folder: Path, model_path: str = ""
-) -> dict[str, str]:
+NOWHERE = Address("", "", lambda: None)
+"""In place of a rollout's address, where a command is looked at before there is one."""
+
+
+def _holes(task: Task, address: Address, folder: Path, model_path: str = "") -> dict[str, str]:
     """What stands for each `{word}` of the command, its folder and its variables."""
     columns = {name: _plain(value) for name, value in task.raw_task.items()}
-    known = address or Address("", "", lambda: None)
     return columns | {
         "prompt": _plain(task.prompt),
         "task": str(folder / "task.json"),
         "workdir": str(folder),
-        "base_url": known.base_url,
-        "anthropic_base_url": known.base_url.removesuffix("/v1"),
-        "api_key": known.api_key,
+        "base_url": address.base_url,
+        "anthropic_base_url": address.base_url.removesuffix("/v1"),
+        "api_key": address.api_key,
         "model": model_path,
     }
 
 
 def _fill(
-    task: Task, settings: Settings, holes: Mapping[str, str]
+    settings: Settings, holes: Mapping[str, str], address: Address
 ) -> tuple[list[str], dict[str, str], str]:
     """Command, environment and folder of a rollout. Raises ValueError for an unknown `{word}`."""
 
@@ -310,10 +311,8 @@ def _fill(
         return _HOLE.sub(one, text)
 
     words = [filled(word, "command") for word in settings.words]
-    base = holes["base_url"]
-    own = Address(base, holes["api_key"], lambda: None).environment
     near = {"TRIREME_TASK": holes["task"], "TRIREME_WORKDIR": holes["workdir"]}
-    environment = {**os.environ, **own, **near}
+    environment = {**os.environ, **address.environment, **near}
     for name in ("NO_PROXY", "no_proxy"):  # our address is this machine's
         environment[name] = ",".join(filter(None, [environment.get(name), "127.0.0.1,localhost"]))
     environment |= {n: filled(str(v), f"env.{n}") for n, v in settings.env.items()}

@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
@@ -44,9 +45,9 @@ class TorchEngine:
         device: Device,
         max_model_len: int,
         seed: int = 42,
-        max_rows: int = 256,
-        kv_tokens: int = 2**18,
-        prefix_tokens: int = 2**15,
+        max_rows: int = MAX_ROWS,
+        kv_tokens: int = KV_TOKENS,
+        prefix_tokens: int = PREFIX_TOKENS,
         gate: Gate | None = None,
         dtype: str = "float32",
         device_name: str = "cpu",
