@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 243,
-    "trireme lines": 48_050,
+    "trireme files": 268,
+    "trireme lines": 53_000,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
