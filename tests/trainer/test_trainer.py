@@ -14,7 +14,7 @@ from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
-from trireme.trainer.trainer import BufferSupply, Trainer
+from trireme.trainer.trainer import Trainer
 
 SFT = ALGORITHMS.get("sft")
 
@@ -95,6 +95,8 @@ class Folder:
 class Sync:
     """The trainer's side of a synchronizer, written down."""
 
+    version = trained_step = pushed_step = 0
+
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
@@ -124,7 +126,8 @@ async def make(
     trainer = Trainer(
         backend=cast(Any, backend),
         recipe=SFT,
-        supply=BufferSupply(buffer, SFT, 2),
+        buffer=buffer,
+        batch_size=2,
         device=Device(1),
         checkpointer=Folder(events, buffer),
         report=lambda part, step, metrics: reports.append((part, step, metrics)),

@@ -16,10 +16,10 @@ from trireme.launch.engine_host import EngineHost, EngineKeeper, engine_hosts, s
 from trireme.launch.engines import make_remote_engine
 from trireme.launch.modes import result_of, run_both, run_explore, run_train
 from trireme.launch.opening import open_run
-from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine, load_models
+from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
-from trireme.launch.training import make_polled_sync, restarts_by
+from trireme.launch.training import load_models, make_polled_sync, restarts_by
 from trireme.monitor.console import Console
 
 T = TypeVar("T")

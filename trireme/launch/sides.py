@@ -8,7 +8,6 @@ another: neither side knows where the other runs. `launch/modes.py` says what th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,57 +19,16 @@ from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
 from trireme.explorer.explorer import Explorer
-from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer, make_trained_tokens
+from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.rollout import make_scheduler
 from trireme.launch.stage import Stage, StageResult
-from trireme.launch.training import (
-    TrainerRanks,
-    make_backend,
-    make_learning,
-    make_push,
-    make_synchronizer,
-)
+from trireme.launch.training import Models, make_push, make_synchronizer
 from trireme.log import get_logger
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.synchronizer import ExplorerSync, Push
 from trireme.trainer.backend import Backend
-from trireme.trainer.learning import Learning
-from trireme.trainer.ranks import Place
-from trireme.trainer.trainer import BufferSupply, Stopped, Trainer
-
-
-@dataclass(frozen=True)
-class Models:
-    """What is trained: the policy, and what train steps share beside it."""
-
-    backend: Backend
-    learning: Learning
-
-
-def load_models(stage: Stage, place: Place | None = None) -> Models:
-    """The trained models, where the checkpoint left them.
-
-    `place`: that of rank 0, where several ranks train; the others `trainer_ranks.follow_plan`.
-    """
-    parts = stage.plan, stage.model_path, stage.recipe
-    if place is not None:
-        ranks = TrainerRanks(*parts, place)
-        stage.held.callback(ranks.close)
-        models = Models(ranks.backend, ranks.learning)
-    else:
-        models = Models(make_backend(*parts), make_learning(*parts))
-    if (saved := stage.resumed) is not None:
-        models.backend.load(saved.actor)
-        if state := saved.run_state.get("learning"):
-            models.learning.load_state(state)
-        if models.learning.critic is not None:
-            models.learning.load_critic(models.backend, stage.folder.critic_dir(saved.step))
-    tokens = models.learning.tokens = make_trained_tokens(stage.plan, stage.folder)
-    if tokens is not None:
-        stage.held.callback(tokens.close)
-        tokens.rewind(saved.step if saved else 0)
-    return models
+from trireme.trainer.trainer import Stopped, Trainer
 
 
 def shares_tensors(stage: Stage, backend: Backend) -> bool:
@@ -241,19 +199,15 @@ class TrainerSide:
     def _trainer(self) -> Trainer:
         """The trainer, where the checkpoint left it."""
         stage, plan = self.stage, self.stage.plan
-        sync = None if stage.recipe.from_data else self.sync
         trainer = Trainer(
             backend=self.models.backend,
             recipe=stage.recipe,
-            supply=BufferSupply(
-                self.buffer,
-                stage.recipe,
-                plan.train_batch_size,
-                auxiliary=self.auxiliary,
-                turn=None if stage.reads_file else self.sync.trainers_turn,
-            ),
+            buffer=self.buffer,
+            batch_size=plan.train_batch_size,
+            auxiliary=self.auxiliary,
+            turn=None if stage.reads_file else self.sync.trainers_turn,
             device=stage.device,
-            sync=sync,
+            sync=None if stage.recipe.from_data else self.sync,
             learning=self.models.learning,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
@@ -262,8 +216,6 @@ class TrainerSide:
             save_interval=plan.config.trainer.save_interval,
             checkpointer=self,
             report=stage.console.step,
-            version=lambda: sync.version if sync else 0,
-            moved=lambda: sync is not None and sync.trained_step > sync.pushed_step,
         )
         trainer.step = stage.resumed.step if stage.resumed else 0
         return trainer

@@ -7,7 +7,7 @@ tell each only the plan, the model and its `Place`.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Demand
@@ -16,6 +16,8 @@ from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
+from trireme.launch.data import make_trained_tokens
+from trireme.launch.stage import Stage
 from trireme.sync.checkpoint import PolledSync
 from trireme.sync.push import GroupSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
@@ -26,6 +28,39 @@ from trireme.trainer.lora import Lora
 from trireme.trainer.orders import Commands, Orders, follow
 from trireme.trainer.ranks import Place, Ranks
 from trireme.trainer.step import commands
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is trained: the policy, and what train steps share beside it."""
+
+    backend: Backend
+    learning: Learning
+
+
+def load_models(stage: Stage, place: Place | None = None) -> Models:
+    """The trained models, where the checkpoint left them.
+
+    `place`: that of rank 0, where several ranks train; the others run `follow_plan`.
+    """
+    parts = stage.plan, stage.model_path, stage.recipe
+    if place is not None:
+        ranks = TrainerRanks(*parts, place)
+        stage.held.callback(ranks.close)
+        models = Models(ranks.backend, ranks.learning)
+    else:
+        models = Models(make_backend(*parts), make_learning(*parts))
+    if (saved := stage.resumed) is not None:
+        models.backend.load(saved.actor)
+        if state := saved.run_state.get("learning"):
+            models.learning.load_state(state)
+        if models.learning.critic is not None:
+            models.learning.load_critic(models.backend, stage.folder.critic_dir(saved.step))
+    tokens = models.learning.tokens = make_trained_tokens(stage.plan, stage.folder)
+    if tokens is not None:
+        stage.held.callback(tokens.close)
+        tokens.rewind(saved.step if saved else 0)
+    return models
 
 
 def make_backend(

@@ -56,24 +56,6 @@ class ExplorerSync(Protocol):
         ...
 
 
-class TrainerSync(Protocol):
-    """What a trainer tells the synchronizer, in this process or another."""
-
-    version: int
-    """The last that was pushed."""
-    trained_step: int
-    pushed_step: int
-    """The train step whose weights they are."""
-
-    async def trained(self, step: int) -> dict[str, float]:
-        """Train step `step` is done: publish if it is time to. Returns metrics."""
-        ...
-
-    async def stopped(self, step: int) -> None:
-        """No more train steps."""
-        ...
-
-
 def is_due(step: int, interval: int, offset: int) -> bool:
     """Whether explore step `step` is a border: past the offset, a whole number of intervals."""
     return step > offset and (step - offset) % interval == 0
@@ -108,8 +90,10 @@ class Synchronizer:
         self.timeout = timeout
         self.lock_step = lock_step
         self.version = version
+        """The last that was pushed."""
         self.trained_step = step
         self.pushed_step = step if pushed_step is None else pushed_step
+        """The train step whose weights they are."""
         self.finished = False
         self.skipped = 0
         self._waited = 0.0
@@ -163,7 +147,7 @@ class Synchronizer:
         )
 
     async def trained(self, step: int) -> dict[str, float]:
-        """See TrainerSync."""
+        """Train step `step` is done: publish if it is time to. Returns metrics."""
         self.trained_step = step
         self._bell.ring()
         metrics: dict[str, float] = {}
@@ -173,7 +157,7 @@ class Synchronizer:
         return metrics | {"sync/version": self.version}
 
     async def stopped(self, step: int) -> None:
-        """See TrainerSync."""
+        """The trainer makes no more train steps; `step` was its last."""
         self.trained_step, self.finished = step, True
         self._bell.ring()
 

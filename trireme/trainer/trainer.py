@@ -21,7 +21,7 @@ from trireme.engines.device import Device
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.monitor.figures import in_words
-from trireme.sync.synchronizer import TrainerSync
+from trireme.sync.synchronizer import Synchronizer
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
 from trireme.trainer.step import train_step
@@ -43,28 +43,6 @@ class Stopped(Exception):
         self.step = step
 
 
-class Supply(Protocol):
-    """What a trainer asks of whoever has the experiences."""
-
-    lets_go: bool
-    """Whether the `take` that goes on, if it is cancelled now, has taken nothing."""
-
-    async def take(self, version: int) -> Sample:
-        """The next batch, as the recipe samples it, and its metrics; `version` is the engine's.
-
-        Raises what Buffer.take raises.
-        """
-        ...
-
-    async def commit(self) -> None:
-        """A checkpoint holds what was taken so far."""
-        ...
-
-    async def close(self) -> None:
-        """The trainer takes no more."""
-        ...
-
-
 class Checkpointer(Protocol):
     """Writes whole checkpoints."""
 
@@ -78,28 +56,36 @@ class Checkpointer(Protocol):
 
 
 class Trainer:
-    """Supply.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
+    """Buffer.take ▸ train_step ▸ Synchronizer.trained, until steps or experiences run out."""
 
     def __init__(
         self,
         *,
         backend: Backend,
         recipe: Recipe,
-        supply: Supply,
+        buffer: Buffer,
+        batch_size: int,
+        auxiliary: Mapping[str, Buffer] | None = None,
+        turn: Callable[[], Awaitable[None]] | None = None,
         device: Device,
-        sync: TrainerSync | None,
+        sync: Synchronizer | None,
         learning: Learning | None = None,
         total_steps: int | None,
         save_interval: int,
         checkpointer: Checkpointer,
         report: Report,
-        version: Callable[[], int] = lambda: 0,
-        moved: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`version()` is the last pushed; `moved()`: the weights have been trained since."""
+        """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
+
+        `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
+        follows the weights.
+        """
         self.backend = backend
         self.recipe = recipe
-        self.supply = supply
+        self.buffer = buffer
+        self.batch_size = batch_size
+        self.auxiliary = auxiliary or {}
+        self.turn = turn
         self.device = device
         self.sync = sync
         self.learning = learning or Learning(recipe)
@@ -107,8 +93,6 @@ class Trainer:
         self.save_interval = save_interval
         self.checkpointer = checkpointer
         self.report = report
-        self.version = version
-        self.moved = moved
         self.step = 0
         self.seconds = 0.0
         self.doing = ""
@@ -118,6 +102,7 @@ class Trainer:
         """When the device's work was last looked at, and how much it was then."""
         self._stopping = False
         self._taking: asyncio.Task[Any] | None = None
+        """The task that waits for experiences, while it can be cancelled and loses none."""
 
     async def train(self) -> None:
         """The loop. Always ends with a checkpoint of the last step."""
@@ -138,7 +123,7 @@ class Trainer:
         await self._save(last=True)
         if self.sync is not None:
             await self.sync.stopped(self.step)
-        await self.supply.close()
+        await self.buffer.close()
         if self.step == 0:
             raise RuntimeError(NOTHING)
 
@@ -147,27 +132,37 @@ class Trainer:
         does not train, so that there is nothing to save.
         """
         self._stopping = bool(self.doing)
-        if self._taking is not None and self.supply.lets_go:
+        if self._taking is not None:
             self._taking.cancel()
         return self._stopping
 
     async def _take(self) -> Sample | None:
         """The next batch; None where the trainer was told to stop while it waited for one."""
         self.doing = f"the experiences of train step {self.step + 1}"
-        self._taking = asyncio.current_task()
+        self._taking = asyncio.current_task() if self.recipe.takes_once else None
         try:
-            return await self.supply.take(self.version())
+            batch, metrics = await self.recipe.take(
+                self.buffer, self.batch_size, self._version, self.auxiliary
+            )
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
             return None
         finally:
             self._taking = None
+        if self.turn is not None:
+            await self.turn()
+        return batch, metrics | self.buffer.metrics()
 
     async def _stop_here(self) -> None:
         if self.step > self._saved:
             await self._save(last=False)
         raise Stopped(self.step)
+
+    @property
+    def _version(self) -> int:
+        """Of the engine's weights."""
+        return self.sync.version if self.sync is not None else 0
 
     def _enough(self) -> bool:
         return self.total_steps is not None and self.step >= self.total_steps
@@ -203,12 +198,13 @@ class Trainer:
         return max(0.0, 1 - (now[1] - busy) / max(now[0] - since, 1e-9))
 
     def _step(self, experiences: list[Experience]) -> dict[str, Any]:
+        sync = self.sync
         metrics = train_step(
             self.backend,
             self.recipe,
             experiences,
-            version=self.version(),
-            moved=self.moved(),
+            version=self._version,
+            moved=sync is not None and sync.trained_step > sync.pushed_step,
             learning=self.learning,
         )
         if self.learning.tokens is not None:
@@ -220,53 +216,8 @@ class Trainer:
         self.doing = f"the checkpoint of step {self.step}"
         state = await self.checkpointer.snapshot()
         await self.device.run(self.checkpointer.save, self.step, state, last)
-        await self.supply.commit()
+        self.buffer.commit()
         self._saved = self.step
         if last:
             self.doing = ""
         logger.info("checkpoint of step %d saved", self.step)
-
-
-class BufferSupply:
-    """Batches of a buffer in this process."""
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        recipe: Recipe,
-        batch_size: int,
-        *,
-        auxiliary: Mapping[str, Buffer] | None = None,
-        turn: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
-
-        `turn()` returns when the trainer may work on what it has got.
-        """
-        self.buffer = buffer
-        self._recipe = recipe
-        self._batch_size = batch_size
-        self._auxiliary = auxiliary or {}
-        self._turn = turn
-        self.lets_go = False
-
-    async def take(self, version: int) -> Sample:
-        """See Supply."""
-        self.lets_go = self._recipe.takes_once
-        try:
-            batch, metrics = await self._recipe.take(
-                self.buffer, self._batch_size, version, self._auxiliary
-            )
-        finally:
-            self.lets_go = False
-        if self._turn is not None:
-            await self._turn()
-        return batch, metrics | self.buffer.metrics()
-
-    async def commit(self) -> None:
-        """See Supply."""
-        self.buffer.commit()
-
-    async def close(self) -> None:
-        """See Supply."""
-        await self.buffer.close()

@@ -30,9 +30,9 @@ from trireme.experience import Experience
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.launch.ray.remote import Event, Part, Reports, remote
-from trireme.launch.sides import ExplorerSide, TrainerSide, load_models
+from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, open_stage
-from trireme.launch.training import follow_plan, make_polled_sync, place_of
+from trireme.launch.training import follow_plan, load_models, make_polled_sync, place_of
 from trireme.log import setup_logging
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due
