@@ -58,7 +58,7 @@ POINTS = {
     "copy rewound": "trireme.buffer.record:Record._rewind",
     "explorer state": "trireme.explorer.explorer:Explorer._keep_own_state",
     "published weights": "trireme.sync.checkpoint:CheckpointPush._write",
-    "gradient": "trireme.trainer.optim:Descent.move",
+    "gradient": "trireme.trainer.optim:ScheduledOptimizer.step",
 }
 
 

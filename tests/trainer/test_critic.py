@@ -84,7 +84,7 @@ def test_a_saved_critic_goes_on_with_the_same_bytes(tiny_dir, tmp_path):
         critic.update(batch.with_fields(values=critic.values(batch), **targets))
     for name, tensor in first.weights().items():
         assert torch.equal(tensor, second.weights()[name]), name
-    assert first.descent.steps == second.descent.steps == 3
+    assert first.optimizer.steps == second.optimizer.steps == 3
     write_weights(tmp_path / WEIGHTS, {k: v for k, v in first.weights().items() if HEAD not in k})
     with pytest.raises(ValueError, match=r"of another model: 1 tensors differ, value_head\.weight"):
         second.load(tmp_path)
@@ -105,8 +105,8 @@ def test_the_policy_stays_while_the_critic_warms_up(tiny_dir):
     learning = Learning(recipe, _critic(tiny_dir), critic_warmup=1)
     before = {name: w.clone() for name, w in backend.weights().items()}
     metrics = train_step(backend, recipe, samples, version=0, learning=learning)
-    assert metrics["critic/grad_norm"] > 0 and backend.descent.steps == 0
+    assert metrics["critic/grad_norm"] > 0 and backend.optimizer.steps == 0
     assert learning.coefficients["kl_loss_fn"] == 0.5  # no divergence was measured
     assert all(torch.equal(w, before[n]) for n, w in backend.weights().items())
     train_step(backend, recipe, samples, version=0, learning=learning)
-    assert backend.descent.steps == 1 and learning.steps == 2
+    assert backend.optimizer.steps == 1 and learning.steps == 2

@@ -111,7 +111,7 @@ def _peak(place: Place, folder: Path, tokens: int, given: dict[str, Any]) -> int
     step(small, rows[: place.world].tolist())  # what the first step of any model loads
     before = _status("VmRSS")
     backend = backend_of(folder, ranks, max_token_len=tokens, **given)
-    backend.descent.move()  # makes the optimizer's moments
+    backend.optimizer.step()  # makes the optimizer's moments
     Path("/proc/self/clear_refs").write_text("5")
     step(backend, rows.tolist())
     peak = _status("VmHWM") - before

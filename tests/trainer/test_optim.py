@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.trainer.samples import optimizer_of
-from trireme.trainer.optim import Descent, Schedule, make_optimizer
+from trireme.trainer.optim import Schedule, ScheduledOptimizer, make_optimizer
 
 
 def test_the_warm_up_is_linear_and_starts_above_zero():
@@ -50,9 +50,9 @@ def test_sgd_moves_against_the_gradient():
 def test_a_long_gradient_is_cut_to_the_clip_and_a_short_one_is_left(clip, moved):
     p = torch.nn.Parameter(torch.zeros(2))
     sgd = optimizer_of(lr=1.0, optimizer_type="sgd", weight_decay=0.0)
-    descent = Descent([p], sgd, None, grad_clip=clip)
+    optimizer = ScheduledOptimizer([p], sgd, None, grad_clip=clip)
     p.grad = torch.tensor([3.0, 4.0])
-    assert descent.move() == (5.0, 1.0), "the norm before the cut"
+    assert optimizer.step() == (5.0, 1.0), "the norm before the cut"
     assert (-p).tolist() == pytest.approx(moved, rel=1e-5)
 
 
@@ -60,11 +60,11 @@ def test_two_steps_of_adamw_by_hand():
     lr, b1, b2, decay, epsilon = 0.1, 0.9, 0.99, 0.5, 1e-8
     p = torch.nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     settings = optimizer_of(lr=lr, betas=[b1, b2], weight_decay=decay)
-    descent = Descent([p], settings, None, grad_clip=100.0)
+    optimizer = ScheduledOptimizer([p], settings, None, grad_clip=100.0)
     x, m, v = 1.0, 0.0, 0.0
     for step, gradient in enumerate((2.0, -0.5), start=1):
         p.grad = torch.tensor([gradient], dtype=torch.float64)
-        descent.move()
+        optimizer.step()
         m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
         x *= 1 - lr * decay  # decoupled: not a part of the gradient
         x -= lr * (m / (1 - b1**step)) / ((v / (1 - b2**step)) ** 0.5 + epsilon)

@@ -195,7 +195,7 @@ def test_a_batch_without_a_trained_token_moves_nothing(tiny_dir):
         e.mask[:] = False
     backend = _backend(tiny_dir)
     assert train_step(backend, _recipe(**FULL), samples, version=0) == {"perf/trained_tokens": 0}
-    assert backend.descent.steps == 0
+    assert backend.optimizer.steps == 0
 
 
 def test_sft_lowers_the_loss_on_its_own_data(tiny_dir):

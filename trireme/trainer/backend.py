@@ -41,7 +41,7 @@ from trireme.trainer.model import (
     token_logprobs,
     without_dropout,
 )
-from trireme.trainer.optim import Descent
+from trireme.trainer.optim import ScheduledOptimizer
 from trireme.trainer.orders import Order, Orders
 from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
 
@@ -113,9 +113,11 @@ class TrainSettings:
             fill_rows(model, path)
         return root
 
-    def descent(self, parameters: Iterable[nn.Parameter]) -> Descent:
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> ScheduledOptimizer:
         """The optimizer of a model's parameters."""
-        return Descent(parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip)
+        return ScheduledOptimizer(
+            parameters, self.optimizer, self.total_steps, grad_clip=self.grad_clip
+        )
 
     def team(self, ranks: Ranks | None) -> Team:
         """Who computes a batch."""
@@ -167,7 +169,7 @@ class Backend:
         if settings.gradient_checkpointing:
             checkpoint_activations(self.module)
         self._root = settings.spread(self.module, ranks, model_path)
-        self.descent = settings.descent(self.module.parameters())
+        self.optimizer = settings.make_optimizer(self.module.parameters())
         self._team = settings.team(ranks)
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0
@@ -191,9 +193,9 @@ class Backend:
 
         Raises NotFinite naming a sample, and moves nothing.
         """
-        norm, lr = self.descent.move()
+        norm, lr = self.optimizer.step()
         if not math.isfinite(norm):
-            step = self.descent.steps + 1
+            step = self.optimizer.steps + 1
             raise NotFinite(f"train step {step}: the gradient norm is {norm}; {self._blame()}")
         metrics = {
             "actor/grad_norm": norm,
@@ -283,7 +285,7 @@ class Backend:
         """What a resume needs beside the weights: this rank's part of the optimizer, schedule and
         random state, the LoRA adapter whole. `torch.load(weights_only=True)` reads it.
         """
-        state = self.descent.state() | {"rng": _random_state(self.device)}
+        state = self.optimizer.state() | {"rng": _random_state(self.device)}
         if self.adapter:
             weights = self.adapter.weights().items()
             state["adapter"] = {name: whole(tensor).cpu() for name, tensor in weights}
@@ -291,7 +293,7 @@ class Backend:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Back to where `state` was taken. The weights are those that the backend was made from."""
-        self.descent.load_state(state)
+        self.optimizer.load_state(state)
         _set_random_state(state["rng"], self.device)
         if self.adapter:
             self.adapter.load(state["adapter"])
@@ -317,7 +319,7 @@ class Backend:
         saved.refuse_other(lora=self.adapter is not None)
         if self.adapter is None:
             saved.fill(dict(self.each_shard()))
-        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.descent.optimizer)})
+        self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer.inner)})
 
     @torch.no_grad()
     def _scores(self, batch: Batch, *, reference: bool = False, entropy: bool = False) -> Tensor:
@@ -369,7 +371,7 @@ class Backend:
             for sample in range(batch.num_samples):
                 if not batch.counts[sample]:
                     continue
-                self.descent.optimizer.zero_grad()
+                self.optimizer.inner.zero_grad()
                 self._gradient(batch.select([sample]) if first else None, loss, entropy)
                 grads = [p.grad for p in self.module.parameters() if p.grad is not None]
                 norm = float(whole(torch.nn.utils.get_total_norm(grads)))

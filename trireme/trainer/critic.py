@@ -66,7 +66,7 @@ class Critic:
             checkpoint_activations(self.model)
         self._root = settings.spread(self.model, ranks, model_path)
         nn.init.zeros_(self.head.weight)
-        self.descent = settings.descent(self.model.parameters())
+        self.optimizer = settings.make_optimizer(self.model.parameters())
         self._team = settings.team(ranks)
         self._ranks = ranks
         self._settings = settings
@@ -97,9 +97,9 @@ class Critic:
             clipped += float(hit.sum()) / batch.num_tokens
         self.model.eval()
         total, clipped = map(sum, zip(*self._team.gather([total, clipped]), strict=True))
-        norm, lr = self.descent.move()
+        norm, lr = self.optimizer.step()
         if not math.isfinite(norm):
-            step = self.descent.steps + 1
+            step = self.optimizer.steps + 1
             raise FloatingPointError(f"critic step {step}: the gradient norm is {norm}")
         old, returns = batch.fields["values"], batch.fields["returns"]
         spread = returns.var(correction=0)
@@ -119,7 +119,7 @@ class Critic:
 
     def save(self, folder: Path) -> None:
         """Weights in one file, optimizer and schedule in one of each rank. Raises OSError."""
-        self._team.attempt(partial(self._team.write_own, folder, self.descent.state()))
+        self._team.attempt(partial(self._team.write_own, folder, self.optimizer.state()))
         self._team.write_whole(folder / WEIGHTS, self.weights())
 
     def load(self, folder: Path) -> None:
@@ -135,8 +135,8 @@ class Critic:
             )
         saved = read(folder, self._team.rank)
         saved.fill(self.weights())
-        optimizer = saved.optimizer_for(self.descent.optimizer)
-        self.descent.load_state(saved.extra | {"optimizer": optimizer})
+        optimizer = saved.optimizer_for(self.optimizer.inner)
+        self.optimizer.load_state(saved.extra | {"optimizer": optimizer})
 
     def _values(self, part: Batch) -> Tensor:
         layout = pack_on(self.device, part, share_prefix=self._settings.share_prefix)

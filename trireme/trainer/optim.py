@@ -62,7 +62,7 @@ class Schedule:
         return self.peak * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-class Descent:
+class ScheduledOptimizer:
     """An optimizer with its schedule and the steps that it has made."""
 
     def __init__(
@@ -73,17 +73,17 @@ class Descent:
         *,
         grad_clip: float,
     ) -> None:
-        self.optimizer = make_optimizer(parameters, settings)
+        self.inner = make_optimizer(parameters, settings)
         self.schedule = Schedule(settings, total_steps)
         self.steps = 0
         self._grad_clip = grad_clip
 
-    def move(self) -> tuple[float, float]:
+    def step(self) -> tuple[float, float]:
         """One step by the gradients, which are forgotten; the gradient's norm and learning rate.
 
         Nothing moves where the norm is not finite. A collective where parameters are sharded.
         """
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for parameter in parameters:
             # No gradient is one of 0: momentum and weight decay go on.
             if parameter.grad is None:
@@ -92,17 +92,17 @@ class Descent:
         norm, lr = float(total), self.schedule.lr(self.steps)
         if math.isfinite(norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, total)
-            for group in self.optimizer.param_groups:
+            for group in self.inner.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.inner.step()
+            self.inner.zero_grad()
             self.steps += 1
         return norm, lr
 
     def state(self) -> dict[str, Any]:
         """Where optimizer and schedule stand."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.inner.state_dict(),
             "scheduler": {"last_epoch": self.steps},
         }
 
@@ -110,9 +110,9 @@ class Descent:
         """Back to where `state` was taken; decay rates and the like stay as they are set now."""
         options = [
             {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
+            for group in self.inner.param_groups
         ]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+        self.inner.load_state_dict(state["optimizer"])
+        for group, own in zip(self.inner.param_groups, options, strict=True):
             group.update(own)
         self.steps = state["scheduler"]["last_epoch"]
