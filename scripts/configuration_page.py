@@ -1,7 +1,8 @@
 """Configuration pages: every key, the ones to know first, and those for compatibility alone.
 
 `python scripts/configuration_page.py` writes docs/configuration.md, docs/first_keys.md and
-docs/compatibility_keys.md from the schema; a test holds that they were written.
+docs/compatibility_keys.md from the schema, and the table of docs/migrate/verl.md; a test holds
+that they were written.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
+from trireme.config import verl
 from trireme.config.options import kind_text, range_text, without_none
 from trireme.config.schema import Config
-from trireme.config.section import Mapped, NoEffect, Refused, Section, fate_of, section_in
+from trireme.config.section import Mapped, Moved, NoEffect, Refused, Section, fate_of, section_in
 
 DOCS = Path(__file__).parents[1] / "docs"
+VERL = DOCS / "migrate" / "verl.md"
 _HEAD = """# Configuration
 
 A run is one YAML file. `trireme check --config X.yaml` prints what it comes to and every problem in
@@ -49,6 +52,7 @@ _COMPATIBILITY = """# Compatibility keys
 Keys that configuration files for Trinity-RFT and verl have, and that do nothing of their own here:
 
 - *refused*: a value other than the default stops the run before it starts, with a sentence;
+- *read as*: the value is that of the other key, where the file does not give that one;
 - *mapped*: the run does the same with what this machine has, and `trireme check` says how;
 - *no effect*: `trireme check` lists the key.
 
@@ -95,7 +99,16 @@ def documents() -> dict[Path, str]:
         DOCS / "configuration.md": "\n".join([_HEAD, *_section(Config, "", set())]),
         DOCS / "first_keys.md": _FIRST + "".join(map(_first_row, FIRST_KEYS)),
         DOCS / "compatibility_keys.md": _COMPATIBILITY + "".join(_foreign(Config, "", set())),
+        VERL: _with_options(VERL.read_text(encoding="utf-8")),
     }
+
+
+def _with_options(page: str) -> str:
+    """The page on verl with the options that are read of it."""
+    head, start, rest = page.partition("<!-- table: trainer_config -->\n")
+    _, end, tail = rest.partition("<!-- end of table -->")
+    rows = "".join(f"| `{option}` | `{ours}` |\n" for option, ours in verl.READ_AS.items())
+    return f"{head}{start}{rows}{end}{tail}"
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -182,6 +195,8 @@ def _here(item: FieldInfo) -> str:
         return ""
     if isinstance(fate, Refused) and fate.values:
         return "refused: " + ", ".join(sorted(fate.values))
+    if isinstance(fate, Moved):
+        return f"read as `{fate.to.removeprefix('.')}` {_WITHOUT[fate.on]}".strip()
     word = {Refused: "refused", Mapped: "mapped", NoEffect: "no effect"}[type(fate)]
     return f"{word} {_WITHOUT[fate.on]}".strip()
 

@@ -101,8 +101,8 @@ def test_a_known_key_in_the_wrong_section_is_found(tmp_path):
         "grad_clip is not a known key; did you mean 'trainer.grad_clip'?",
         "model.lr is not a known key; did you mean 'algorithm.optimizer.lr'?",
     ]
-    (found,) = problems_of(tmp_path, "explorer: {rollout_model: {name: x}}")
-    assert "did you mean" not in found and "known here: model_path" in found
+    (found,) = problems_of(tmp_path, "explorer: {rollout_model: {path: x}}")
+    assert "did you mean" not in found and "known here: name, model_path" in found
 
 
 def test_plug_ins_data_and_models_have_one_rule(tmp_path, monkeypatch):

@@ -269,7 +269,6 @@ def test_determinism_that_cannot_be_had(tmp_path):
     ("override", "key"),
     [
         ("explorer.rollout_model.engine_type=tinker", "explorer.rollout_model.engine_type"),
-        ("trainer.trainer_config={a: 1}", "trainer.trainer_config"),
         ("model.trust_remote_code=true", "model.trust_remote_code"),
         (
             "data_processor.task_pipeline={priority_weights: {difficulty: 1.0}}",

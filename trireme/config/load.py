@@ -18,10 +18,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from trireme.config import ConfigError, Problem
+from trireme.config import ConfigError, Problem, verl
 from trireme.config.options import converted, misfit_text, range_text, without_none
 from trireme.config.schema import Config
 from trireme.config.section import Section, section_in
+from trireme.config.stages import moved_keys
 
 _MOST_PLACES = 3
 """Sections with a key of one name among which a nearest one can be told."""
@@ -89,6 +90,7 @@ def _values_of(
     """What a tree says, in the schema's types, paths found from `folder`."""
     values = _resolved(tree, "", problems)
     _mend(values, problems)
+    _move(values, problems)
     _locate(values, "", folder, typed, problems)
     return values
 
@@ -165,6 +167,23 @@ def _locate(
             elif is_plugin and first is None:
                 expected = f"a file or folder, in {folder} or here"
                 problems.append(Problem("plugins", f"is {value!r}: expected {expected}"))
+
+
+def _move(values: dict[str, Any], problems: list[Problem]) -> None:
+    """Give the values of keys that are read as others to these."""
+    for key, target, value in list(moved_keys(Config.model_validate(values))):
+        *path, name = (int(p) if p.isdigit() else p for p in re.findall(r"[^.\[\]]+", target))
+        place: Any = values
+        for part in path:
+            if isinstance(place, dict) and place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+        if place.get(name) is None:
+            place[name] = value
+        elif place[name] != value and verl.KEY not in key:
+            text = f"is {value!r} and {target} {place[name]!r}: they are one, set either"
+            problems.append(Problem(key, text))
+    _mend(values, problems)
 
 
 class _Misfit(NamedTuple):

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from trireme.config.options import Share
 from trireme.config.schema_rollout import BufferConfig, DataProcessorConfig, ExplorerConfig
-from trireme.config.section import Count, Mapped, NoEffect, Refused, Section
+from trireme.config.section import Count, Mapped, Moved, NoEffect, Refused, Section
 
 Mode = Literal["both", "explore", "train", "bench", "serve", "colocate"]
 
@@ -30,7 +30,7 @@ class OptimizerConfig(Section):
     """Schedule after the warm-up."""
     warmup_style: Annotated[
         Literal["constant", "cosine"] | None,
-        Refused("is the older name of lr_scheduler_type: set that one"),
+        Moved(to=".lr_scheduler_type"),
     ] = None
     """Older name of `lr_scheduler_type`."""
     optimizer_type: Literal["adam", "adamw", "sgd"] = "adam"
@@ -39,9 +39,7 @@ class OptimizerConfig(Section):
     """Decay rates of Adam's two moments."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
-    clip_grad: Annotated[
-        PositiveFloat, Refused("is the older place of trainer.grad_clip: set that one")
-    ] = 1.0
+    clip_grad: Annotated[PositiveFloat, Moved(to="trainer.grad_clip")] = 1.0
     """Older place of `trainer.grad_clip`."""
 
 
@@ -167,6 +165,10 @@ class ModelConfig(Section):
     """Passed to the chat template, if it has such a switch."""
     lora_configs: list[LoraConfig] | None = None
     """At most one adapter."""
+    fully_sharded_loras: Annotated[bool, NoEffect()] = False
+    """Shard adapters over the engine's GPUs."""
+    max_cpu_loras: Annotated[int | None, NoEffect()] = None
+    """Adapters that the engine keeps in the CPU's memory."""
     rope_scaling: Annotated[
         dict[str, Any] | None, Refused("is not supported yet: set it in the model's config.json")
     ] = None
@@ -230,14 +232,12 @@ class SynchronizerConfig(Section):
     """Seconds that one side waits for the other before the run fails."""
     wait_for_checkpoint: Annotated[bool, NoEffect()] = False
     """Wait for the first checkpoint."""
-    explorer_sync_interval: Annotated[
-        int | None, Ge(1), Refused("is not supported yet: set sync_interval")
-    ] = None
-    """The explorer's own interval; not given: `sync_interval`."""
-    trainer_sync_interval: Annotated[
-        int | None, Ge(1), Refused("is not supported yet: set sync_interval")
-    ] = None
-    """The trainer's own interval; not given: `sync_interval`."""
+    group_name: Annotated[str, NoEffect()] = ""
+    """Name of the process group that carries weights."""
+    explorer_sync_interval: Annotated[int | None, Ge(1), Moved(to=".sync_interval")] = None
+    """The explorer's interval; both sides have one here."""
+    trainer_sync_interval: Annotated[int | None, Ge(1), Moved(to=".sync_interval")] = None
+    """The trainer's interval; both sides have one here."""
 
 
 class TrainerConfig(Section):
@@ -289,14 +289,30 @@ class TrainerConfig(Section):
     whose memory they would not fit into."""
     offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
+    param_offload: Annotated[bool, Moved(to="trainer.offload")] = False
+    """Keep weights in the CPU's memory."""
+    optimizer_offload: Annotated[bool, Moved(to="trainer.offload")] = False
+    """Keep the optimizer in the CPU's memory."""
+    grad_offload: Annotated[bool, Moved(to="trainer.offload")] = False
+    """Keep gradients in the CPU's memory."""
+    offload_policy: Annotated[bool, Moved(to="trainer.offload")] = False
+    """FSDP2's own way to keep all of these there."""
+    critic_warmup: Annotated[NonNegativeInt, Moved(to="algorithm.critic.warmup_steps")] = 0
+    """First train steps, in which only the value model is trained."""
+    use_remove_padding: Annotated[bool, NoEffect()] = True
+    """Train without padding; always so here."""
+    balance_batch: Annotated[bool, NoEffect()] = True
+    """Give ranks equal numbers of tokens; always so here."""
+    megatron: Annotated[
+        dict[str, Any], Mapped("weights are spread by FSDP2, whatever Megatron's options say")
+    ] = {}
+    """Options of a Megatron trainer."""
     collective_timeout: Annotated[
         PositiveFloat, Mapped("one process trains, and waits for no other", on="ray")
     ] = 1800
     """Seconds that trainer ranks may wait for one another; dead ones are seen sooner."""
-    trainer_config: Annotated[
-        dict[str, Any], Refused("is not supported yet: use the keys of the trainer section")
-    ] = {}
-    """Options of verl, as it spells them."""
+    trainer_config: Annotated[dict[str, Any], Mapped("is read key by key")] = {}
+    """Options of verl, as it spells them: docs/migrate/verl.md says what each is read as."""
 
 
 class MonitorConfig(Section):

@@ -6,7 +6,12 @@ from annotated_types import Ge, Gt, Le
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from trireme.config.options import Share
-from trireme.config.section import Count, Mapped, NoEffect, Refused, Section
+from trireme.config.section import Count, Mapped, Moved, NoEffect, Refused, Section
+
+
+def _of_model(name: str) -> Moved:
+    """The mark of an engine's key that an auxiliary model has for itself."""
+    return Moved(to=f"model.{name}", on="auxiliary")
 
 
 class FormatConfig(Section):
@@ -136,6 +141,8 @@ class TasksetConfig(Section):
 class RolloutModelConfig(Section):
     """The engine that generates."""
 
+    name: Annotated[str, NoEffect()] = ""
+    """Name of the engine; auxiliary models are told apart by their order."""
     model_path: Annotated[
         str | None,
         Refused("has no meaning here: the rollout model is model.model_path", on="auxiliary"),
@@ -197,34 +204,34 @@ class RolloutModelConfig(Section):
         str | None, Refused("is not supported: a reply keeps its thinking")
     ] = None
     """How thinking is split from a reply."""
-    chat_template: Annotated[
-        str | None, Refused("is not read here: set model.custom_chat_template", on="auxiliary")
-    ] = None
+    chat_template: Annotated[str | None, _of_model("custom_chat_template")] = None
     """A chat template for rollouts; not given: the model's."""
-    enable_thinking: Annotated[
-        bool | None, Refused("is not read here: set model.enable_thinking", on="auxiliary")
-    ] = None
+    enable_thinking: Annotated[bool | None, _of_model("enable_thinking")] = None
     """Passed to the chat template, if it has such a switch; not given: the model's."""
-    max_model_len: Annotated[
-        int | None, Ge(2), Refused("is not read here: set model.max_model_len", on="auxiliary")
-    ] = None
+    max_model_len: Annotated[int | None, Ge(2), _of_model("max_model_len")] = None
     """Not given: `model.max_model_len`."""
-    max_prompt_tokens: Annotated[
-        int | None, Ge(1), Refused("is not read here: set model.max_prompt_tokens", on="auxiliary")
-    ] = None
+    max_prompt_tokens: Annotated[int | None, Ge(1), _of_model("max_prompt_tokens")] = None
     """Not given: `model.max_prompt_tokens`."""
-    max_response_tokens: Annotated[
-        int | None,
-        Ge(1),
-        Refused("is not read here: set model.max_response_tokens", on="auxiliary"),
-    ] = None
+    max_response_tokens: Annotated[int | None, Ge(1), _of_model("max_response_tokens")] = None
     """Not given: `model.max_response_tokens`."""
-    min_response_tokens: Annotated[
-        int | None, Ge(0), Refused("is not read here: set model.min_response_tokens")
-    ] = None
+    min_response_tokens: Annotated[int | None, Ge(0), Moved(to="model.min_response_tokens")] = None
     """Not given: `model.min_response_tokens`."""
+    enable_prompt_truncation: Annotated[bool | None, Moved(to="model.enable_prompt_truncation")] = (
+        None
+    )
+    """Not given: `model.enable_prompt_truncation`."""
+    repetition_penalty: Annotated[
+        float | None, Ge(0.01), Le(100), Moved(to="model.repetition_penalty")
+    ] = None
+    """Not given: `model.repetition_penalty`."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
+    enable_multimodal: Annotated[bool, Refused("is not supported yet: text only")] = False
+    """Take images and videos in prompts."""
+    enable_log_requests: Annotated[bool, NoEffect()] = False
+    """Log every request in the engine's own log."""
+    weight_sync_buffer_size: Annotated[int | None, Ge(1), NoEffect()] = None
+    """Bytes of a bucket of weights on their way to the engine."""
     use_v1: Annotated[bool, NoEffect()] = True
     """Version of vLLM's core."""
     extra_engine_args: Annotated[dict[str, Any], NoEffect(on="vllm")] = {}
@@ -303,6 +310,12 @@ class ExplorerConfig(Section):
     """Address of `mode: serve`; loopback where there is no `rollout_model.api_key`."""
     service_status_check_interval: PositiveFloat = 60
     """Seconds between checks for new weights in `mode: serve`."""
+    max_inflight_batches: Annotated[int | None, Ge(1), NoEffect()] = None
+    """Batches that are tried at once; here `sync_interval` and `sync_offset` say how many."""
+    runner_prepare_concurrency: Annotated[int | None, Ge(1), NoEffect()] = None
+    """Runners that get ready at once."""
+    runner_prepare_max_retries: Annotated[int | None, Ge(0), NoEffect()] = None
+    """Further tries to make a runner."""
     min_running_model_num: Annotated[NonNegativeInt, NoEffect()] = 1
     """Engines that stay up while others take new weights in `mode: serve`."""
     db_url: Annotated[str | None, NoEffect()] = None
@@ -354,6 +367,14 @@ class ExperienceBufferConfig(Section):
     """Configuration of a data set (file)."""
     format: FormatConfig = FormatConfig()
     """Names of a data set's columns (file); inferred by default."""
+    total_epochs: Annotated[Count | None, NoEffect()] = None
+    """Passes over a data set (file); `buffer` says how long a run is, and experts' data repeats."""
+    schema_type: Annotated[str | None, NoEffect()] = None
+    """What a row is; the algorithm says so here."""
+    data_selector: Annotated[
+        DataSelectorConfig, Mapped("a data set's rows are shuffled by the run's seed")
+    ] = DataSelectorConfig()
+    """Order of a data set's rows (file)."""
     capacity: Count = 10000
     """Explore steps that a queue holds before the explorer waits."""
     max_read_timeout: PositiveFloat = 1800
@@ -413,6 +434,14 @@ class ExperiencePipelineConfig(Section):
 
     operators: list[OperatorConfig] = []
     """Filters and reward shaping, in order; yours by name or path, `file:name`."""
+    inputs: Annotated[
+        list[str] | dict[str, Any], Refused("is not read here: operators get what rollouts leave")
+    ] = []
+    """Other data to read."""
+    output: Annotated[
+        dict[str, Any] | None, Refused("is not read here: experiences go to trainer_input")
+    ] = None
+    """Another place to write to."""
     save_input: bool = True
     """Keep a copy of the explorer's experiences."""
     input_save_path: str | None = None
@@ -429,6 +458,16 @@ class TaskPipelineConfig(Section):
 
     operators: list[OperatorConfig] = []
     """Functions of rows, in order: by name or path, `file:name`."""
+    num_process: Annotated[int | None, Ge(1), NoEffect()] = None
+    """Processes that work side by side."""
+    config_path: Annotated[
+        str | None, Refused("is not read here: name each step in operators (docs/pipeline.md)")
+    ] = None
+    """A Data-Juicer recipe."""
+    top_k: Annotated[
+        int | None, Refused("is not read here: an operator returns the rows that stay")
+    ] = None
+    """Rows that stay, by their scores."""
     inputs: Annotated[
         list[str], Refused("is not read here: the operators get the rows of the tasksets")
     ] = []

@@ -1,7 +1,8 @@
 """Section: the base class of the YAML's sections, with marks for keys refused or without effect.
 
 A key stands once: its type, its range (`Ge`, `Gt`, `Le`), what this version does with it where it
-does not simply work (`Refused`, `Mapped`, `NoEffect`), its default, and under it its sentence.
+does not simply work (`Refused`, `Mapped`, `Moved`, `NoEffect`), its default, and under it its
+sentence.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ class Refused(Fate):
 
 class Mapped(Fate):
     """The run is the same on what this machine has; one line says how."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moved(Mapped):
+    """The key is read as another one, where the file does not give that one itself."""
+
+    to: str = ""
+    """The other key: from the stage's root, or beside this one where it begins with a dot."""
+
+    def target(self, key: str, root: str = "") -> str:
+        """The other key's full name, for this one's; `root` is the stage's, `stages[0].`."""
+        beside = self.to.startswith(".")
+        return f"{key.rpartition('.')[0]}{self.to}" if beside else f"{root}{self.to}"
 
 
 class NoEffect(Fate):

@@ -10,10 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trireme.config import Problem
+from trireme.config import Problem, verl
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import TasksetConfig
-from trireme.config.section import Fate, Mapped, NoEffect, Refused, Section, fate_of
+from trireme.config.section import (
+    Fate,
+    Mapped,
+    Moved,
+    NoEffect,
+    Refused,
+    Section,
+    fate_of,
+)
 
 _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name")
 
@@ -184,6 +192,9 @@ def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | N
         if held == getattr(plain, name):
             continue
         yield key, fate_of(item), held
+        if key.endswith(verl.KEY):
+            yield from ((f"{key}.{at}", fate, part) for at, part, fate in verl.options(held))
+            continue
         inside = [(key, held)]
         if isinstance(held, list):
             inside = [(f"{key}[{index}]", part) for index, part in enumerate(held)]
@@ -194,12 +205,23 @@ def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | N
                 yield from given_keys(part, f"{at}.")
 
 
+def moved_keys(config: Config) -> Iterator[tuple[str, str, Any]]:
+    """Full name of a key that is read as another, the other's, and the value; in the whole file
+    and in each stage.
+    """
+    for key, fate, value in given_keys(config):
+        root, _, name = key.partition("].") if key.startswith("stages[") else ("", "", key)
+        if isinstance(fate, Moved) and not name.startswith("explorer.auxiliary_models["):
+            yield key, fate.target(key, root and f"{root}]."), value
+
+
 def check_fates(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) -> None:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
     Sections that the mode does not use are left aside.
     """
     idle = _idle(stage)
+    moved: list[str] = []
     no_effect: list[str] = []
     for key, fate, value in given_keys(stage.config):
         if fate is None or key.startswith(tuple(f"{part}{end}" for part in idle for end in ".[")):
@@ -215,10 +237,16 @@ def check_fates(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) ->
                 stage.problem(key, f"({_short(value)}) {refused}")
         elif (on_ray and fate.on == "ray") or (on_vllm and fate.on == "vllm"):
             continue
+        elif isinstance(fate, Moved) and key.startswith("explorer.auxiliary_models["):
+            stage.problem(key, f"({_short(value)}) is not supported for an auxiliary model")
+        elif isinstance(fate, Moved):
+            moved.append(f"{key}={_short(value)} as {fate.target(key)}")
         elif isinstance(fate, Mapped):
             stage.notes.append(f"{key} ({_short(value)}): {fate.text}")
         elif isinstance(fate, NoEffect):
             no_effect.append(f"{key}={_short(value)}")
+    if moved:
+        stage.notes.append(f"read, where those are not given: {', '.join(moved)}")
     if no_effect:
         stage.notes.append(f"without effect here: {', '.join(no_effect)}")
 

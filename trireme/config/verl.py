@@ -1,0 +1,144 @@
+"""Reads verl's options, `trainer.trainer_config`: the key of ours that each stands for.
+
+An option is read as another key (`Moved`), changes nothing here (`NoEffect`), or is refused. The
+first pattern that an option's dotted path matches says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from trireme.config.section import Fate, Moved, NoEffect, Refused
+from trireme.registry import did_you_mean
+
+KEY = "trainer.trainer_config"
+_OPTIM = {
+    "lr": "lr",
+    "lr_warmup_steps": "lr_warmup_steps",
+    "lr_warmup_steps_ratio": "lr_warmup_steps_ratio",
+    "min_lr_ratio": "min_lr_ratio",
+    "warmup_style": "lr_scheduler_type",
+    "lr_scheduler_type": "lr_scheduler_type",
+    "weight_decay": "weight_decay",
+    "betas": "betas",
+}
+_ACTOR = "actor_rollout_ref.actor"
+READ_AS = {
+    **{f"{_ACTOR}.optim.{name}": f"algorithm.optimizer.{ours}" for name, ours in _OPTIM.items()},
+    **{f"critic.optim.{name}": f"algorithm.critic.optimizer.{o}" for name, o in _OPTIM.items()},
+    f"{_ACTOR}.optim.clip_grad": "trainer.grad_clip",
+    f"{_ACTOR}.grad_clip": "trainer.grad_clip",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": "trainer.max_token_len_per_gpu",
+    f"{_ACTOR}.use_dynamic_bsz": "trainer.use_dynamic_bsz",
+    f"{_ACTOR}.ulysses_sequence_parallel_size": "trainer.ulysses_sequence_parallel_size",
+    f"{_ACTOR}.fsdp_config.param_offload": "trainer.offload",
+    f"{_ACTOR}.fsdp_config.optimizer_offload": "trainer.offload",
+    f"{_ACTOR}.fsdp_config.offload_policy": "trainer.offload",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": (
+        "trainer.enable_gradient_checkpointing"
+    ),
+    "actor_rollout_ref.model.trust_remote_code": "model.trust_remote_code",
+    "critic.cliprange_value": "algorithm.critic.cliprange_value",
+    "critic.model.path": "model.critic_model_path",
+    "algorithm.rollout_correction.rollout_is": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        "algorithm.rollout_correction.rollout_is_threshold"
+    ),
+    "algorithm.rollout_correction.rollout_rs": "algorithm.rollout_correction.rollout_rs",
+    "algorithm.rollout_correction.rollout_rs_threshold": (
+        "algorithm.rollout_correction.rollout_rs_threshold"
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": (
+        "algorithm.rollout_correction.rollout_rs_threshold_lower"
+    ),
+    "algorithm.rollout_correction.bypass_mode": "algorithm.bypass_old_logprobs",
+    "trainer.critic_warmup": "algorithm.critic.warmup_steps",
+    "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
+}
+"""verl's option -> our key. The switches of offload count where they are true."""
+_IDLE = (
+    "*_micro_batch_size*",
+    "*.checkpoint.*",
+    "*.fsdp_config.*",
+    "*.megatron.*",
+    "*.profiler.*",
+    "*profile*",
+    "*.optim.*",
+    "*log_prob_use_dynamic_bsz",
+    "*log_prob_max_token_len_per_gpu",
+    "*.use_torch_compile",
+    "*.use_remove_padding",
+    "*.use_fused_kernels",
+    "*.entropy_*",
+    "*.strategy",
+    "*.enable",
+    "*.shuffle",
+    "*.data_loader_seed",
+    "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.nccl_timeout",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.*",
+    "actor_rollout_ref.ref.*",
+    *(f"{_ACTOR}.{name}" for name in ("ppo_mini_batch_size", "clip_ratio*", "entropy_coeff")),
+    *(f"{_ACTOR}.{name}" for name in ("loss_agg_mode", "policy_loss.*", "use_kl_loss", "kl_loss*")),
+    *(f"critic.{name}" for name in ("grad_clip", "ppo_*", "forward_*", "use_dynamic_bsz")),
+    *(f"critic.{name}" for name in ("model.*", "loss_agg_mode", "rollout_n", "ulysses_*")),
+    *(
+        f"algorithm.{name}"
+        for name in ("adv_estimator", "gamma", "lam", "kl_*", "use_kl_in_reward")
+    ),
+    "algorithm.norm_adv_by_std_in_grpo",
+    "data.*",
+    "reward_model.enable",
+    "global_profiler.*",
+    *(f"trainer.{name}" for name in ("balance_batch", "nnodes", "n_gpus_per_node", "device")),
+    *(f"trainer.{name}" for name in ("project_name", "experiment_name", "group_name", "logger")),
+    *(f"trainer.{name}" for name in ("total_*", "save_freq", "test_freq", "val_*", "log_val_*")),
+    *(f"trainer.{name}" for name in ("default_local_dir", "remove_previous_ckpt_in_save")),
+    *(f"trainer.{name}" for name in ("del_local_ckpt_after_load", "max_critic_ckpt_to_keep")),
+    *(f"trainer.{name}" for name in ("ray_wait_register_center_timeout", "esi_redundant_time")),
+)
+"""Options that change nothing: Trireme's own keys say these things, or they are always so here."""
+_PLAIN = {
+    f"{_ACTOR}.ppo_epochs": 1,
+    "critic.ppo_epochs": 1,
+    "trainer.resume_mode": "auto",
+    "actor_rollout_ref.model.lora_rank": 0,
+}
+"""Options of which one value is what a run here does."""
+_INSTEAD = {
+    f"{_ACTOR}.ppo_epochs": "a batch is trained once; set buffer.train_batch_size for more steps",
+    "trainer.resume_*": "the same command resumes; continue_from_checkpoint=false begins anew",
+    "actor_rollout_ref.model.lora_*": "set model.lora_configs",
+    "actor_rollout_ref.model.target_modules": "set model.lora_configs",
+    "actor_rollout_ref.model.override_config*": "set it in the model's config.json",
+    "custom_reward_function.*": "name the function in default_reward_fn_type",
+    "reward_model.*": "name a reward in default_reward_fn_type",
+}
+
+
+def options(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Fate]]:
+    """Each option's dotted path, value and fate; an empty one says nothing and is left out."""
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from options(value, f"{path}.")
+        elif value not in (None, "", []):
+            yield path, value, _fate(path, value)
+
+
+def _fate(path: str, value: Any) -> Fate:
+    ours = READ_AS.get(path)
+    if ours is not None and not (ours == "trainer.offload" and value is False):
+        return Moved(f"is read as {ours}, where that is not given", to=ours)
+    if ours is not None or _PLAIN.get(path) == value:
+        return NoEffect()
+    for pattern, instead in _INSTEAD.items():
+        if fnmatchcase(path, pattern):
+            return Refused(f"is not supported here: {instead}")
+    if any(fnmatchcase(path, pattern) for pattern in _IDLE):
+        return NoEffect()
+    hint = did_you_mean(path, [*READ_AS, *_PLAIN])
+    return Refused(f"is not supported here{hint or ': docs/migrate/verl.md lists what is read'}")
