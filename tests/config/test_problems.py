@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.config.made import config_of, values, write_model, write_rows
 from trireme.config import ConfigError
@@ -474,3 +476,29 @@ def test_a_trainer_that_begins_in_a_folder_of_its_own_would_wait_for_ever(tmp_pa
     store = "buffer.trainer_input.experience_buffer"
     assert problems_of(tmp_path, *words, f"{store}.path=sqlite:///{tmp_path}/x.db") == []
     assert problems_of(tmp_path, "mode=explore", "continue_from_checkpoint=false") == []
+
+
+def test_an_adapter_to_go_on_from_is_looked_at_first(tmp_path):
+    def said(*more: str) -> list[str]:
+        given = ", ".join((f"path: {folder}", *more))
+        return problems_of(tmp_path, f"model.lora_configs=[{{{given}}}]")
+
+    folder = tmp_path / "adaptor"
+    (found,) = said()
+    assert found.startswith(f"model.lora_configs[0].path ({folder}) is no file or folder here")
+    folder.mkdir()
+    config = folder / "adapter_config.json"
+    (found,) = said()
+    assert "holds no adapter_config.json: expected the folder of an adapter that peft" in found
+    config.write_text("{}")
+    save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    (found,) = said()
+    assert "is an adapter of type None: expected LORA" in found
+    config.write_text(json.dumps({"peft_type": "LORA", "modules_to_save": ["lm_head"]}))
+    (found,) = said()
+    assert "trains whole modules beside it (modules_to_save in adapter_config.json)" in found
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    assert said() == []
+    (found,) = said("lora_rank: 4", "use_dora: true")
+    assert found.startswith("model.lora_configs[0].lora_rank is given beside path")
+    assert found.endswith("leave out lora_rank, use_dora")

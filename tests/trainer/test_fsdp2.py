@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "many_micro_batches": ({}, {"max_token_len": 30}),
     "lora": ({}, {"lora": Lora(rank=4)}),
+    "dora_of_high_rank": ({}, {"lora": Lora(rank=4, dora=True, rslora=True)}),
     "unshared_checkpointed_offloaded": (
         {},
         {"share_prefix": False, "gradient_checkpointing": True, "offload": True},

@@ -77,7 +77,7 @@ def test_sgd_has_no_moments_and_a_critic_its_own_shape_gradients_and_moments() -
     assert memory_of(policy, replace(use, moments=0))["moments"] == 0
     assert memory_of(policy, use)["moments"] == 8 * policy.weights
     adapted = memory_of(policy, replace(use, trains_all=False, critic=critic))
-    assert adapted["weights"] == 4 * (policy.weights + critic.weights)
+    assert adapted["weights"] == 2 * policy.weights + 4 * critic.weights
     assert (adapted["gradients"], adapted["moments"]) == (4 * critic.weights, 8 * critic.weights)
 
 

@@ -11,7 +11,7 @@ import tempfile
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from trireme.config.lookup import ModelFacts, model_facts
+from trireme.config.lookup import ModelFacts, check_adapter, located, model_facts
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import Stage, used_tasksets
@@ -108,6 +108,7 @@ def check_model(stage: Stage) -> ModelFacts | None:
         stage.problem("model.model_path", f"({model.model_path}) {error}")
         return None
     _check_critic(stage)
+    _check_adapter(stage)
     if facts.folder is None and stage.model_from is None:
         stage.file_notes.append(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
@@ -128,6 +129,33 @@ def check_model(stage: Stage) -> ModelFacts | None:
     if template and not Path(template).is_file():
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
     return facts
+
+
+_OF_THE_ADAPTER = (
+    *("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "use_dora"),
+)
+
+
+def _check_adapter(stage: Stage) -> None:
+    """Whether the adapter to go on from is there, and one that can be trained."""
+    for number, lora in enumerate(stage.config.model.lora_configs or []):
+        if lora.path is None:
+            continue
+        key = f"model.lora_configs[{number}]"
+        try:
+            folder = located(lora.path, "models")
+            if folder is None:
+                raise ValueError("is not on this machine: expected a folder, or download it first")
+            check_adapter(folder)
+        except ValueError as error:
+            stage.problem(f"{key}.path", f"({lora.path}) {error}")
+        said = [name for name in _OF_THE_ADAPTER if name in lora.model_fields_set]
+        if said:
+            stage.problem(
+                f"{key}.{said[0]}",
+                f"is given beside path, where adapter_config.json in {lora.path} says it: leave "
+                f"out {', '.join(said)}",
+            )
 
 
 def check_auxiliary_models(stage: Stage) -> None:

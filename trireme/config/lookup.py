@@ -103,6 +103,38 @@ def model_config(model_path: str | None) -> dict[str, Any]:
         return {}
 
 
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_NOT_TRAINED = {
+    "modules_to_save": "trains whole modules beside it",
+    "layer_replication": "repeats layers",
+    "target_parameters": "is on parameters that are no layers",
+    "trainable_token_indices": "trains rows of the embedding",
+    "lora_bias": "trains biases",
+    "alora_invocation_tokens": "is switched on by tokens",
+}
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise ValueError for a folder that holds no LoRA adapter of peft's, or one of a kind that is
+    not trained here.
+    """
+    for name in _ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise ValueError(f"holds no {name}: expected the folder of an adapter that peft saved")
+    config = _json(folder / _ADAPTER_FILES[0])
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"is an adapter of type {kind}: expected LORA")
+    if (bias := config.get("bias", "none")) != "none":
+        raise ValueError(f"trains biases (bias: {bias}): expected an adapter with bias none")
+    for key, what in _NOT_TRAINED.items():
+        if config.get(key):
+            raise ValueError(f"{what} ({key} in {_ADAPTER_FILES[0]}): expected an adapter without")
+    try:
+        read_shapes(folder / _ADAPTER_FILES[1])
+    except ValueError as error:
+        raise ValueError(f"has an {_ADAPTER_FILES[1]} that {error}") from error
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))

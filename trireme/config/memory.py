@@ -153,8 +153,9 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     policy = shape.weights * lies_here // use.ranks
     critic = use.critic.weights * lies_here // use.ranks if use.critic else 0
     trained = policy * use.trains_all  # a critic has no adapter
+    held = FLOAT if use.trains_all else width  # what is not trained needs no more than it computes
     states = {
-        "weights": FLOAT * (policy + critic),
+        "weights": held * policy + FLOAT * critic,
         "gradients": FLOAT * (trained + critic),
         "moments": FLOAT * (use.moments * trained + use.critic_moments * critic),
     }
@@ -165,7 +166,7 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         # leave by: a buffer of each, and a block's gradient
         gathered = 2 * width * (shape.root + 2 * shape.block) + 2 * FLOAT * shape.block
     else:  # autocast keeps what it has cast
-        gathered = width * shape.weights * use.half
+        gathered = width * shape.weights * use.half * use.trains_all
     block = use.tokens * shape.kept * width
     layers = shape.layers * use.tokens * shape.hidden * width + block
     largest = shape.vocabulary * shape.hidden

@@ -110,16 +110,20 @@ class LoraConfig(Section):
 
     name: Annotated[str | None, NoEffect()] = None
     """Name of the adapter."""
-    path: Annotated[str | None, Refused("is not supported yet: adapters start afresh")] = None
-    """An adapter to go on from; not given: a fresh one."""
+    path: str | None = None
+    """A folder of peft's with an adapter to go on from, and its settings; not given: a new one."""
     base_model_name: Annotated[str | None, NoEffect()] = None
     """Name of the model it belongs to, written into its configuration."""
     lora_rank: Count = 32
     """Rank of the update."""
     lora_alpha: Count = 32
     """The update is scaled by alpha / rank."""
+    use_rslora: bool = False
+    """Scale it by alpha / sqrt(rank) instead, which suits high ranks."""
+    use_dora: bool = False
+    """Train the length of each output's weights beside their direction (DoRA)."""
     lora_dtype: Annotated[str, NoEffect()] = "auto"
-    """Number format of the adapter; auto: the trainer's."""
+    """Number format of the adapter, which is trained in float32."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers with an adapter: all-linear, or names."""
     exclude_modules: str | list[str] | None = None

@@ -32,6 +32,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded
 from trireme.config import Plan
 from trireme.config.lookup import located, plugin_files
+from trireme.config.schema import LoraConfig
 from trireme.data.rows import SAVED, OnError, load_rows, split_files
 from trireme.envs.gyms import generated, problems
 from trireme.files import in_turn, write_json, write_text
@@ -76,6 +77,7 @@ def this_start(
             "store": f"{plan.buffer_type}{' with replay' * replay}",
             "schema": recipe.schema,
             "optimizer": "sgd" if optimizer == "sgd" else "adamw",
+            "LoRA adapter": "; ".join(map(_scale, plan.config.model.lora_configs or [])) or "none",
         },
         "versions": versions(),
         "code": {"trireme": commit(Path(__file__).parent), "folder": commit(Path.cwd())},
@@ -84,6 +86,14 @@ def this_start(
         "data": {key: data_facts(**where) for key, where in data_of(plan)},
         "config": resolved(plan, model_path),
     }
+
+
+def _scale(lora: LoraConfig) -> str:
+    """What turns an adapter's tensors into another addition."""
+    if lora.path is not None:
+        return f"begun from {lora.path}"
+    marks = [name for name in ("use_rslora", "use_dora") if getattr(lora, name)]
+    return ", ".join((f"of rank {lora.lora_rank}", f"alpha {lora.lora_alpha}", *marks))
 
 
 def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Demand
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.config.lookup import located
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
@@ -84,9 +85,13 @@ def _settings(plan: Plan) -> TrainSettings:
     lora = None
     if loras := config.model.lora_configs or []:
         targets, excluded = loras[0].target_modules, loras[0].exclude_modules
+        place = loras[0].path and located(loras[0].path, "models")
         lora = Lora(
             rank=loras[0].lora_rank,
             alpha=loras[0].lora_alpha,
+            rslora=loras[0].use_rslora,
+            dora=loras[0].use_dora,
+            path=str(place) if place else None,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
         )
@@ -117,7 +122,9 @@ def make_learning(
     critic_config = config.algorithm.critic
     critic = Critic(
         config.model.critic_model_path or model_path,
-        replace(_settings(plan), optimizer=critic_config.optimizer),
+        replace(
+            _settings(plan), optimizer=critic_config.optimizer, lora=None
+        ),  # it is trained whole
         ranks,
         clip_range=critic_config.cliprange_value,
     )

@@ -89,8 +89,13 @@ class TrainSettings:
             prove = partial(prove_first_layers, path, trust_remote_code=trust)
             self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
         else:
+            # Of a base that is not trained no float32 copy is needed.
+            half = self.half and self.lora is not None
             model = load_model(
-                path, device="cpu" if ranks else self.device, trust_remote_code=trust
+                path,
+                device="cpu" if ranks else self.device,
+                dtype=torch.bfloat16 if half else torch.float32,
+                trust_remote_code=trust,
             )
         without_dropout(model)
         if ranks and frozen and self.half:
@@ -147,7 +152,7 @@ class Backend:
         reference: bool = False,
         orders: Orders | None = None,
     ) -> None:
-        """`reference` keeps the model as it is now for KL terms; with LoRA that is the plain one.
+        """`reference` keeps the model as it is now for KL terms; with LoRA the adapter alone.
 
         `orders`: how rank 0 has the others follow; None: they call alike, or there are none.
         """
@@ -164,6 +169,8 @@ class Backend:
         torch.manual_seed(settings.seed)  # an adapter's first weights, alike on ranks; dropout
         lora = settings.lora
         self.adapter = None if lora is None else Adapter(self.module, lora)
+        if self.adapter and reference:
+            self.adapter.keep_start()
         # Dropout in an adapter and checkpointing are the only things that tell training apart.
         self._train_mode = settings.gradient_checkpointing or bool(lora and lora.dropout)
         if settings.gradient_checkpointing:
@@ -328,9 +335,9 @@ class Backend:
             "this backend was made without a reference model"
         )
         root = self._reference if reference and self._reference is not None else self._root
-        off = reference and root is self._root and self.adapter is not None
+        start = reference and root is self._root and self.adapter is not None
         compute = partial(self._logprobs, root, entropy=entropy)
-        with self.adapter.disabled() if off and self.adapter else nullcontext():
+        with self.adapter.reference() if start and self.adapter else nullcontext():
             return self._team.scores(batch, compute, num=3 if entropy else 1)
 
     def _logprobs(

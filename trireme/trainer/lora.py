@@ -1,6 +1,9 @@
 """LoRA: trains low-rank additions to frozen weights (arXiv:2106.09685), through peft.
 
-The reference model is the same network with the additions switched off, so that no copy is kept.
+The reference model is the same network with the additions that training began with: switched off
+where they began at 0, else a frozen copy of the adapter. The base is never copied.
+
+With DoRA (arXiv:2402.09353) the length of each output's weights is trained beside its direction.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
 
-_ADAPTER = "default"
+_ADAPTER, _START = "default", "start"
 _BASE_LAYER = ".base_layer."
 
 
@@ -29,7 +34,11 @@ class Lora:
     rank: int = 32
     """Rank of the addition."""
     alpha: float = 32
-    """The addition is scaled by alpha / rank."""
+    """The addition is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)."""
+    rslora: bool = False
+    dora: bool = False
+    path: str | None = None
+    """A folder of peft's, whose configuration then takes the place of all else here."""
     dropout: float = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -42,42 +51,76 @@ class Adapter:
     """The adapter on a model, which is changed in place: its linear layers gain the additions."""
 
     def __init__(self, model: PreTrainedModel, lora: Lora) -> None:
-        """Freezes the model's own weights. The additions begin at 0."""
-        from peft import LoraConfig, PeftModel, get_peft_model  # slow to load, and seldom needed
+        """Freezes the model's own weights. The additions begin at 0, or as they lie at `path`.
 
-        targets, excluded = lora.target_modules, lora.exclude_modules
-        config = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-            lora_dropout=lora.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=list(excluded) if isinstance(excluded, tuple) else excluded,
-            task_type="CAUSAL_LM",
-        )
+        Raises ValueError for an adapter of another model.
+        """
+        from peft import PeftModel, get_peft_model  # slow to load, and seldom needed
+
         self._model = model
-        self._peft = get_peft_model(model, config)
+        self._peft = get_peft_model(model, _config(lora))
         assert isinstance(self._peft, PeftModel)
+        self._dtypes_as_trained(model)
+        self.starts_at_zero = lora.path is None
+        if lora.path is not None:
+            self.load(_read(Path(lora.path)), whence=f"the adapter in {lora.path}")
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def reference(self) -> Iterator[None]:
         """The model as it was before training."""
-        with self._peft.disable_adapter():
+        if self.starts_at_zero:
+            with self._peft.disable_adapter():
+                yield
+            return
+        layers = [layer for _, layer in self._layers()]
+        for layer in layers:  # not by peft's own way, which would have the copy trained
+            layer._active_adapter = _START
+        try:
             yield
+        finally:
+            for layer in layers:
+                layer._active_adapter = _ADAPTER
+
+    def keep_start(self) -> None:
+        """Keep a frozen copy of the additions as they are, for `reference`. Where they are 0 they
+        are switched off instead.
+        """
+        if self.starts_at_zero:
+            return
+        from peft import set_peft_model_state_dict
+
+        self._peft.add_adapter(_START, copy.copy(self._peft.peft_config[_ADAPTER]))
+        set_peft_model_state_dict(self._peft, self.weights(), adapter_name=_START)
+        self._peft.set_adapter(_ADAPTER)
+        for name, parameter in self._model.named_parameters():
+            if f".{_START}" in name:
+                parameter.requires_grad_(False)
 
     def weights(self) -> dict[str, Tensor]:
         """The additions alone, by name."""
         from peft import get_peft_model_state_dict
 
-        return get_peft_model_state_dict(self._peft)
+        return get_peft_model_state_dict(self._peft, adapter_name=_ADAPTER)
 
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Take additions that `weights` gave."""
+    def load(self, weights: Mapping[str, Tensor], *, whence: str = "") -> None:
+        """Take additions that `weights` gave, or that lie in a file. Raises ValueError, and changes
+        nothing, where names or shapes are others.
+        """
         own = self.weights()
+        saved = whence or "the saved LoRA adapter"
+        why = "it is of another model" if whence else "model.lora_configs has changed since"
         if set(own) != set(weights):
+            odd = sorted(set(own) ^ set(weights))[0]
             raise ValueError(
-                f"the saved LoRA adapter has other layers than this one ({len(weights)}, not "
-                f"{len(own)}, or other names): model.lora_configs has changed since"
+                f"{saved} has other layers than this one ({len(weights)} tensors, not {len(own)}, "
+                f"or other names: {odd}): {why}"
             )
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:
+                raise ValueError(
+                    f"{saved} has {name} of {list(weights[name].shape)}, and this one of "
+                    f"{list(tensor.shape)}: {why}"
+                )
         with torch.no_grad():
             for name, tensor in own.items():
                 assign(tensor, weights[name])
@@ -88,20 +131,14 @@ class Adapter:
 
     def each_merged(self) -> Iterator[tuple[str, Tensor]]:
         """`merged` one after the other, each computed when it is asked for."""
-        from peft.tuners.lora import LoraLayer
-
-        layers = {
-            name: module
-            for name, module in self._model.named_modules()
-            if isinstance(module, LoraLayer)
-        }
+        layers = dict(self._layers())
         for key, tensor in self._model.state_dict().items():
             if ".lora_" in key:
                 continue
             owner = key.partition(_BASE_LAYER)[0]
             if key.endswith(f"{_BASE_LAYER}weight") and owner in layers:
                 with torch.no_grad():
-                    tensor = tensor + layers[owner].get_delta_weight(_ADAPTER)  # pyright: ignore
+                    tensor = _merged(layers[owner], tensor)
             yield self.plain_name(key), tensor.detach()
 
     @staticmethod
@@ -120,8 +157,57 @@ class Adapter:
         config.save_pretrained(str(folder))
         write_weights(folder / "adapter_model.safetensors", weights)
 
+    def _layers(self) -> Iterator[tuple[str, Any]]:
+        """The layers with additions, by their names in the model."""
+        from peft.tuners.lora import LoraLayer
+
+        for name, module in self._model.named_modules():
+            if isinstance(module, LoraLayer):
+                yield name, module
+
+    def _dtypes_as_trained(self, model: PreTrainedModel) -> None:
+        """What is trained is float32, also on a base in bfloat16."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+
     def trains(self) -> str:
         """How many of the model's parameters are trained, in a line."""
         counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
         trained, total = sum(n for n, grad in counts if grad), sum(n for n, _ in counts)
         return f"LoRA: trainable {trained:,} of {total:,} parameters ({trained / total:.2%})"
+
+
+def _config(lora: Lora) -> Any:
+    """peft's."""
+    from peft import LoraConfig, PeftConfig
+
+    if lora.path is not None:
+        config = PeftConfig.from_pretrained(lora.path)
+        config.inference_mode = False
+        config.lora_dropout = lora.dropout  # pyright: ignore[reportAttributeAccessIssue]
+        return config
+    targets, excluded = lora.target_modules, lora.exclude_modules
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=list(excluded) if isinstance(excluded, tuple) else excluded,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def _merged(layer: Any, base: Tensor) -> Tensor:
+    """Base + addition in float32, or this rank's rows of it; with DoRA scaled row by row."""
+    merged = base.float() + layer.get_delta_weight(_ADAPTER)
+    if not layer.use_dora.get(_ADAPTER):
+        return merged
+    length = torch.linalg.norm(merged, dim=1, keepdim=True)
+    return merged * (layer.lora_magnitude_vector[_ADAPTER].weight.unsqueeze(1) / length)

@@ -29,17 +29,28 @@ _AGREEMENT = 1e-3  # largest difference to the model's own forward pass, nats, f
 
 
 def load_model(
-    path: str | Path, *, device: str, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a folder in float32 with packed attention; ValueError if it cannot have it."""
+    """The model of a folder with packed attention; ValueError if it cannot have it.
+
+    That is proved in float32: where `dtype` is another one, by the first layers.
+    """
     attention.register()
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_recurrent(config, "the torch trainer cannot train it")
     model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
     model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
-    prove_packed(model)
+    if dtype == torch.float32:
+        prove_packed(model)
+    else:
+        prove_first_layers(path, trust_remote_code=trust_remote_code)
+        model.set_attn_implementation(attention.NAME)
     return model
 
 
