@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from trireme.algorithms.advantage import by_group, grpo
+from trireme.algorithms.assign import assign_advantages
+from trireme.algorithms.part import make_part
+from trireme.experience import EID, Experience
+from trireme.registry import ADVANTAGES
 
 
 def test_grpo_subtracts_the_mean_and_divides_by_the_sample_std():
@@ -83,3 +89,35 @@ def test_grpo_refuses_an_unknown_level():
 def test_by_group_gives_each_member_once():
     members = list(by_group(torch.tensor([4, 2, 4])))
     assert [m.tolist() for m in members] == [[False, True, False], [True, False, True]]
+
+
+def test_gdpo_normalises_each_reward_by_itself() -> None:
+    """Two groups of two; the second reward is a hundredfold, and does not apply to the last."""
+    parts = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 100.0], [0.0, math.nan]]).double()
+    groups = torch.tensor([0, 0, 1, 1])
+    weights = torch.tensor([1.0, 0.5]).double()
+    found = ADVANTAGES.get("gdpo")(groups, parts, weights, epsilon=0.0)
+    # std of {0, 1} is sqrt(1/2), so that both rewards give +-z; in group 1 the second is alone.
+    z = math.sqrt(0.5)
+    summed = [z - 0.5 * z, -z + 0.5 * z, z, -z]
+    std = math.sqrt(sum(x * x for x in summed) / 3)  # their mean is 0
+    assert found.tolist() == pytest.approx([x / std for x in summed], abs=1e-6)
+
+
+def test_gdpo_finds_what_workflows_leave_of_each_reward() -> None:
+    given = [
+        Experience(
+            [1, 2], prompt_length=1, reward=r, eid=EID(1, 0, run), info={"reward_parts": parts}
+        )
+        for run, (r, parts) in enumerate(
+            [(1.0, {"a": (1.0, 1.0), "b": [0.0, 2.0]}), (2.0, {"a": (0.0, 1.0), "b": [1.0, 2.0]})]
+        )
+    ]
+    part = make_part("advantage_fn", ADVANTAGES, "gdpo", {})
+    kept, _ = assign_advantages(part, given)
+    signs = [float(e.advantages[-1]) for e in kept if e.advantages is not None]
+    assert signs == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-3)
+    for experience in given:
+        experience.info.clear()
+    with pytest.raises(ValueError, match="asks for 'reward_parts'"):
+        assign_advantages(part, given)

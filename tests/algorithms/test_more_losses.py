@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from trireme.algorithms import kl
-from trireme.algorithms.kl import own_entropy, segment_mean, segment_sum
+from trireme.algorithms.kl import own_entropy, segment_mean, segment_sum, top_entropy
 from trireme.algorithms.policy_loss import (
     chord_mu,
     cispo,
     importance_sampling,
+    m2po,
     mix,
     mix_chord,
     opmd,
     ppo,
     rollout_correction,
+    sampler_measures,
     sapo,
+    second_moment_mask,
     sft_is,
     sft_phi,
     sppo,
@@ -237,3 +240,46 @@ def test_the_correction_of_a_token_that_the_sampler_hardly_had_is_finite():
 def test_the_correction_refuses_an_unknown_level():
     with pytest.raises(ValueError, match="rollout_is is 'geometric': expected one of token, seq"):
         rollout_correction(RATIOS, RATIOS, SAMPLES, rollout_is="geometric")  # pyright: ignore
+
+
+def test_m2po_leaves_out_the_furthest_tokens_until_the_second_moment_is_low() -> None:
+    logs = torch.tensor([0.1, 0.2, 0.5, 0.9, -0.9, -0.2], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    old = torch.zeros(6, dtype=torch.float64)
+    # the fifth has r < 1 and A > 0: PPO's clip would not touch it. Means of the sorted squares:
+    # 0.01, 0.025, 0.03 (of A < 0), 0.085, 0.23
+    chosen = second_moment_mask(logs, old, advantages, m2_threshold=0.1)
+    assert chosen.tolist() == [True, True, True, False, True, True]
+    chosen = second_moment_mask(logs, old, advantages, m2_threshold=0.02)
+    assert chosen.tolist() == [True, False, False, False, True, False]
+    loss, _ = m2po(logs, old, advantages, log_ratio_clip=0.6)
+    expected = [-math.exp(x) for x in (0.1, 0.2, 0.5, 0.6, -0.6)] + [math.exp(-0.2)]
+    assert loss.tolist() == pytest.approx(expected, abs=1e-12)
+    loss.sum().backward()
+    assert logs.grad is not None
+    slopes = [*expected[:3], 0.0, 0.0, expected[5]]  # none beyond the clip
+    assert logs.grad.tolist() == pytest.approx(slopes, abs=1e-12)
+
+
+def test_the_tokens_of_the_highest_entropy_learn() -> None:
+    entropies = torch.tensor([0.1, 0.5, 0.3, 0.2, 0.4], dtype=torch.float64)
+    assert top_entropy(entropies, 0.4).tolist() == [False, True, False, False, True]
+    assert top_entropy(entropies, 0.01).tolist() == [False, True, False, False, False]
+    assert top_entropy(entropies, 1.0).all()
+
+
+def test_measures_of_trainer_and_engine_by_hand() -> None:
+    sampler = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    trainer = sampler + torch.tensor([math.log(0.5), math.log(1.5)], dtype=torch.float64)
+    _, reported = rollout_correction(trainer, sampler, torch.tensor([0, 0]), rollout_is="token")
+    means = {f"rollout_correction/{k}": float(v.mean()) for k, v in reported.items()}
+    means |= sampler_measures(means)
+    found = {name.rpartition("/")[2]: value for name, value in means.items()}
+    assert found["ratio"] == pytest.approx(1.0, abs=1e-12)
+    assert found["chi2"] == pytest.approx(0.25, abs=1e-12)  # (0.25 + 2.25) / 2 - 1
+    assert found["ess"] == pytest.approx(0.8, abs=1e-12)  # 1 / 1.25
+    assert found["kl"] == pytest.approx(-math.log(0.75) / 2, abs=1e-12)
+    assert found["k3_kl"] == pytest.approx(-math.log(0.75) / 2, abs=1e-12)  # mean w is 1
+    assert found["sampler_ppl"] == pytest.approx(math.exp(1.5), abs=1e-12)
+    assert found["trainer_ppl"] == pytest.approx(math.exp(1.5 - math.log(0.75) / 2), abs=1e-12)
+    assert sampler_measures({}) == {}

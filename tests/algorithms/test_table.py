@@ -72,6 +72,10 @@ ROWS: dict[str, tuple[tuple[str | None, dict], tuple[str, dict], dict[str, Any]]
         ("gspo", {"clip_range_low": 3e-4, "clip_range_high": 4e-4}),
         K2 | {"loss_agg_mode": "seq-mean-token-mean"},
     ),
+    # arXiv:2510.01161
+    "m2po": (("grpo", GRPO), ("m2po", {"m2_threshold": 0.04}), {}),
+    # arXiv:2601.05242
+    "gdpo": (("gdpo", {"epsilon": 1e-4}), ("ppo", PPO), K2),
     # arXiv:2506.13585
     "cispo": (
         ("grpo", GRPO),

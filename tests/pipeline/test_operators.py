@@ -231,3 +231,18 @@ def says_nothing(experiences: list[Experience]) -> Any:
 def test_what_an_operator_must_not_return(name: str, message: str) -> None:
     with pytest.raises(OperatorFailed, match=message):
         apply(f"{HERE}:{name}", [one(1.0, 0), one(0.5, 1)])
+
+
+def test_dynamic_sampling_drops_groups_of_equal_rewards() -> None:
+    given = [one(1.0, 0), one(1.0, 1), one(0.0, 0, task=1), one(1.0, 1, task=1)]
+    kept, metrics = apply("dapo_dynamic_sampling", given)
+    assert {e.eid.task for e in kept} == {1} and metrics == {"dropped": 2.0}
+    assert apply("dapo_dynamic_sampling", given, std_threshold=0.5)[0] == []
+
+
+def test_replies_that_the_length_cut_are_not_trained_and_keep_their_rewards() -> None:
+    given = [one(1.0, 0), one(0.0, 1)]
+    given[1].truncate_status = "response_truncated"
+    kept, metrics = apply("mask_response_truncated", given)
+    assert rewards(kept) == [1.0, 0.0] and metrics == {"masked": 1.0}
+    assert [e.trained_tokens for e in kept] == [2, 0]

@@ -37,6 +37,7 @@ def _samples(recipe: Recipe) -> list[Experience]:
     for n, e in enumerate(found):
         e.reward = float(n % 3)
         e.teacher_logprobs = -4.5 + torch.randn(len(e.tokens), generator=rng) * 0.3
+        e.info["reward_parts"] = {"a": (float(n % 3), 1.0)}
         e.info["is_expert"] = n % 4 == 1
     return found
 
@@ -89,6 +90,7 @@ def test_layout_changes_neither_loss_nor_gradient(name, tiny_dir):
         {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
         {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
         {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
+        {"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
     ],
     ids=str,
 )

@@ -4,8 +4,9 @@ Functions `(rewards [N], groups [N], *, options) -> advantages [N]`; NaN says: l
 training. Further arguments that a function may name: `runs` and `steps` [N], the numbers in the
 eid; `lengths` [N], trained tokens; `mean_logprobs` [N], of those tokens, where all experiences have
 them; `step_rewards` [N], what a step earned by itself; `anchors` [N], equal where two steps were in
-the same state of the environment. They run before the buffer, where groups are whole; advantages of
-single tokens are `in_trainer` and lie in token_advantage.py.
+the same state of the environment; `reward_parts` [N, K], what each of K rewards gave (NaN where it
+does not apply), and `reward_weights` [K]. They run before the buffer, where groups are whole;
+advantages of single tokens are `in_trainer` and lie in token_advantage.py.
 """
 
 from __future__ import annotations
@@ -81,6 +82,37 @@ def grpo(
         centred = rewards[member] - mean
         advantages[member] = centred / (scale + epsilon) if norm_by_std else centred
     return advantages
+
+
+advantage("grpo_verl")(grpo)
+
+
+@advantage("gdpo")
+def gdpo(
+    groups: Tensor,
+    reward_parts: Tensor,
+    reward_weights: Tensor,
+    *,
+    epsilon: AtLeast0 = 1e-4,
+) -> Tensor:
+    """A = whitened sum of w_k A_k, A_k being GRPO's of reward k alone (GDPO, arXiv:2601.05242).
+
+    A_k = (R_k - mean) / (std + epsilon) over the group; whitened: less the mean over the batch,
+    divided by std + epsilon. Rewards of different scales keep their say, which GRPO of their sum
+    loses. A reward that does not apply to a rollout adds nothing to it.
+    """
+    summed = torch.zeros(len(groups), dtype=reward_parts.dtype)
+    for member in by_group(groups):
+        for part, weight in zip(reward_parts[member].T, reward_weights, strict=True):
+            applies = ~part.isnan()
+            if applies.sum() > 1:
+                own = part[applies]
+                scored = torch.zeros_like(part)
+                scored[applies] = weight * (own - own.mean()) / (own.std() + epsilon)
+                summed[member] += scored
+    if len(summed) < 2:
+        return summed
+    return (summed - summed.mean()) / (summed.std() + epsilon)
 
 
 @advantage("dapo")
@@ -285,6 +317,9 @@ def opmd(
     return _each_group(rewards, groups, runs, score)
 
 
+advantage("opmd_verl")(opmd)
+
+
 @advantage("asymre")
 @takes_one_rollout
 def asymre(
@@ -299,6 +334,9 @@ def asymre(
         return member if len(own) == 1 else member - (own.mean() + baseline_shift)
 
     return _each_group(rewards, groups, runs, score)
+
+
+advantage("asymre_verl")(asymre)
 
 
 @advantage("rec")

@@ -105,6 +105,7 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
     likely = [_mean_logprob(e) for e in experiences if e.logprobs is not None]
     return {
+        **_reward_parts(experiences),
         **({"mean_logprobs": torch.tensor(likely)} if len(likely) == len(experiences) else {}),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
         "step_rewards": torch.tensor(_step_rewards(experiences), dtype=torch.float32),
@@ -113,6 +114,26 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
         "runs": torch.tensor([e.eid.run for e in experiences]),
         "steps": torch.tensor([e.eid.step for e in experiences]),
         "lengths": torch.tensor([e.trained_tokens for e in experiences]),
+    }
+
+
+def _reward_parts(experiences: list[Experience]) -> dict[str, Tensor]:
+    """What each reward gave, NaN where it does not apply, and their weights; {} where workflows
+    have left nothing of it.
+    """
+    weights: dict[str, float] = {}
+    for e in experiences:
+        weights |= {name: weight for name, (_, weight) in e.info.get("reward_parts", {}).items()}
+    if not weights:
+        return {}
+    unknown = (math.nan, 0.0)
+    parts = [
+        [e.info.get("reward_parts", {}).get(name, unknown)[0] for name in weights]
+        for e in experiences
+    ]
+    return {
+        "reward_parts": torch.tensor(parts, dtype=torch.float32),
+        "reward_weights": torch.tensor(list(weights.values()), dtype=torch.float32),
     }
 
 

@@ -14,6 +14,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -110,6 +112,12 @@ def segment_sum(values: Tensor, sample_ids: Tensor) -> Tensor:
     """Of each entry [M] the sum of `values` [M] over its sample."""
     num = int(sample_ids.max()) + 1 if len(sample_ids) else 0
     return values.new_zeros(num).index_add(0, sample_ids, values)[sample_ids]
+
+
+def top_entropy(entropies: Tensor, share: float) -> Tensor:
+    """Which tokens [M] are among the `share` of them with the highest entropy; at least one is."""
+    kept = math.ceil(share * len(entropies))
+    return entropies >= entropies.kthvalue(len(entropies) - kept + 1).values
 
 
 def segment_mean(values: Tensor, sample_ids: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from trireme.config.options import checked_options, checked_value
 from trireme.registry import Registry, refuse_unknown_options
@@ -20,11 +20,13 @@ _KL = {"kl_coef": 0.001, "adaptive": False, "target_kl": 0.1, "horizon": 10000.0
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("kl_coef", "entropy_coef"), AtLeast0),
     **dict.fromkeys(("target_kl", "horizon"), Above0),
+    "top_entropy_quantile": Annotated[float, Gt(0), Le(1)],
 }
 # Options that belong to the kind and not to the function, with their defaults. The first one of a
 # term of the loss is its coefficient.
 SETTINGS: dict[str, dict[str, float | bool]] = {
     "advantage_fn": {"duplicate_experiences": False},
+    "policy_loss_fn": {"top_entropy_quantile": 1.0},
     "kl_loss_fn": _KL,
     "kl_penalty_fn": _KL,
     "entropy_loss_fn": {"entropy_coef": 0.0},

@@ -13,7 +13,7 @@ Losses of whole samples, and of pairs of them, lie in sequence_loss.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, TypeVar
 
 import torch
@@ -38,6 +38,18 @@ def idle_at_zero_advantage(loss: Loss) -> Loss:
     leave such samples out."""
     loss.idle_at_zero_advantage = True
     return loss
+
+
+def selects(choose: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
+    """Decorator: `choose(logprobs, old_logprobs, advantages, **options)` says of the whole batch
+    which tokens [M] the loss learns from; the others weigh 0.
+    """
+
+    def decorate(loss: Loss) -> Loss:
+        loss.selects = choose
+        return loss
+
+    return decorate
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -131,6 +143,47 @@ def opmd(logprobs: Tensor, advantages: Tensor, *, tau: AtLeast0 = 1.0) -> Tensor
 def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A r: the policy gradient off its policy, unclipped."""
     return -advantages * log_ratio_of(logprobs, old_logprobs).exp()
+
+
+def second_moment_mask(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    m2_threshold: float = 0.04,
+    log_ratio_clip: float = MAX_LOG_RATIO,
+) -> Tensor:
+    """Which tokens of a batch M2PO learns from: the furthest go until the mean of (log r)^2 is at
+    most the threshold, of those that PPO's clip would touch (A > 0 and r > 1, A < 0 and r < 1).
+    """
+    log_ratio = (logprobs - old_logprobs).clamp(-log_ratio_clip, log_ratio_clip)
+    touched = log_ratio * advantages > 0
+    squares, order = log_ratio[touched].square().sort()
+    counts = torch.arange(1, len(squares) + 1, device=squares.device)
+    too_far = squares.cumsum(0) / counts > m2_threshold  # means of sorted numbers only rise
+    selected = torch.ones_like(touched)
+    selected[touched.nonzero().flatten()[order[too_far]]] = False
+    return selected
+
+
+@policy_loss("m2po")
+@idle_at_zero_advantage
+@selects(second_moment_mask)
+def m2po(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    m2_threshold: Above0 = 0.04,
+    log_ratio_clip: Above0 = MAX_LOG_RATIO,
+) -> Reported:
+    """-A r, but for the tokens that moved furthest (M2PO, arXiv:2510.01161).
+
+    They are left out until the mean of (log r)^2 over the batch is at most `m2_threshold`; log r
+    is clipped at `log_ratio_clip`.
+    """
+    log_ratio = (logprobs - old_logprobs).clamp(-log_ratio_clip, log_ratio_clip)
+    return -advantages * log_ratio.exp(), {"ppo_kl": -log_ratio.detach()}
 
 
 @policy_loss("cispo")
@@ -308,7 +361,15 @@ def rollout_correction(
     """
     differences = logprobs.detach() - sampler_logprobs
     weights = torch.ones_like(differences)
-    reported: dict[str, Tensor] = {}
+    plain = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    reported = {
+        "kl": -differences,
+        "k3_kl": plain - 1 - differences,
+        "ratio": plain,
+        "chi2": plain.square() - 1,
+        "trainer_nll": -logprobs.detach(),
+        "sampler_nll": -sampler_logprobs,
+    }
     if rollout_is is not None:
         ratio = _ratio("rollout_is", rollout_is, differences, sample_ids)
         weights = ratio.clamp(max=rollout_is_threshold)
@@ -321,6 +382,21 @@ def rollout_correction(
         weights = weights * ~outside
         reported["masked"] = outside.float()
     return weights, reported | {"weight": weights}
+
+
+def sampler_measures(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the means that `rollout_correction` reports come to: the share of the tokens that is
+    left as effective sample size, (mean w)^2 / mean w^2, and the perplexities of both sides.
+    """
+    of = "rollout_correction/"
+    if f"{of}ratio" not in metrics:
+        return {}
+    trainer, sampler = metrics[f"{of}trainer_nll"], metrics[f"{of}sampler_nll"]
+    return {
+        f"{of}ess": metrics[f"{of}ratio"] ** 2 / (metrics[f"{of}chi2"] + 1),
+        f"{of}trainer_ppl": math.exp(min(trainer, MAX_LOG_RATIO)),
+        f"{of}sampler_ppl": math.exp(min(sampler, MAX_LOG_RATIO)),
+    }
 
 
 def _ratio(option: str, level: str, differences: Tensor, sample_ids: Tensor) -> Tensor:

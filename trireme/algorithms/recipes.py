@@ -107,6 +107,16 @@ class Recipe:
         return self._weighted("entropy_loss_fn")
 
     @property
+    def top_entropy(self) -> float:
+        """The share of tokens that learn: those of the highest entropy (arXiv:2506.01939)."""
+        return float(self.policy_loss.settings["top_entropy_quantile"])
+
+    @property
+    def selects(self) -> bool:
+        """Whether the policy learns from a part of the batch's tokens."""
+        return self.top_entropy < 1 or self.policy_loss.marked("selects")
+
+    @property
     def correction(self) -> Part | None:
         """The correction between sampler and trainer, where there is one."""
         return self.parts.get("rollout_correction")

@@ -87,6 +87,19 @@ algorithm(
     use="Mixtures of experts and long replies, where single tokens' ratios are noisy.",
 )
 algorithm(
+    "m2po",
+    like="grpo",
+    policy_loss="m2po",
+    kl="none",
+    use="Very stale experiences: only the tokens that moved furthest are left out.",
+)
+algorithm(
+    "gdpo",
+    like="grpo",
+    advantage="gdpo",
+    use="Several rewards of different scales, each compared by itself.",
+)
+algorithm(
     "cispo",
     like="grpo",
     policy_loss="cispo",

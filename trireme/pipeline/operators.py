@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from trireme.aio import call_user
 from trireme.config.options import checked_value, fitting_options
 from trireme.experience import Experience, group_by
@@ -154,6 +156,25 @@ def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) 
         if len(rewards) > 1 and statistics.pstdev(rewards) > threshold:
             kept.add(group)
     return _keep(experiences, [e for e in experiences if e.eid.tid in kept])
+
+
+@operator("dapo_dynamic_sampling")
+def dapo_dynamic_sampling(experiences: list[Experience], *, std_threshold: float = 0.0) -> Operated:
+    """Drops groups that teach nothing, as `reward_std_filter` does; the trainer waits until others
+    fill its batch (DAPO, arXiv:2503.14476).
+    """
+    return reward_std_filter(experiences, threshold=std_threshold)
+
+
+@operator("mask_response_truncated")
+def mask_response_truncated(experiences: list[Experience]) -> Operated:
+    """Leaves replies that the length cut out of the loss; their rewards still count in the group
+    (overlong filtering, arXiv:2503.14476).
+    """
+    cut = [e for e in experiences if e.truncate_status == "response_truncated"]
+    for experience in cut:
+        experience.mask = torch.zeros_like(experience.mask)
+    return experiences, {"masked": float(len(cut))}
 
 
 @operator("reward_shaping_mapper")

@@ -354,6 +354,11 @@ async def reward_group(
             # a prompt that was too long keeps its reward of 0
             experience.reward = reward if experience.reward is None else experience.reward
             experience.metrics.update(found)
+            experience.info["reward_parts"] = {
+                name: (found[f"rewards/{name}"], weight)
+                for name, weight in zip(judge.names, judge.weights, strict=True)
+                if f"rewards/{name}" in found
+            }
 
 
 def _as_row(own: Sequence[Experience]) -> Row:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.algorithms.kl import adapted
+from trireme.algorithms.kl import adapted, top_entropy
 from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch
@@ -114,10 +114,34 @@ def prepare(
     batch = batch.with_fields(weights=recipe.weights(batch))
     if recipe.needs_reference:
         batch = batch.with_fields(ref_logprobs=learning.reference(backend, batch))
-    advantage = recipe.token_advantage
-    if advantage is None:
-        return batch, {}
-    return _with_advantages(backend, recipe, advantage, experiences, batch, learning)
+    metrics: dict[str, float] = {}
+    if advantage := recipe.token_advantage:
+        batch, metrics = _with_advantages(backend, recipe, advantage, experiences, batch, learning)
+    if recipe.selects:
+        selected = _selected(backend, recipe, batch)
+        batch = batch.with_fields(selected=selected)
+        metrics["actor/masked"] = 1 - float(selected.float().mean())
+    return batch, metrics
+
+
+def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
+    """Which entries [M] the policy learns from. They are chosen of the whole batch, before its
+    gradient: a micro-batch that chose for itself would make the loss depend on how it is cut.
+    """
+    selected = torch.ones(batch.num_tokens, dtype=torch.bool)
+    if recipe.top_entropy < 1:
+        logprobs, entropies, _ = backend.scores(batch)
+        selected = top_entropy(entropies, recipe.top_entropy)
+    else:
+        logprobs = backend.logprobs(batch)
+    loss = recipe.policy_loss
+    if loss.marked("selects"):
+        old = batch.get("old_logprobs", asked_by=loss.label) if recipe.bypass_old_logprobs else None
+        advantages = batch.get("advantages", asked_by=loss.label)
+        choose = getattr(loss.function, "selects")  # noqa: B009 (an attribute of a function)
+        old = logprobs if old is None else old
+        selected &= choose(logprobs, old, advantages, **loss.options)
+    return selected
 
 
 def _with_advantages(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trireme.algorithms.policy_loss import sampler_measures
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
@@ -105,6 +106,7 @@ def _train_step(
         backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
         metrics = backend.step()
     metrics = metrics_of(backend.gather(tally.read())) | metrics | sizes | prepared
+    metrics |= sampler_measures(metrics)
     if recipe.kl:
         metrics["actor/kl_coef"] = learning.coefficients["kl_loss_fn"]
         if learning.trains_policy:  # else nothing was measured
@@ -151,6 +153,8 @@ def batch_loss(
         policy = policy * factors
         for name, values in corrected.items():
             tally.mean(f"rollout_correction/{name}", values)
+    if has("selected"):
+        policy = policy * lookup("selected", "the trainer")
     total = policy
     # without a policy gradient the loss has the name of what it is
     kind = "pg" if recipe.schema == "experience" else recipe.schema

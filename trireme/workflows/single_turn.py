@@ -94,6 +94,7 @@ class SimpleWorkflow(Workflow):
             )
             experience.reward = sum(parts.values())
             experience.metrics.update(parts)
+            experience.info["reward_parts"] = {name: (part, 1.0) for name, part in parts.items()}
         return experiences
 
     @classmethod
