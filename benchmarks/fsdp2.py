@@ -30,7 +30,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend, TrainSettings
-from trireme.trainer.ranks import Place, Ranks, free_address
+from trireme.trainer.ranks import Ranks, RankSpec, free_address
 from trireme.trainer.step import train_step
 
 STEPS, COMPARED, QUICK = 7, 4, 2
@@ -71,7 +71,7 @@ def batch() -> list[Experience]:
     return out
 
 
-def measure(model: Path, share: bool, place: Place | None, out: Path, steps: int) -> None:
+def measure(model: Path, share: bool, place: RankSpec | None, out: Path, steps: int) -> None:
     """Median seconds of a step, and the weights after some, into `out` by rank 0."""
     torch.set_num_threads(1)
     settings = TrainSettings(OptimizerConfig(lr=1e-4), 4096, grad_clip=1.0, share_prefix=share)
@@ -91,7 +91,7 @@ def run(model: Path, share: bool, world: int, sequence: int, out: Path, steps: i
     """One row of the table."""
     context = multiprocessing.get_context("forkserver")  # its processes share their imports
     context.set_forkserver_preload(["trireme.trainer.step"])
-    first = Place(0, world, free_address(), sequence, timeout=600)
+    first = RankSpec(0, world, free_address(), sequence, timeout=600)
     places = [replace(first, rank=r) for r in range(world)] if world > 1 else [None]
     processes = [
         context.Process(target=measure, args=(model, share, p, out, steps)) for p in places

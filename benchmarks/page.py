@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.monitor.monitor import JsonLinesMonitor
-from trireme.view.rollouts import Filter, Rollouts
+from trireme.view.rollouts import Filter, RolloutIndex
 from trireme.view.serve import PageOptions, serve
 
 PER_STEP = 512
@@ -114,7 +114,7 @@ def main() -> None:
         folder = Path(place) / "run"
         make_folder(folder, given.rollouts)
         size = (folder / "buffer/experience_buffer.jsonl").stat().st_size
-        rollouts = Rollouts(folder)
+        rollouts = RolloutIndex(folder)
         rows = {f"index of {given.rollouts:,} rollouts ({size / 1e6:.0f} MB), once": median_ms(
             rollouts.refresh, 1)}  # fmt: skip
         for name, wanted in (

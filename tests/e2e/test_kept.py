@@ -15,7 +15,7 @@ from trireme.launch.check import make_plans
 from trireme.launch.stages import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
-from trireme.view.rollouts import Filter, Rollouts
+from trireme.view.rollouts import Filter, RolloutIndex
 from trireme.view.runs import find_runs
 from trireme.view.tokens import Tokens
 
@@ -37,7 +37,7 @@ def test_a_run_keeps_what_the_page_shows_and_trains_the_same_without(tmp_path: P
     assert sorted(eids) == [f"{step}/held_out/{n}/0/0" for step in (0, 2, 4) for n in range(3)]
     assert [step for step, _ in files(job / "buffer/trained")] == [1, 2, 3, 4]
     (run,) = find_runs(job)
-    rollouts = Rollouts(job)
+    rollouts = RolloutIndex(job)
     rollouts.refresh()
     best = rollouts.rows(rollouts.select(Filter(kind="train", order="best"))[:1])[0]
     shown = Tokens(run).of(best["eid"])

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from trireme.engines.weight_group import Meeting, WeightGroup, open_store
-from trireme.trainer.ranks import Place, connect, free_address
+from trireme.trainer.ranks import RankSpec, connect, free_address
 
 
 def refuses(host: str, port: int) -> bool:
@@ -27,7 +27,7 @@ def test_a_store_on_one_address_is_not_open_on_others() -> None:
     """All of 127/8 is this machine: 127.0.0.2 stands for its address in a network."""
     address = free_address()
     trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=5))
-    ranks = connect(Place(0, 2, address, timeout=5), serve=True)
+    ranks = connect(RankSpec(0, 2, address, timeout=5), serve=True)
     for port in (trainer.port, ranks.port):
         assert not refuses("127.0.0.1", port)
         assert refuses("127.0.0.2", port)

@@ -17,13 +17,13 @@ from ray.exceptions import RayTaskError
 
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.config.schema import ClusterConfig
-from trireme.launch.ray.actors import SidePart
+from trireme.launch.ray.actors import SideWorker
 from trireme.launch.ray.cluster import gpus_of
-from trireme.launch.ray.remote import Actor, Part, Reports, answer, remote
+from trireme.launch.ray.remote import Actor, Reports, Worker, answer, remote
 from trireme.launch.ray.run import environment_of
 
 
-class Adder(Part):
+class Adder(Worker):
     async def add(self, one: int, other: int) -> int:
         if other < 0:
             raise ValueError("expected a number that is not negative")
@@ -50,11 +50,11 @@ def test_what_stands_for_a_part_can_be_copied() -> None:
 
 
 def test_a_side_answers_what_its_part_does_not() -> None:
-    class Sided(SidePart[Any]):
+    class Sided(SideWorker[Any]):
         async def own(self) -> str:
             return "part"
 
-    async def both(part: SidePart[Any]) -> list[str]:
+    async def both(part: SideWorker[Any]) -> list[str]:
         return [await part.method("own")(), await part.method("train")()]
 
     async def train() -> str:

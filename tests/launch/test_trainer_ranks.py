@@ -22,7 +22,7 @@ from trireme.launch.check import make_plans
 from trireme.launch.training import TrainerRanks, follow_plan
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
-from trireme.trainer.ranks import Place
+from trireme.trainer.ranks import RankSpec
 from trireme.trainer.step import train_step
 
 
@@ -69,7 +69,7 @@ def _train(backend: Backend, learning: Learning, plan: Plan, job: Path) -> dict[
     return {"metrics": metrics, "weights": weights}
 
 
-def _rank(place: Place, folder: Path, model: Path, algorithm: str) -> dict[str, Any]:
+def _rank(place: RankSpec, folder: Path, model: Path, algorithm: str) -> dict[str, Any]:
     plan = _plan(folder / f"config_{place.rank}", model, algorithm)
     if place.rank:
         follow_plan(plan, plan.model_path, place)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trireme.model.openai_answer import Pieces
+from trireme.model.openai_answer import StreamedText
 
 
 def of_bytes(ids: Sequence[int]) -> str:
@@ -11,7 +11,7 @@ def of_bytes(ids: Sequence[int]) -> str:
 
 
 def shown(text: str, *barriers: str) -> list[str]:
-    pieces = Pieces(of_bytes, barriers)
+    pieces = StreamedText(of_bytes, barriers)
     return [pieces.add(byte) for byte in text.encode()]
 
 
@@ -28,7 +28,7 @@ def test_behind_a_barrier_nothing_is_shown() -> None:
 
 
 def test_the_rest_is_what_was_not_shown() -> None:
-    pieces = Pieces(of_bytes, ["STOP"])
+    pieces = StreamedText(of_bytes, ["STOP"])
     for byte in b"abST":
         pieces.add(byte)
     assert pieces.shown == "ab" and pieces.rest("abST") == "ST"

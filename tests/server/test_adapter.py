@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from trireme.engines.weight_group import Part, fingerprint
+from trireme.engines.weight_group import BucketEntry, fingerprint
 from trireme.server.weights import AnnouncedWeights, base_weights, merge_adapter
 
 
@@ -82,7 +82,7 @@ def test_an_adapter_comes_over_the_group_and_belongs_to_the_last_full_weights(
     parts, at = [], 0
     for name, tensor in tensors.items():
         size = tensor.numel() * 4
-        parts.append(Part(name, "float32", list(tensor.shape), at, at + size))
+        parts.append(BucketEntry(name, "float32", list(tensor.shape), at, at + size))
         at += size
     bucket = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
 

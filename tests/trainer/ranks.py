@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from tests.e2e.job import forkserver
-from trireme.trainer.ranks import Place, free_address
+from trireme.trainer.ranks import RankSpec, free_address
 
 LIMIT = 60.0  # seconds until a rank that has not ended is killed
 
 
-def start(function: Callable[..., Any], place: Place, *args: Any) -> BaseProcess:
+def start(function: Callable[..., Any], place: RankSpec, *args: Any) -> BaseProcess:
     """`function(place, *args)` in a new process with one thread."""
     words = (function, place, *args)
     process = forkserver().Process(target=_one_thread, args=words, daemon=True)
@@ -27,7 +27,7 @@ def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) ->
     """`function(place, *args)` on all ranks at once; what each returns (plain values, tensors)."""
     world = place.pop("world", 2)
     address = free_address()
-    places = [Place(rank, world, address, timeout=LIMIT, **place) for rank in range(world)]
+    places = [RankSpec(rank, world, address, timeout=LIMIT, **place) for rank in range(world)]
     folder.mkdir(exist_ok=True)
     files = [folder / f"rank_{p.rank}.pt" for p in places]
     processes = [
@@ -40,7 +40,7 @@ def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) ->
     return [torch.load(file, weights_only=True) for file in files]
 
 
-def _keep(place: Place, function: Callable[..., Any], file: Path, args: tuple[Any, ...]) -> None:
+def _keep(place: RankSpec, function: Callable[..., Any], file: Path, args: tuple[Any, ...]) -> None:
     torch.save(function(place, *args), file)
 
 

@@ -18,7 +18,7 @@ from trireme.batch import Batch, flatten, of_tokens
 from trireme.engines.torch import rows as engine_rows
 from trireme.trainer import attention
 from trireme.trainer.model import hidden_states, load_model, token_logprobs
-from trireme.trainer.pack import Layout, pack
+from trireme.trainer.pack import PackedBatch, pack
 
 
 def random_batch(rng: torch.Generator) -> Batch:
@@ -111,7 +111,7 @@ def gpu_attention(
     return torch.empty_like(query)
 
 
-def walk(layout: Layout, dtype: torch.dtype) -> int:
+def walk(layout: PackedBatch, dtype: torch.dtype) -> int:
     """The largest tensor of a forward pass of a 1.5B's attention on a GPU that is not there."""
     attention.register()
     shape = Qwen2Config(

@@ -14,7 +14,7 @@ from tests.trainer.ranks import run
 from tests.trainer.samples import critic_of, experiences
 from trireme.batch import Batch, flatten
 from trireme.trainer.critic import Critic
-from trireme.trainer.ranks import Place, Ranks, whole
+from trireme.trainer.ranks import Ranks, RankSpec, whole
 
 # By name: what the critic is given.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def _learned(critic: Critic) -> dict[str, Any]:
     return {"metrics": metrics, "values": values, "weights": _weights(critic)}
 
 
-def _learns(place: Place, path: Path, names: list[str]) -> dict[str, Any]:
+def _learns(place: RankSpec, path: Path, names: list[str]) -> dict[str, Any]:
     ranks = Ranks(place)
     out = {name: _learned(_make(path, name, ranks)) for name in names}
     ranks.close()
@@ -89,7 +89,7 @@ def test_ranks_value_and_learn_what_one_process_does(world, sequence, names, tmp
         assert all(torch.equal(got[name]["values"], ranks[0][name]["values"]) for got in ranks)
 
 
-def _goes_on(place: Place, path: Path, job: Path, alone: Path) -> list[dict[str, Tensor]]:
+def _goes_on(place: RankSpec, path: Path, job: Path, alone: Path) -> list[dict[str, Tensor]]:
     """After four updates: in one go, saved and loaded after two, and from what one process saved
     after two.
     """
@@ -133,7 +133,7 @@ def test_what_two_ranks_or_one_process_save_any_number_goes_on_with(tiny_dir, tm
             assert torch.allclose(got[name], tensor, atol=1e-5), name
 
 
-def _breaks(place: Place, path: Path, folder: Path) -> list[str]:
+def _breaks(place: RankSpec, path: Path, folder: Path) -> list[str]:
     """What a rank raises for a return that is infinite, and for a folder that is none."""
     ranks = Ranks(place)
     critic = _make(path, "many_micro_batches", ranks)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from tests.trainer.ranks import run
-from trireme.launch.training import place_of
+from trireme.launch.training import make_rank_spec
 from trireme.trainer import ranks as ranks_module
 from trireme.trainer.orders import Orders, follow
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 
 PLAN: Any = SimpleNamespace(
     device="cuda",
@@ -45,13 +45,13 @@ def fake_cuda() -> Iterator[list[tuple[str, int]]]:
         yield chosen
 
 
-def _meet(place: Place) -> dict[str, Any]:
+def _meet(place: RankSpec) -> dict[str, Any]:
     """A plan's ranks say where they compute; rank 0 does its part in a thread of its own."""
     with fake_cuda() as chosen:
         if place.rank:
-            follow(place_of(PLAN, place.rank, place.world, place.address), lambda _: {})
+            follow(make_rank_spec(PLAN, place.rank, place.world, place.address), lambda _: {})
             return {"chosen": chosen}
-        ranks = Ranks(place_of(PLAN, 0, place.world, place.address))
+        ranks = Ranks(make_rank_spec(PLAN, 0, place.world, place.address))
         orders = Orders(ranks)
         answer = orders.guarded(lambda: 7)
         orders.close()
@@ -66,10 +66,10 @@ def test_ranks_of_a_plan_on_gpus_set_a_device_with_an_index(tmp_path: Path) -> N
     assert second["chosen"] == [("MainThread", 0)]
 
 
-def _fails_in_its_thread(place: Place) -> str:
+def _fails_in_its_thread(place: RankSpec) -> str:
     """What rank 0's caller sees of a device that its thread cannot have."""
     with fake_cuda():
-        ranks = Ranks(place_of(PLAN, 0, 1, place.address))
+        ranks = Ranks(make_rank_spec(PLAN, 0, 1, place.address))
         heard: list[str] = []
 
         def lost(device: Any) -> None:

@@ -21,7 +21,7 @@ from trireme.batch import Batch
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import Learning
 from trireme.trainer.orders import Commands, Orders, RankLost, follow
-from trireme.trainer.ranks import Place, Ranks, free_address
+from trireme.trainer.ranks import Ranks, RankSpec, free_address
 from trireme.trainer.step import commands, train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
@@ -35,7 +35,7 @@ def _commands(path: Path, ranks: Ranks) -> Commands:
     return commands(_make(path, ranks), RECIPE, Learning(RECIPE))
 
 
-def _leads(place: Place, path: Path) -> dict:
+def _leads(place: RankSpec, path: Path) -> dict:
     """What rank 0 sees of two steps, a score, the weights, and a score again."""
     if place.rank:
         follow(place, partial(_commands, path))
@@ -61,7 +61,7 @@ def test_the_leader_alone_is_called_and_all_follow(tiny_dir, tmp_path):
         assert torch.allclose(led["weights"][name], weight, atol=1e-5), name
 
 
-def _until_lost(place: Place, path: Path, how: str, file: Path) -> None:
+def _until_lost(place: RankSpec, path: Path, how: str, file: Path) -> None:
     """Rank 0 writes the sentence it raises; rank 1 dies, freezes or fails in the second step."""
     if place.rank == 1:
         _break_second_step(how)
@@ -96,7 +96,7 @@ def _break_second_step(how: str) -> None:
 @pytest.mark.parametrize("how", ["dies", "freezes", "fails"])
 def test_a_rank_that_is_gone_is_named_and_nothing_hangs(how, tiny_dir, tmp_path):
     address, file = free_address(), tmp_path / "said"
-    places = [Place(rank, 3, address, timeout=600, lost_after=4) for rank in range(3)]
+    places = [RankSpec(rank, 3, address, timeout=600, lost_after=4) for rank in range(3)]
     processes = [start(_until_lost, place, tiny_dir, how, file) for place in places]
     try:
         processes[0].join(60)

@@ -18,7 +18,7 @@ from trireme.batch import flatten
 from trireme.registry import policy_loss
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import NotFinite, Place, Ranks, whole
+from trireme.trainer.ranks import NotFinite, Ranks, RankSpec, whole
 from trireme.trainer.step import train_step
 
 FULL = {
@@ -70,7 +70,7 @@ def _make(path: Path, given: dict[str, Any], ranks: Ranks | None = None) -> Back
     return backend_of(path, ranks, reference=True, **given)
 
 
-def _learn(place: Place, path: Path, names: list[str]) -> dict[str, Any]:
+def _learn(place: RankSpec, path: Path, names: list[str]) -> dict[str, Any]:
     ranks = Ranks(place)
     out = {name: _learned(_make(path, LAYOUTS[name][1], ranks)) for name in names}
     ranks.close()
@@ -118,7 +118,7 @@ def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
             _same(got[name], expected)
 
 
-def _breaks(place: Place, path: Path) -> list[str]:
+def _breaks(place: RankSpec, path: Path) -> list[str]:
     """What each rank raises for a loss that is not finite, and for a gradient that is not."""
     ranks = Ranks(place)
     said = []

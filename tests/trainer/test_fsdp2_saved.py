@@ -22,7 +22,7 @@ from trireme.checkpoint.resume import load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
@@ -49,7 +49,7 @@ def _save(backend: Any, job: Path, path: Path) -> None:
     )
 
 
-def _interrupted(place: Place, path: Path, job: Path, lora: bool) -> list[dict[str, Tensor]]:
+def _interrupted(place: RankSpec, path: Path, job: Path, lora: bool) -> list[dict[str, Tensor]]:
     """The weights after four steps: of one run, and of one that goes on after two."""
     ranks = Ranks(place)
     backend = _make(path, lora, ranks)
@@ -77,7 +77,7 @@ class _Announced:
         self._backend.save(actor, hf=hf)
 
 
-def _goes_on(place: Place, path: Path, jobs: list[Path], lora: bool) -> list[dict[str, Tensor]]:
+def _goes_on(place: RankSpec, path: Path, jobs: list[Path], lora: bool) -> list[dict[str, Tensor]]:
     """The weights after step 4 of each job, whoever wrote step 2."""
     ranks = Ranks(place)
     out = []

@@ -22,7 +22,7 @@ from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.weight_group import fingerprint
 from trireme.sync.probe import compare_weights
 from trireme.trainer.backend import Backend
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -41,7 +41,7 @@ def on(device: str, folder: Path, **given: Any) -> Backend:
     return backend_of(folder, reference=True, device=device, **given)
 
 
-def learned_by_rank(place: Place, folder: Path) -> torch.Tensor:
+def learned_by_rank(place: RankSpec, folder: Path) -> torch.Tensor:
     ranks = Ranks(replace(place, device=f"cuda:{place.rank}"))
     scores = learned(backend_of(folder, ranks, reference=True))
     ranks.close()

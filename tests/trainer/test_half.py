@@ -17,7 +17,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.trainer import head
 from trireme.trainer.backend import Backend
-from trireme.trainer.ranks import Place, Ranks, whole
+from trireme.trainer.ranks import Ranks, RankSpec, whole
 from trireme.trainer.step import train_step
 
 FULL = {
@@ -145,7 +145,7 @@ def half(folder: Path, ranks: Ranks | None = None) -> dict[str, Any]:
     }
 
 
-def _by_rank(place: Place, folder: Path) -> dict[str, Any]:
+def _by_rank(place: RankSpec, folder: Path) -> dict[str, Any]:
     ranks = Ranks(place)
     found = half(folder, ranks)
     ranks.close()

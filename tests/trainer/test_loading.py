@@ -14,7 +14,7 @@ from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
 from trireme.trainer.model import empty_model
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 
 MB = 2**20
 
@@ -26,7 +26,7 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _loads(place: Place, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+def _loads(place: RankSpec, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     ranks = Ranks(place)
     Path("/proc/self/clear_refs").write_text("5")  # the highest size is that of now
     before = _status("VmRSS")

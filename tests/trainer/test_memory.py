@@ -21,7 +21,7 @@ from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
 from trireme.batch import of_tokens
 from trireme.config.memory import GIB, ModelShape, Use, memory_of, shape_of
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 
 MB = 2**20
 SIZES: Any = {
@@ -97,7 +97,7 @@ def _status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
-def _peak(place: Place, folder: Path, tokens: int, given: dict[str, Any]) -> int:
+def _peak(place: RankSpec, folder: Path, tokens: int, given: dict[str, Any]) -> int:
     """Bytes that a step takes at most that is not the first, beside the interpreter's."""
     ranks = Ranks(place)
     small = backend_of(folder.parent / "small", ranks)

@@ -18,12 +18,12 @@ from tests.view.made import experience, make_run
 from trireme.buffer.record import Record
 from trireme.experience import EID
 from trireme.explorer.explorer import with_messages
-from trireme.view.rollouts import Filter, Rollouts, Selection, export
+from trireme.view.rollouts import Filter, RolloutIndex, Selection, export
 
 
 @pytest.fixture
-def rollouts(tmp_path: Path) -> Rollouts:
-    made = Rollouts(make_run(tmp_path / "run"))
+def rollouts(tmp_path: Path) -> RolloutIndex:
+    made = RolloutIndex(make_run(tmp_path / "run"))
     made.refresh()
     return made
 
@@ -52,7 +52,7 @@ def rollouts(tmp_path: Path) -> Rollouts:
     ],
 )
 def test_a_filter_finds_what_a_loop_over_all_lines_finds(
-    rollouts: Rollouts, wanted: Filter, holds: Any
+    rollouts: RolloutIndex, wanted: Filter, holds: Any
 ) -> None:
     everything = rollouts.rows(range(len(rollouts)))
     assert len(everything) == 3 * 8 + 3 * 2 + 1
@@ -79,7 +79,7 @@ def test_a_search_takes_no_key_and_no_escape_for_a_text(tmp_path: Path) -> None:
     ]  # fmt: skip
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     (buffer / "experience_buffer.jsonl").write_text(text)
-    found = Rollouts(tmp_path)
+    found = RolloutIndex(tmp_path)
     found.refresh()
     for needle in NEEDLES:
         places = found.select(Filter(text=needle, order="oldest")).tolist()
@@ -90,7 +90,7 @@ def test_a_search_takes_no_key_and_no_escape_for_a_text(tmp_path: Path) -> None:
         assert places == wanted, needle
 
 
-def test_orders(rollouts: Rollouts) -> None:
+def test_orders(rollouts: RolloutIndex) -> None:
     def rewards(order: str) -> list[Any]:
         return [row["reward"] for row in rollouts.rows(rollouts.select(Filter(order=order)))]
 
@@ -106,7 +106,7 @@ def test_orders(rollouts: Rollouts) -> None:
         Filter(order="biggest")
 
 
-def test_the_same_held_out_task_through_the_steps(rollouts: Rollouts) -> None:
+def test_the_same_held_out_task_through_the_steps(rollouts: RolloutIndex) -> None:
     rows = rollouts.rows(rollouts.select(Filter(kind="eval", task="held_out/1", order="oldest")))
     assert [row["eid"] for row in rows] == [f"{step}/held_out/1/0/0" for step in (1, 2, 3)]
 
@@ -114,7 +114,7 @@ def test_the_same_held_out_task_through_the_steps(rollouts: Rollouts) -> None:
 def test_a_file_that_grows_is_read_on_and_one_that_is_replaced_anew(tmp_path: Path) -> None:
     lines = tmp_path / "buffer/experience_buffer.jsonl"
     record = Record(lines=lines)
-    found = Rollouts(tmp_path)
+    found = RolloutIndex(tmp_path)
     found.refresh()
     assert len(found) == 0
     record._write([experience(1, 0, 0, math.nan), experience(1, 0, 1, 1.0)])
@@ -142,7 +142,7 @@ def test_a_run_with_a_database_alone(tmp_path: Path) -> None:
     record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
     record._write([experience(1, 0, run, float(run)) for run in range(3)])
     record.close()
-    found = Rollouts(tmp_path)
+    found = RolloutIndex(tmp_path)
     found.refresh()
     best = found.rows(found.select(Filter(order="best", text="reply 2")))
     assert [(row["eid"], row["reward"]) for row in best] == [("1/0/2/0", 2.0)]
@@ -151,7 +151,7 @@ def test_a_run_with_a_database_alone(tmp_path: Path) -> None:
 def test_a_database_that_was_cut_or_rewound_is_read_anew(tmp_path: Path) -> None:
     record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
     record._write([experience(1, 0, run, float(run)) for run in range(3)])
-    found = Rollouts(tmp_path)
+    found = RolloutIndex(tmp_path)
 
     def rewards() -> dict[str, Any]:
         found.refresh()
@@ -172,7 +172,7 @@ def test_a_database_that_was_cut_or_rewound_is_read_anew(tmp_path: Path) -> None
     record.close()
 
 
-def test_a_selection_is_exported_whole(rollouts: Rollouts) -> None:
+def test_a_selection_is_exported_whole(rollouts: RolloutIndex) -> None:
     places = rollouts.select(Filter(kind="train", least=1.0))
     rows = [json.loads(line) for line in b"".join(export(rollouts, places, "jsonl")).splitlines()]
     assert rows == rollouts.rows(places) and len(rows) == 12
@@ -189,7 +189,7 @@ def test_evaluations_and_failures_are_exported_as_parquet(tmp_path: Path) -> Non
     other.eid = EID("3/held_out", 5, 0)
     record.write_lines([with_messages(other)])
     record.close()
-    rollouts = Rollouts(run)
+    rollouts = RolloutIndex(run)
     rollouts.refresh()
     for kind, count in (("eval", 7), ("failed", 1)):
         places = rollouts.select(Filter(kind=kind))
@@ -200,5 +200,5 @@ def test_evaluations_and_failures_are_exported_as_parquet(tmp_path: Path) -> Non
         assert [text and json.loads(text) for text in texts] == [row.get(key) for row in rows]
 
 
-def as_table(rollouts: Rollouts, places: Selection) -> pyarrow.Table:
+def as_table(rollouts: RolloutIndex, places: Selection) -> pyarrow.Table:
     return pyarrow.parquet.read_table(io.BytesIO(b"".join(export(rollouts, places, "parquet"))))

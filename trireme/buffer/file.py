@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trireme.buffer.buffer import Closed, Demand
-from trireme.data.selectors import Order
+from trireme.data.selectors import RowOrder
 from trireme.experience import EID, Experience
 from trireme.log import get_logger
 
 logger = get_logger("queue_experience_buffer")
 
 
-class Format(Protocol):
+class RowFormat(Protocol):
     """Makes row after row an experience."""
 
     counts: Counter[str]
@@ -43,7 +43,7 @@ class FileBuffer:
     def __init__(
         self,
         name: str,
-        format: Format,
+        format: RowFormat,
         *,
         total_epochs: int | None = None,
         shuffle: bool = True,
@@ -53,7 +53,9 @@ class FileBuffer:
         self.name = name
         self.demand = Demand()
         self._format = format
-        self._order = Order(len(format), selector="shuffle" if shuffle else "sequential", seed=seed)
+        self._order = RowOrder(
+            len(format), selector="shuffle" if shuffle else "sequential", seed=seed
+        )
         self._end = None if total_epochs is None else total_epochs * len(format)
         self._position = 0
         self._told: Counter[str] = Counter()

@@ -38,7 +38,7 @@ from trireme.log import get_logger
 logger = get_logger("queue_experience_buffer")
 
 
-class Heartbeat:
+class PartyHeartbeat:
     """Calls `beat` every `interval` seconds until `stop`; ends with the process.
 
     A beat that fails is logged and tried again: whoever then counts as silent is told so when it

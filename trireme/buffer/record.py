@@ -65,7 +65,7 @@ class Record:
         self._table = experience_table(TABLE, self._metadata)
         self._database = database
         self._engine: Engine | None = None
-        self._lines = _Lines(lines, limit, sampled) if lines is not None else None
+        self._lines = _LineFile(lines, limit, sampled) if lines is not None else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="record")
         self._pending: list[Future[None]] = []
 
@@ -172,7 +172,7 @@ class Record:
             self._lines.rewind(step)
 
 
-class _Lines:
+class _LineFile:
     """A JSON Lines file with one line an id."""
 
     def __init__(self, path: Path, limit: float = math.inf, sampled: bool = False) -> None:

@@ -31,7 +31,7 @@ from sqlalchemy.exc import DBAPIError
 
 from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, WallClock
 from trireme.buffer.claims import Claims, Reuse
-from trireme.buffer.parties import Heartbeat, Parties
+from trireme.buffer.parties import Parties, PartyHeartbeat
 from trireme.buffer.table import first_line, is_away, open_database, row_of
 from trireme.experience import Experience
 from trireme.log import get_logger
@@ -107,7 +107,7 @@ class SqlBuffer:
         """Whether the database's claims of this reader are `_held` and what is sealed."""
         self._dropped = 0
         self._transact(self._parties.enter)
-        self._heartbeat = Heartbeat(_beat(self._database, self._parties), lease_time / BEATS)
+        self._heartbeat = PartyHeartbeat(_beat(self._database, self._parties), lease_time / BEATS)
         weakref.finalize(self, self._heartbeat.stop)
 
     async def put(self, experiences: Sequence[Experience]) -> None:

@@ -113,7 +113,7 @@ OUTPUT_DTYPES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Checkpoint:
     """One checkpoint."""
 
     root: Path
@@ -148,7 +148,7 @@ class Options:
     """How large a safetensors file may become."""
 
 
-def find_places(path: Path) -> list[Place]:
+def find_checkpoints(path: Path) -> list[Checkpoint]:
     """The checkpoints that a path means: the one it lies in, or those under it in order of steps.
 
     Raises ValueError where there is none.
@@ -163,10 +163,10 @@ def find_places(path: Path) -> list[Place]:
         )
     for folder in (path.resolve(), *path.resolve().parents):
         if _is_step(folder):
-            return [Place(folder, folder / "actor")]
+            return [Checkpoint(folder, folder / "actor")]
     for folder in (path.resolve(), *path.resolve().parents):
         if (folder / METADATA).is_file():
-            return [Place(folder, folder)]
+            return [Checkpoint(folder, folder)]
     try:
         steps = [p for p in path.rglob("global_step_*") if _is_step(p)]
         metadata = [p for p in path.rglob(METADATA) if p.is_file()]
@@ -174,38 +174,40 @@ def find_places(path: Path) -> list[Place]:
         raise ValueError(
             f"--checkpoint-dir '{path}' cannot be searched: {error.filename}: {error.strerror}"
         ) from error
-    places = [Place(p, p / "actor") for p in steps]
-    places += [  # Megatron's own folders, iter_0000120
-        Place(p.parent, p.parent) for p in metadata if not any(step in p.parents for step in steps)
+    checkpoints = [Checkpoint(p, p / "actor") for p in steps]
+    checkpoints += [  # Megatron's own folders, iter_0000120
+        Checkpoint(p.parent, p.parent)
+        for p in metadata
+        if not any(step in p.parents for step in steps)
     ]
-    if not places:
+    if not checkpoints:
         raise ValueError(f"--checkpoint-dir '{path}' holds no global_step_* folder")
-    return sorted(places, key=lambda p: (p.root.parent, len(p.root.name), p.root.name))
+    return sorted(checkpoints, key=lambda p: (p.root.parent, len(p.root.name), p.root.name))
 
 
-def convert_place(
-    place: Place, options: Options | None = None, progress: Progress | None = None
+def convert_checkpoint(
+    checkpoint: Checkpoint, options: Options | None = None, progress: Progress | None = None
 ) -> Converted:
     """Export one checkpoint's policy, unless it is complete; says why where it cannot be."""
     try:
-        return _convert(place, options or Options(), progress)
+        return _convert(checkpoint, options or Options(), progress)
     except (OSError, ValueError) as error:
-        return Converted(place.root, "failed", str(error))
+        return Converted(checkpoint.root, "failed", str(error))
 
 
-def _convert(place: Place, options: Options, progress: Progress | None) -> Converted:
-    hf, base = place.hf, options.base_model_dir
-    weights_file = place.actor / WEIGHTS
-    shards = [] if weights_file.exists() else find_shards(place.actor)
-    megatron = None if weights_file.exists() or shards else find_megatron(place.actor)
+def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None) -> Converted:
+    hf, base = checkpoint.hf, options.base_model_dir
+    weights_file = checkpoint.actor / WEIGHTS
+    shards = [] if weights_file.exists() else find_shards(checkpoint.actor)
+    megatron = None if weights_file.exists() or shards else find_megatron(checkpoint.actor)
     to_export = weights_file.exists() or bool(shards) or megatron is not None
     if not to_export and not weight_files(hf):
-        return Converted(place.root, "failed", _no_weights(place.actor))
+        return Converted(checkpoint.root, "failed", _no_weights(checkpoint.actor))
     prove(weights_file, *shards, *weight_files(hf))
     lacks_config = not (hf / "config.json").exists()
     if lacks_config and base is None:
         text = f"{hf} has no config.json: give its model as --base-model-dir"
-        return Converted(place.root, "failed", text)
+        return Converted(checkpoint.root, "failed", text)
     if lacks_config and base is not None:
         _copy_base(base, hf)
     expected = (
@@ -215,14 +217,14 @@ def _convert(place: Place, options: Options, progress: Progress | None) -> Conve
     if problem is None:
         done = not lacks_config
         text = "nothing to do" if done else str(hf)
-        return Converted(place.root, "complete" if done else "exported", text)
+        return Converted(checkpoint.root, "complete" if done else "exported", text)
     if not to_export:
-        text = f"{problem}, and there are no weights in {place.actor.name} to export"
-        return Converted(place.root, "failed", text)
+        text = f"{problem}, and there are no weights in {checkpoint.actor.name} to export"
+        return Converted(checkpoint.root, "failed", text)
     if weights_file.exists() and OUTPUT_DTYPES[options.dtype or "auto"] is None:
         _copy_own(weights_file, hf)
     else:
-        source = _source(place, shards, megatron, expected)
+        source = _source(checkpoint, shards, megatron, expected)
         write_model(
             source,
             _names(source, expected, hf),
@@ -233,19 +235,19 @@ def _convert(place: Place, options: Options, progress: Progress | None) -> Conve
         )
     problem = incomplete(hf, expected)
     if problem is not None:
-        return Converted(place.root, "failed", problem)
-    return Converted(place.root, "exported", str(hf))
+        return Converted(checkpoint.root, "failed", problem)
+    return Converted(checkpoint.root, "exported", str(hf))
 
 
 def _source(
-    place: Place, shards: list[Path], megatron: Path | None, expected: Expected | None
+    checkpoint: Checkpoint, shards: list[Path], megatron: Path | None, expected: Expected | None
 ) -> Source:
     if shards:
         return FsdpShards(shards, expected)
     if megatron is not None:
-        config = json.loads((place.hf / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((checkpoint.hf / "config.json").read_text(encoding="utf-8"))
         return MegatronWeights(megatron, config, expected or {})
-    return OwnFile(place.actor / WEIGHTS)
+    return OwnFile(checkpoint.actor / WEIGHTS)
 
 
 def _names(source: Source, expected: Expected | None, hf: Path) -> list[str]:

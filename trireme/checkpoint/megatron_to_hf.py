@@ -58,7 +58,7 @@ _NAME = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Slice:
     """Where a tensor lies: a stored tensor, a layer of it if it is stacked, and a part of that."""
 
     stored: str
@@ -101,16 +101,16 @@ class MegatronWeights:
         self._layers = int(config["num_hidden_layers"])
         self._prefix = self._find_prefix()
         self._fused: dict[tuple[str, int | None], Tensor] = {}
-        self._parts = {name: self._part(name) for name in expected}
+        self._slices = {name: self._slice(name) for name in expected}
         self._check_all_used(bool(config.get("tie_word_embeddings")))
         self.specs = {
-            name: Spec(shape, self._checkpoint.dtype(self._parts[name].stored))
+            name: Spec(shape, self._checkpoint.dtype(self._slices[name].stored))
             for name, shape in expected.items()
         }
 
     def fill(self, name: str, out: Tensor) -> None:
         """Read a tensor's part of what is stored."""
-        part = self._parts[name]
+        part = self._slices[name]
         if part.piece in ("q", "k", "v"):
             out.copy_(self._split(part, out))
             return
@@ -123,7 +123,7 @@ class MegatronWeights:
         begin = wanted[0] if part.piece == "second half" else 0
         self._read(part, [begin, *[0] * (out.dim() - 1)], out)
 
-    def _split(self, part: _Part, out: Tensor) -> Tensor:
+    def _split(self, part: _Slice, out: Tensor) -> Tensor:
         """The query, key or value rows of a fused projection.
 
         The last two read are kept, a weight and its bias, for the other parts of them.
@@ -144,23 +144,23 @@ class MegatronWeights:
         chosen = {"q": slice(0, queries), "k": slice(-2, -1), "v": slice(-1, None)}[part.piece]
         return grouped[:, chosen].reshape(out.shape)
 
-    def _read(self, part: _Part, begin: list[int], out: Tensor) -> None:
+    def _read(self, part: _Slice, begin: list[int], out: Tensor) -> None:
         if part.layer is None:
             self._checkpoint.read(part.stored, begin, out)
         else:
             self._checkpoint.read(part.stored, [part.layer, *begin], out[None])
 
-    def _part(self, name: str) -> _Part:
+    def _slice(self, name: str) -> _Slice:
         """Where a Hugging Face tensor lies. Raises ValueError where nothing like it is stored."""
         if name in _MODEL:
-            places = [_Part(self._prefix + _MODEL[name][0], None, _MODEL[name][1])]
+            places = [_Slice(self._prefix + _MODEL[name][0], None, _MODEL[name][1])]
         else:
             match = _NAME.match(name)
             candidates = _LAYER.get(match[2], ()) if match else ()
             layer = int(match[1]) if match else 0
             layers = f"{self._prefix}decoder.layers."
-            places = [_Part(f"{layers}{layer}.{key}", None, piece) for key, piece in candidates]
-            places += [_Part(f"{layers}{key}", layer, piece) for key, piece in candidates]
+            places = [_Slice(f"{layers}{layer}.{key}", None, piece) for key, piece in candidates]
+            places += [_Slice(f"{layers}{key}", layer, piece) for key, piece in candidates]
         for part in places:
             if part.stored in self._checkpoint.tensors:
                 self._check_stack(part)
@@ -168,7 +168,7 @@ class MegatronWeights:
         looked = " or ".join(place.stored for place in places) or "any tensor known for it"
         raise ValueError(f"{self._checkpoint.folder} has no {looked}, to make {name} of")
 
-    def _check_stack(self, part: _Part) -> None:
+    def _check_stack(self, part: _Slice) -> None:
         depth = self._checkpoint.shape(part.stored)[0]
         if part.layer is not None and depth != self._layers:
             raise ValueError(
@@ -178,7 +178,7 @@ class MegatronWeights:
 
     def _check_all_used(self, tied: bool) -> None:
         """A tensor that is left over would be missing in the model's computation."""
-        used = {part.stored for part in self._parts.values()}
+        used = {part.stored for part in self._slices.values()}
         used |= {f"{self._prefix}output_layer.weight"} if tied else set()
         ours = tuple(self._prefix + part for part in ("decoder.", "embedding.", "output_layer."))
         left = sorted(name for name in self._checkpoint.tensors if name.startswith(ours))
@@ -196,11 +196,11 @@ class MegatronWeights:
             raise ValueError(f"{self._checkpoint.folder} has no {end}: it holds no GPT model")
         return min(names, key=len).removesuffix(end)
 
-    def _stored_shape(self, part: _Part) -> Shape:
+    def _stored_shape(self, part: _Slice) -> Shape:
         shape = self._checkpoint.shape(part.stored)
         return shape if part.layer is None else shape[1:]
 
-    def _misfit(self, part: _Part, expected: list[int]) -> ValueError:
+    def _misfit(self, part: _Slice, expected: list[int]) -> ValueError:
         return ValueError(
             f"{self._checkpoint.folder}: {part.stored} is {list(self._stored_shape(part))}; "
             f"config.json makes it {expected}{' or longer' if part.piece == 'rows' else ''}"

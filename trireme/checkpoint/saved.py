@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trireme.checkpoint.layout import WEIGHTS, rank_file, world_of
 
 
-class Rows(Protocol):
+class SavedTensor(Protocol):
     """A whole tensor on the disk, of which a rank reads the rows that it holds."""
 
     @property
@@ -34,18 +34,18 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ShardedRows:
     """One tensor as the files of all ranks have it: its rows, end to end."""
 
     parts: tuple[Tensor, ...]
 
     @property
     def shape(self) -> torch.Size:
-        """See Rows."""
+        """See SavedTensor."""
         return torch.Size([sum(len(part) for part in self.parts), *self.parts[0].shape[1:]])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See Rows."""
+        """See SavedTensor."""
         taken, begin = [], 0
         for part in self.parts:
             taken.append(part[max(start - begin, 0) : max(stop - begin, 0)])
@@ -62,15 +62,15 @@ class FileRows:
 
     @property
     def shape(self) -> torch.Size:
-        """See Rows."""
+        """See SavedTensor."""
         return torch.Size(self.file.get_slice(self.name).get_shape())
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See Rows."""
+        """See SavedTensor."""
         return self.file.get_slice(self.name)[start:stop]
 
 
-def assign(target: Tensor, source: Tensor | Rows) -> None:
+def assign(target: Tensor, source: Tensor | SavedTensor) -> None:
     """Fill `target`, or the rows of it that this rank holds, from the whole `source`."""
     if isinstance(target, DTensor):
         start, stop = own_rows(target)
@@ -81,7 +81,7 @@ def assign(target: Tensor, source: Tensor | Rows) -> None:
         target.copy_(source)
 
 
-def like(source: Tensor | Rows, parameter: Tensor) -> Tensor:
+def like(source: Tensor | SavedTensor, parameter: Tensor) -> Tensor:
     """The whole `source` in memory, or this rank's rows of it, as `parameter` is sharded.
 
     What has another shape than the parameter (a count of steps) is the same on all ranks.
@@ -102,7 +102,7 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
     return start, start + len(tensor.to_local())
 
 
-def _rows(source: Tensor | Rows, start: int, stop: int) -> Tensor:
+def _rows(source: Tensor | SavedTensor, start: int, stop: int) -> Tensor:
     return source[start:stop] if isinstance(source, Tensor) else source.rows(start, stop)
 
 
@@ -111,10 +111,10 @@ class Saved:
     """A policy's files."""
 
     actor: Path
-    weights: Mapping[str, Tensor | Rows]
+    weights: Mapping[str, Tensor | SavedTensor]
     """By Hugging Face names."""
     optimizer: dict[str, Any]
-    """As `Optimizer.state_dict` gives it, with Rows in place of tensors that were sharded."""
+    """As `Optimizer.state_dict` gives it; a SavedTensor stands for a tensor that was sharded."""
     extra: dict[str, Any]
     """Schedule, random state and LoRA adapter of one rank."""
 
@@ -145,7 +145,9 @@ class Saved:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = {
             index: {
-                key: like(value, parameters[index]) if isinstance(value, Tensor | Pieces) else value
+                key: like(value, parameters[index])
+                if isinstance(value, Tensor | ShardedRows)
+                else value
                 for key, value in held.items()
             }
             for index, held in self.optimizer["state"].items()
@@ -170,7 +172,7 @@ def read(actor: Path, rank: int = 0) -> Saved:
     )
 
 
-def _weights(actor: Path, world: int) -> dict[str, Tensor | Rows]:
+def _weights(actor: Path, world: int) -> dict[str, Tensor | SavedTensor]:
     if (actor / rank_file("model", world, 0)).exists():
         models = [_load(actor / rank_file("model", world, r)) for r in range(world)]
         return {name: _joined([model[name] for model in models]) for name in models[0]}
@@ -185,7 +187,7 @@ def _weights(actor: Path, world: int) -> dict[str, Tensor | Rows]:
 def _joined(parts: Sequence[Any]) -> Any:
     """What the files of all ranks hold under one name: sharded, or alike in all of them."""
     if isinstance(parts[0], DTensor):
-        return Pieces(tuple(part.to_local() for part in parts))
+        return ShardedRows(tuple(part.to_local() for part in parts))
     return parts[0]
 
 

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from trireme.checkpoint.convert import Converted, Options, Place
+    from trireme.checkpoint.convert import Checkpoint, Converted, Options
 
 
 def convert(
@@ -28,26 +28,28 @@ def convert(
     max_shard_gb: float = 5.0,
 ) -> int:
     """Convert, print one line a checkpoint and the totals; 0 where all of them are complete now."""
-    from trireme.checkpoint.convert import OUTPUT_DTYPES, Options, find_places
+    from trireme.checkpoint.convert import OUTPUT_DTYPES, Options, find_checkpoints
 
     try:
         if dtype is not None and dtype not in OUTPUT_DTYPES:
             raise ValueError(f"--dtype '{dtype}' is unknown; one of {', '.join(OUTPUT_DTYPES)}")
         if not max_shard_gb > 0:
             raise ValueError(f"--max-shard-gb ({max_shard_gb}) must be more than 0")
-        places = [place for path in checkpoint_dirs for place in find_places(path)]
+        checkpoints = [
+            checkpoint for path in checkpoint_dirs for checkpoint in find_checkpoints(path)
+        ]
     except ValueError as error:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         return 1
     options = Options(base_model_dir, dtype, int(max_shard_gb * 1e9))
-    results = _convert_all(list(dict.fromkeys(places)), options)
+    results = _convert_all(list(dict.fromkeys(checkpoints)), options)
     _print(results)
     return 1 if any(result.status == "failed" for result in results) else 0
 
 
-def _convert_all(places: list[Place], options: Options) -> list[Converted]:
+def _convert_all(checkpoints: list[Checkpoint], options: Options) -> list[Converted]:
     """One after the other, with a bar each, on a terminal."""
-    from trireme.checkpoint.convert import convert_place
+    from trireme.checkpoint.convert import convert_checkpoint
 
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -59,11 +61,11 @@ def _convert_all(places: list[Place], options: Options) -> list[Converted]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         results = []
-        for place in places:
-            task = progress.add_task(place.root.name, total=None)
+        for checkpoint in checkpoints:
+            task = progress.add_task(checkpoint.root.name, total=None)
             results.append(
-                convert_place(
-                    place,
+                convert_checkpoint(
+                    checkpoint,
                     options,
                     lambda done, total, task=task: progress.update(
                         task, completed=done, total=total

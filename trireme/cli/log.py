@@ -18,7 +18,7 @@ _STYLES = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bol
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
+class LogLine:
     """One log record: a line, and what follows it up to the next one (a traceback)."""
 
     time: str
@@ -53,7 +53,7 @@ def log(
 
 def select(
     folders: list[Path], *, keyword: str = "", level: str = "DEBUG", pattern: str = "*"
-) -> list[Entry]:
+) -> list[LogLine]:
     """Entries of the files that match, with the keyword, at or above the level, by time.
 
     Raises ValueError for an unknown level, a folder without logs, or a pattern that matches none.
@@ -76,18 +76,18 @@ def select(
     )
 
 
-def read_entries(file: Path) -> Iterator[Entry]:
+def read_entries(file: Path) -> Iterator[LogLine]:
     """The records of one file; lines without a time belong to the record before them."""
     time, level, lines, place = "", "", [], 0
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         head = _HEAD.match(line)
         if head:
             if lines:
-                yield Entry(time, file.stem, place, level, "\n".join(lines))
+                yield LogLine(time, file.stem, place, level, "\n".join(lines))
             (time, level), lines, place = head.groups(), [], place + 1
         lines.append(line)
     if lines:
-        yield Entry(time, file.stem, place, level, "\n".join(lines))
+        yield LogLine(time, file.stem, place, level, "\n".join(lines))
 
 
 def _rank(level: str) -> int:

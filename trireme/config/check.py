@@ -14,10 +14,10 @@ from pathlib import Path
 from trireme.config.lookup import ModelFacts, check_adapter, located, model_facts
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
-from trireme.config.stages import Stage, used_tasksets
+from trireme.config.stages import StageConfig, used_tasksets
 
 
-def check_algorithm(stage: Stage) -> None:
+def check_algorithm(stage: StageConfig) -> None:
     """Validates what the `algorithm` section says beside the parts of the algorithm."""
     config, algorithm = stage.config, stage.config.algorithm
     betas = algorithm.optimizer.betas
@@ -30,7 +30,7 @@ def check_algorithm(stage: Stage) -> None:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
 
 
-def check_tasksets(stage: Stage) -> None:
+def check_tasksets(stage: StageConfig) -> None:
     """Validates the tasksets against each other and the mode, and the texts in each."""
     inputs, mode = stage.config.buffer.explorer_input, stage.config.mode
     key = "buffer.explorer_input"
@@ -65,13 +65,13 @@ def check_tasksets(stage: Stage) -> None:
             stage.problem(f"{item.key}.rollout_args.stop", text)
 
 
-def check_path(stage: Stage, key: str, data: TasksetConfig | ExperienceBufferConfig) -> None:
+def check_path(stage: StageConfig, key: str, data: TasksetConfig | ExperienceBufferConfig) -> None:
     """Notes a problem where a data set has no path."""
     if not data.path:
         stage.problem(f"{key}.path", "is not given: expected a file, folder or hub id")
 
 
-def check_experts(stage: Stage) -> None:
+def check_experts(stage: StageConfig) -> None:
     """Validates the data sets of experts."""
     buffers = stage.config.buffer.trainer_input.auxiliary_buffers
     for name, data in buffers.items():
@@ -87,7 +87,7 @@ def check_experts(stage: Stage) -> None:
         )
 
 
-def _check_critic(stage: Stage) -> None:
+def _check_critic(stage: StageConfig) -> None:
     path = stage.config.model.critic_model_path
     if path:
         try:
@@ -96,7 +96,7 @@ def _check_critic(stage: Stage) -> None:
             stage.problem("model.critic_model_path", f"({path}) {error}")
 
 
-def check_model(stage: Stage) -> ModelFacts | None:
+def check_model(stage: StageConfig) -> ModelFacts | None:
     """Whether the model is there; what its files tell, None where it is not."""
     model = stage.config.model
     if not model.model_path:
@@ -136,7 +136,7 @@ _OF_THE_ADAPTER = (
 )
 
 
-def _check_adapter(stage: Stage) -> None:
+def _check_adapter(stage: StageConfig) -> None:
     """Whether the adapter to go on from is there, and one that can be trained."""
     for number, lora in enumerate(stage.config.model.lora_configs or []):
         if lora.path is None:
@@ -158,7 +158,7 @@ def _check_adapter(stage: Stage) -> None:
             )
 
 
-def check_auxiliary_models(stage: Stage) -> None:
+def check_auxiliary_models(stage: StageConfig) -> None:
     """Whether the models beside the trained one are there, or their servers are named."""
     for number, model in enumerate(stage.config.explorer.auxiliary_models):
         key = f"explorer.auxiliary_models[{number}]"
@@ -181,7 +181,7 @@ def check_auxiliary_models(stage: Stage) -> None:
                 stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
 
 
-def check_folder(stage: Stage, root: Path) -> None:
+def check_folder(stage: StageConfig, root: Path) -> None:
     """Whether the job's folder can be written, its disk holds a checkpoint of the model, and a
     trainer meets its explorer there.
     """

@@ -16,7 +16,7 @@ from typing import Any
 from trireme.config.lookup import located, model_config, model_shapes
 from trireme.config.placement import COLOCATED_SHARE, Places
 from trireme.config.schema import OptimizerConfig
-from trireme.config.stages import Stage
+from trireme.config.stages import StageConfig
 
 GIB = 2**30
 FLOAT = 4
@@ -199,7 +199,14 @@ def told(parts: Mapping[str, int]) -> str:
 
 
 def _engine_of(
-    stage: Stage, shape: ModelShape, *, hosts: int, shared: bool, length: int, width: int, free: int
+    stage: StageConfig,
+    shape: ModelShape,
+    *,
+    hosts: int,
+    shared: bool,
+    length: int,
+    width: int,
+    free: int,
 ) -> dict[str, Any]:
     """What `Use` tells of an engine on the trainer's device. Engine processes that do not take
     turns with the trainer have GPUs of their own, and a trainer that reads data has no engine.
@@ -220,7 +227,7 @@ def _engine_of(
 
 
 def plan_memory(
-    stage: Stage,
+    stage: StageConfig,
     places: Places,
     *,
     tokens: int,
@@ -279,7 +286,7 @@ def _moments(optimizer: OptimizerConfig) -> int:
     return 0 if optimizer.optimizer_type == "sgd" else 2
 
 
-def _say_what_is_short(stage: Stage, found: dict[str, int], use: Use, free: int) -> None:
+def _say_what_is_short(stage: StageConfig, found: dict[str, int], use: Use, free: int) -> None:
     """A problem, or a note where the user wants to try, or where only keys and values are more
     than there is room for: replies may be short.
     """

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from trireme.config.lookup import model_config
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.config.section import fate_of
-from trireme.config.stages import Stage
+from trireme.config.stages import StageConfig
 from trireme.registry import did_you_mean
 
 Launcher = Literal["local", "ray"]
@@ -112,7 +112,7 @@ def _further(model: RolloutModelConfig) -> dict[str, int]:
     return {name: getattr(model, name) for name in ("pipeline_parallel_size", "data_parallel_size")}
 
 
-def places_of(stage: Stage, present: int) -> Places:
+def places_of(stage: StageConfig, present: int) -> Places:
     """The places of a stage on a machine with `present` GPUs. Problems are noted."""
     cluster, model = stage.config.cluster, stage.config.explorer.rollout_model
     launcher = _launcher(stage, present)
@@ -150,7 +150,7 @@ def gpus_of(places: Places, present: int) -> dict[str, int]:
     return {"explorer": engines if present else 0, "trainer": places.trainer_ranks * bool(present)}
 
 
-def note_places(stage: Stage, places: Places, present: int) -> None:
+def note_places(stage: StageConfig, places: Places, present: int) -> None:
     """One line where the cluster section asks for other machines than the run uses."""
     asked, nodes = places.total, places.nodes
     if places.launcher == "ray":
@@ -174,7 +174,7 @@ def note_places(stage: Stage, places: Places, present: int) -> None:
         )
 
 
-def _launcher(stage: Stage, present: int) -> Launcher:
+def _launcher(stage: StageConfig, present: int) -> Launcher:
     """`auto` is Ray where several GPUs are here and asked for, or a cluster is named."""
     cluster, mode = stage.config.cluster, stage.config.mode
     if cluster.ray_address.startswith("ray://"):
@@ -203,7 +203,7 @@ def _launcher(stage: Stage, present: int) -> Launcher:
     return "ray" if wanted else "local"
 
 
-def _check_split(stage: Stage, places: Places) -> None:
+def _check_split(stage: StageConfig, places: Places) -> None:
     """Trinity's rules: each side has its places, and none is cut across machines."""
     model = stage.config.explorer.rollout_model
     taken = places.num_engines * places.engine_size + places.auxiliary
@@ -246,7 +246,7 @@ def _check_split(stage: Stage, places: Places) -> None:
         )
 
 
-def _check_present(stage: Stage, places: Places, present: int) -> None:
+def _check_present(stage: StageConfig, places: Places, present: int) -> None:
     """A machine with GPUs has to have those that are asked of each machine."""
     if 0 < present < places.per_node:
         stage.problem(
@@ -276,7 +276,7 @@ class EngineChoice:
     """Processes with an engine each, that the launcher starts; 0: it is embedded, or remote."""
 
 
-def choose_engine(stage: Stage, gpus: int, *, on_ray: bool) -> EngineChoice:
+def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoice:
     """The engine of a stage. Problems and notes are the stage's."""
     model = stage.config.explorer.rollout_model
     if stage.colocated:
@@ -304,7 +304,7 @@ def choose_engine(stage: Stage, gpus: int, *, on_ray: bool) -> EngineChoice:
     return EngineChoice()
 
 
-def _vllm_of(stage: Stage, gpus: int, on_ray: bool) -> Vllm | None:
+def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
     """The vLLM that generates; None with a note where the embedded engine has to."""
     model, mode = stage.config.explorer.rollout_model, stage.config.mode
     prefix, instead = (
@@ -386,7 +386,7 @@ def _probe(python: str) -> Vllm:
     return Vllm(python, found["version"], tuple(found["arguments"]))
 
 
-def _check_arguments(stage: Stage, vllm: Vllm) -> None:
+def _check_arguments(stage: StageConfig, vllm: Vllm) -> None:
     for name in stage.config.explorer.rollout_model.extra_engine_args:
         key = f"{KEY}.extra_engine_args.{name}"
         if name in _OURS:
@@ -396,7 +396,7 @@ def _check_arguments(stage: Stage, vllm: Vllm) -> None:
             stage.problem(key, f"is no argument of vLLM {vllm.version}'s engine{hint}")
 
 
-def _check_heads(stage: Stage, gpus: int) -> None:
+def _check_heads(stage: StageConfig, gpus: int) -> None:
     """What of the model's shape vLLM cannot do, by config.json."""
     facts = model_config(stage.config.model.model_path)
     heads = facts.get("num_attention_heads")
@@ -417,7 +417,7 @@ def _check_heads(stage: Stage, gpus: int) -> None:
         )
 
 
-def _check_colocated(stage: Stage, gpus: int, on_ray: bool) -> None:
+def _check_colocated(stage: StageConfig, gpus: int, on_ray: bool) -> None:
     """One device for both sides: the rules of `mode: colocate`."""
     explorer, key = stage.config.explorer, "mode"
     if gpus > 1 or on_ray:

@@ -21,7 +21,7 @@ from trireme.config.placement import (
     places_of,
 )
 from trireme.config.schema import Config, SynchronizerConfig
-from trireme.config.stages import Stage, check_fates, lengths_of, steps_of
+from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
 
 SyncMethod = Literal["memory", "checkpoint", "nccl"]
 SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
@@ -134,7 +134,7 @@ class Plan:
         return name if self.mode == "explore" and name != "explorer" else ""
 
 
-def derive(stage: Stage, root: Path, gpus: int | None = None) -> Plan:
+def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     """The Plan of one stage whose files lie in `root`. Problems found on the way are noted.
 
     `gpus` are those of a machine of the cluster; None: of this one.
@@ -264,7 +264,7 @@ def gpu_bytes() -> int | None:
     return min(sizes) * 2**20 if sizes else None
 
 
-def _dtype(stage: Stage, gpus: int) -> str:
+def _dtype(stage: StageConfig, gpus: int) -> str:
     """float32 on a CPU, where smaller formats are slower; else what the user asks of the engine."""
     asked = stage.config.explorer.rollout_model.dtype
     if gpus:
@@ -274,7 +274,7 @@ def _dtype(stage: Stage, gpus: int) -> str:
     return "float32"
 
 
-def _note_engine(stage: Stage, several: bool) -> None:
+def _note_engine(stage: StageConfig, several: bool) -> None:
     """Lines on what becomes of the engine that was asked for."""
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
     if stage.config.mode == "train":
@@ -302,7 +302,7 @@ def _note_engine(stage: Stage, several: bool) -> None:
         )
 
 
-def _listen_address(stage: Stage) -> str:
+def _listen_address(stage: StageConfig) -> str:
     """Where `mode: serve` listens: this machine alone can reach it, unless there is a key."""
     explorer = stage.config.explorer
     given, key = explorer.listen_address, "explorer.listen_address"
@@ -321,7 +321,7 @@ def _listen_address(stage: Stage) -> str:
     return _LOOPBACK[0]
 
 
-def _style(stage: Stage, train_batch_size: int) -> SyncStyle:
+def _style(stage: StageConfig, train_batch_size: int) -> SyncStyle:
     """The style by its one name; a fixed beat that would stop for ever is a problem."""
     config, made = stage.config, stage.rollouts
     style = _STYLES[config.synchronizer.sync_style]
@@ -343,7 +343,7 @@ def _style(stage: Stage, train_batch_size: int) -> SyncStyle:
     return style
 
 
-def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
+def _method(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
     """How weights travel here: inside the process where both sides live in it, else by files; to
     engines in other processes as asked, or by HTTP.
     """
@@ -366,7 +366,7 @@ def _method(stage: Stage, on_ray: bool, hosts: int) -> SyncMethod:
     return "memory" if mode == "both" else "checkpoint"
 
 
-def _lock_step(stage: Stage, train_batch_size: int, method: SyncMethod) -> bool:
+def _lock_step(stage: StageConfig, train_batch_size: int, method: SyncMethod) -> bool:
     """Whether explorer and trainer take turns, so that what each has done is all that the other
     sees. Not where time brings experiences back: a trainer that is always given more never ends
     its turn. Nor with replay in a database, which cannot take back what it has dropped.
@@ -387,14 +387,14 @@ def _lock_step(stage: Stage, train_batch_size: int, method: SyncMethod) -> bool:
     )
 
 
-def _is_exact(stage: Stage, lock_step: bool) -> bool:
+def _is_exact(stage: StageConfig, lock_step: bool) -> bool:
     """Whether nothing but the seed decides what is learned: no clock, and no other program."""
     explorer = stage.config.explorer
     external = any(model.base_urls for model in explorer.auxiliary_models)
     return lock_step and not explorer.dynamic_timeout.enable and not external
 
 
-def _check_whole_steps(stage: Stage) -> None:
+def _check_whole_steps(stage: StageConfig) -> None:
     """A batch that is an explore step has no other size, and needs the queue of one process."""
     config, key = stage.config, "algorithm.sample_strategy"
     if not stage.whole_steps:
@@ -412,7 +412,7 @@ def _check_whole_steps(stage: Stage) -> None:
         stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
 
 
-def _check_beat(stage: Stage, style: SyncStyle, exact: bool) -> None:
+def _check_beat(stage: StageConfig, style: SyncStyle, exact: bool) -> None:
     """Over-rollout needs a beat that is not fixed, and determinism one that is."""
     config = stage.config
     ratio = config.explorer.over_rollout.ratio
@@ -432,7 +432,7 @@ def _check_beat(stage: Stage, style: SyncStyle, exact: bool) -> None:
         )
 
 
-def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
+def store_of(stage: StageConfig, job_dir: Path) -> tuple[BufferType, str]:
     """Kind and place of the trainer's store."""
     config = stage.config
     _check_explorer(stage)
@@ -471,7 +471,7 @@ def store_of(stage: Stage, job_dir: Path) -> tuple[BufferType, str]:
     return kind, _placed(path, job_dir)
 
 
-def _check_explorer(stage: Stage) -> None:
+def _check_explorer(stage: StageConfig) -> None:
     """The name of one of several explorers is in ids and names of files."""
     name = stage.config.explorer.name
     fits = re.fullmatch(r"[\w-][\w.-]*", name) and name not in ("trainer", "stage")

@@ -27,7 +27,7 @@ _OF_THE_DATA = ("storage_type", "format", "replay_buffer", "split", "subset_name
 
 
 @dataclass
-class Stage:
+class StageConfig:
     """One stage: its whole configuration, and what making its parts tells about it."""
 
     config: Config
@@ -127,9 +127,9 @@ def used_tasksets(config: Config) -> list[UsedTaskset]:
     return out
 
 
-def stages_of(config: Config) -> list[Stage]:
+def stages_of(config: Config) -> list[StageConfig]:
     """The stages of a file, in order; a file without any is one stage without a name."""
-    out: list[Stage] = []
+    out: list[StageConfig] = []
     for index, stage in enumerate(config.stages):
         values = config.model_dump() | {"stages": [], "mode": stage.mode or config.mode}
         for name, section in stage:
@@ -145,9 +145,9 @@ def stages_of(config: Config) -> list[Stage]:
     return out or [_stage(config)]
 
 
-def _stage(config: Config, *rest: Any) -> Stage:
+def _stage(config: Config, *rest: Any) -> StageConfig:
     """A stage whose mode says what runs, and not where."""
-    stage = Stage(config, *rest)
+    stage = StageConfig(config, *rest)
     stage.gives_repeats = "repeat_times" in config.algorithm.model_fields_set
     if config.mode == "colocate":
         stage.config = config.model_copy(update={"mode": "both"})
@@ -215,7 +215,7 @@ def moved_keys(config: Config) -> Iterator[tuple[str, str, Any]]:
             yield key, fate.target(key, root and f"{root}]."), value
 
 
-def check_fates(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) -> None:
+def check_fates(stage: StageConfig, *, on_ray: bool = False, on_vllm: bool = False) -> None:
     """Notes what is mapped or without effect, and as a problem what is refused.
 
     Sections that the mode does not use are left aside.
@@ -251,7 +251,7 @@ def check_fates(stage: Stage, *, on_ray: bool = False, on_vllm: bool = False) ->
         stage.notes.append(f"without effect here: {', '.join(no_effect)}")
 
 
-def _idle(stage: Stage) -> tuple[str, ...]:
+def _idle(stage: StageConfig) -> tuple[str, ...]:
     """Sections that the mode does not use."""
     if stage.config.mode == "train":
         return () if stage.evaluates else ("explorer", "buffer.explorer_input")
@@ -287,7 +287,7 @@ class Steps(NamedTuple):
     steps_per_epoch: int | None = None
 
 
-def lengths_of(stage: Stage) -> Lengths:
+def lengths_of(stage: StageConfig) -> Lengths:
     """What the user gave, and the rest of it: prompt and response share `max_model_len`."""
     model = stage.config.model
     total, shortest = model.max_model_len, model.min_response_tokens
@@ -319,7 +319,7 @@ def lengths_of(stage: Stage) -> Lengths:
     return Lengths(total, prompt, response, min(shortest, max(response - 1, 0)))
 
 
-def steps_of(stage: Stage) -> Steps:
+def steps_of(stage: StageConfig) -> Steps:
     """Batch sizes and numbers of steps, as far as they are known before the data is loaded."""
     config, buffer = stage.config, stage.config.buffer
     wanted = buffer.train_batch_size or stage.rollouts
@@ -349,7 +349,7 @@ def steps_of(stage: Stage) -> Steps:
     return Steps(wanted, own, explore, train, schedule, an_epoch)
 
 
-def _epochs(stage: Stage, size: int, rows: int, path: str) -> int:
+def _epochs(stage: StageConfig, size: int, rows: int, path: str) -> int:
     """Train steps in all epochs of a data set; a problem where there is none."""
     epochs = stage.config.buffer.total_epochs
     if rows * epochs < size:

@@ -74,7 +74,7 @@ def offline_easy2hard(
     return sorted(range(rows), key=lambda row: (*features[row], row), reverse=True)
 
 
-class Order:
+class RowOrder:
     """The endless sequence of row indices that a function makes, epoch after epoch."""
 
     def __init__(
@@ -141,7 +141,7 @@ def selection(
         arguments["features"] = features
     if inspect.isclass(selector):
         return cast(Any, selector)(rows, seed, **arguments)
-    return Order(
+    return RowOrder(
         rows,
         selector=functools.partial(selector, **arguments) if arguments else selector,
         seed=seed,

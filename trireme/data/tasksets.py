@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trireme.data.rows import Rows
-from trireme.data.selectors import Order, selection
+from trireme.data.selectors import RowOrder, selection
 from trireme.task import Task
 from trireme.usercode import UserCode
 
@@ -127,7 +127,7 @@ class Taskset:
     @property
     def learns(self) -> bool:
         """Whether what it hands out depends on `feedback`."""
-        return not isinstance(self._selection, Order)
+        return not isinstance(self._selection, RowOrder)
 
     def feedback(self, rates: PassRates) -> None:
         """How often its rows were solved; other tasksets' are left aside."""

@@ -99,7 +99,7 @@ def refuse_unusable(weights: Mapping[str, Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketEntry:
     """A tensor's place in a bucket, in bytes."""
 
     name: str
@@ -135,18 +135,18 @@ def buckets(
         yield bucket
 
 
-def parts_of(bucket: Mapping[str, Tensor]) -> list[Part]:
+def parts_of(bucket: Mapping[str, Tensor]) -> list[BucketEntry]:
     """Where each tensor lies in the bucket's bytes, one after the other."""
     parts, begin = [], 0
     for name, tensor in bucket.items():
         end = begin + tensor.nbytes
         dtype = str(tensor.dtype).removeprefix("torch.")
-        parts.append(Part(name, dtype, list(tensor.shape), begin, end))
+        parts.append(BucketEntry(name, dtype, list(tensor.shape), begin, end))
         begin = end
     return parts
 
 
-def unpack(parts: Iterable[Part], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unpack(parts: Iterable[BucketEntry], data: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a bucket's bytes, which they share where that is possible."""
     for part in parts:
         dtype = dtype_named(part.dtype)
@@ -267,7 +267,9 @@ class WeightGroup:
                 raise RuntimeError("the trainer has failed while it sent its weights")
             line = self.broadcast(torch.empty(sizes[0], dtype=torch.uint8))
             data = self.broadcast(torch.empty(sizes[1], dtype=torch.uint8, device=self.device))
-            yield from unpack((Part(*row) for row in json.loads(bytes(line.cpu().numpy()))), data)
+            yield from unpack(
+                (BucketEntry(*row) for row in json.loads(bytes(line.cpu().numpy()))), data
+            )
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, failure: str = "the weight group has broken"

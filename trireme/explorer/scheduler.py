@@ -2,7 +2,7 @@
 
 Invariants:
 - Order is (explore step, training before evaluation, place in the batch): nothing overtakes.
-- A task's repeats may be split over runners; it is complete when all its parts are.
+- A task's repeats may be split over runners; it is complete when all its shares are.
 - Every submitted task ends in exactly one Outcome, or is counted as dropped: with over-rollout a
   batch does not wait for its slowest tasks, whose rollouts are cancelled.
 """
@@ -30,11 +30,11 @@ LEAST_BLOCKED_S = 3.0
 
 
 @dataclass(order=True)
-class _Part:
+class _Share:
     """Some repeats of a task, waiting for a runner."""
 
     order: tuple[int, int, str]
-    place: int
+    number: int
     task: Task = field(compare=False)
     spec: WorkflowSpec = field(compare=False)
     runs: list[int] = field(compare=False)
@@ -62,7 +62,7 @@ class OverRollout:
 
 
 class Scheduler:
-    """Runs parts of tasks on a fixed number of runners, one coroutine each."""
+    """Runs shares of tasks on a fixed number of runners, one coroutine each."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class Scheduler:
         self.dropped_tasks = 0
         self._closing = False
         self._watch: LoopWatch | None = None
-        self._heap: list[_Part] = []
+        self._heap: list[_Share] = []
         self._count = itertools.count()
         self._wake = asyncio.Condition()
         self._workers: list[asyncio.Task[None]] = []
-        self._batches: dict[int | str, list[tuple[Task, list[_Part]]]] = {}
+        self._batches: dict[int | str, list[tuple[Task, list[_Share]]]] = {}
 
     def start(self) -> None:
         """Begin to take work; once is enough."""
@@ -112,13 +112,13 @@ class Scheduler:
         for task in tasks:
             task.batch_id = batch_id
             spec = resolve(task.workflow)
-            parts = []
+            shares = []
             for runs in split(task.repeat_times, self._max_repeats):
                 done: asyncio.Future[Outcome] = loop.create_future()
-                part = _Part(batch_order(task), next(self._count), task, spec, runs, done)
-                heapq.heappush(self._heap, part)
-                parts.append(part)
-            batch.append((task, parts))
+                share = _Share(batch_order(task), next(self._count), task, spec, runs, done)
+                heapq.heappush(self._heap, share)
+                shares.append(share)
+            batch.append((task, shares))
         async with self._wake:
             self._wake.notify_all()
 
@@ -130,28 +130,28 @@ class Scheduler:
         if self._over is not None and not isinstance(batch_id, str):
             await self._enough(batch, self._over)
         outcomes, judging = [], []
-        for task, parts in batch:
-            ended = [part for part in parts if not part.dropped]
-            unfinished = len(ended) < len(parts)
+        for task, shares in batch:
+            ended = [share for share in shares if not share.dropped]
+            unfinished = len(ended) < len(shares)
             self.dropped_tasks += unfinished
             if unfinished and not (ended and self._over and self._over.keep_partial):
                 continue
             outcome = Outcome(task)
-            for part in ended:
-                outcome.join(await part.done)
+            for share in ended:
+                outcome.join(await share.done)
             outcomes.append(outcome)
-            if parts and parts[0].spec.judge is not None:
+            if shares and shares[0].spec.judge is not None:
                 limit = self._runners[0].limit.most
                 models = self._further(task) if self._further else ()
-                verdict = judge(outcome, parts[0].spec, limit, models)
+                verdict = judge(outcome, shares[0].spec, limit, models)
                 judging.append(asyncio.ensure_future(verdict))
         await asyncio.gather(*judging)
         return outcomes
 
-    async def _enough(self, batch: list[tuple[Task, list[_Part]]], over: OverRollout) -> None:
+    async def _enough(self, batch: list[tuple[Task, list[_Share]]], over: OverRollout) -> None:
         """Until all have ended, or enough of them and the rest has had its time; drop the rest."""
         wanted = math.ceil(len(batch) * (1 - over.ratio))
-        tasks = [asyncio.gather(*(p.done for p in parts)) for _, parts in batch if parts]
+        tasks = [asyncio.gather(*(p.done for p in shares)) for _, shares in batch if shares]
         for task in tasks:  # what is dropped ends cancelled, and nobody asks it why
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
         waiting = set(tasks)
@@ -161,10 +161,10 @@ class Scheduler:
                 task.result()  # an engine that has failed is nobody's slowness
         if waiting:
             await asyncio.wait(waiting, timeout=over.wait_after_min)
-        for _, parts in batch:
-            for part in parts:
-                if not part.done.done():
-                    part.drop()
+        for _, shares in batch:
+            for share in shares:
+                if not share.done.done():
+                    share.drop()
 
     async def close(self) -> None:
         """Cancel what still runs and forget what waits; `start` may follow."""
@@ -177,8 +177,8 @@ class Scheduler:
         if self._close_last is not None:
             await self._close_last()
         self._closing = False
-        for part in self._heap:
-            part.done.cancel()
+        for share in self._heap:
+            share.done.cancel()
         self._workers, self._heap, self._batches = [], [], {}
 
     def states(self) -> list[str]:
@@ -198,39 +198,39 @@ class Scheduler:
             logger.info("%d tasks wait\n%s", len(self._heap), "\n".join(self.states()))
 
     async def _work(self, index: int, runner: Runner) -> None:
-        """One runner's life: next part, run it, hand over the outcome."""
+        """One runner's life: next share, run it, hand over the outcome."""
         while True:
             async with self._wake:
                 while not self._heap:
                     await self._wake.wait()
-                part = heapq.heappop(self._heap)
-            if part.dropped:
-                part.done.cancel()
+                share = heapq.heappop(self._heap)
+            if share.dropped:
+                share.done.cancel()
                 continue
-            part.running = asyncio.ensure_future(runner.run(part.task, part.spec, part.runs))
-            name = f"task {part.task.batch_id}/{part.task.task_id}, runs {part.runs}"
+            share.running = asyncio.ensure_future(runner.run(share.task, share.spec, share.runs))
+            name = f"task {share.task.batch_id}/{share.task.task_id}, runs {share.runs}"
             self._busy[index] = name, time.monotonic()
             try:
-                outcome = await part.running
+                outcome = await share.running
             except asyncio.CancelledError:
-                part.done.cancel()
-                if part.dropped and not self._closing:
+                share.done.cancel()
+                if share.dropped and not self._closing:
                     continue
-                part.running.cancel()
+                share.running.cancel()
                 raise
             except BaseException as error:  # the engine failed: whoever waits for the batch gets it
-                if not part.done.done():
-                    part.done.set_exception(error)
-                    part.done.exception()  # seen: the batch may end by another part's failure
+                if not share.done.done():
+                    share.done.set_exception(error)
+                    share.done.exception()  # seen: the batch may end by another share's failure
             else:
-                if not part.done.done():  # whoever waited may have been cancelled
-                    part.done.set_result(outcome)
+                if not share.done.done():  # whoever waited may have been cancelled
+                    share.done.set_result(outcome)
             finally:
                 self._busy.pop(index, None)
 
 
 def split(repeat_times: int, most: int | None) -> list[list[int]]:
-    """Run ids 0 .. repeat_times - 1 in parts of at most `most`."""
+    """Run ids 0 .. repeat_times - 1 in shares of at most `most`."""
     size = most or repeat_times
     return [
         list(range(base, min(base + size, repeat_times))) for base in range(0, repeat_times, size)

@@ -35,7 +35,7 @@ from trireme.config.placement import ON_RAY
 from trireme.config.plan import derive, num_gpus
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
-from trireme.config.stages import Stage, UsedTaskset, stages_of, used_tasksets
+from trireme.config.stages import StageConfig, UsedTaskset, stages_of, used_tasksets
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
@@ -89,7 +89,7 @@ class Prompts(NamedTuple):
 class Parts:
     """The light parts of one stage, and what is wrong with it."""
 
-    stage: Stage
+    stage: StageConfig
     recipe: Recipe | None = None
     training: Taskset | Mixture | None = None
     evaluation: list[Taskset | None] = field(default_factory=list)
@@ -161,7 +161,7 @@ def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
 
 def draft(config: Config) -> Draft:
     """The Plans as far as they can be derived, and what is wrong with them."""
-    root, whole, stages = job_folder(config), Stage(config), stages_of(config)
+    root, whole, stages = job_folder(config), StageConfig(config), stages_of(config)
     check_folder(whole, root)
     loaded = True
     try:
@@ -178,7 +178,7 @@ def draft(config: Config) -> Draft:
     return Draft(plans, whole.problems + shared(stages), parts)
 
 
-def _gpus_elsewhere(stages: Sequence[Stage]) -> int | None:
+def _gpus_elsewhere(stages: Sequence[StageConfig]) -> int | None:
     """GPUs of a named cluster's machine, where this one has none; None: they are counted here."""
     asking = [stage for stage in stages if stage.config.mode in ON_RAY]
     if not asking or num_gpus() or find_spec("ray") is None:
@@ -195,7 +195,7 @@ def _gpus_elsewhere(stages: Sequence[Stage]) -> int | None:
         return None
 
 
-def shared(stages: Sequence[Stage]) -> list[Problem]:
+def shared(stages: Sequence[StageConfig]) -> list[Problem]:
     """Every stage's problems; one of all stages is of the global section, and is said once."""
     problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
     times = Counter(replace(problem, stage=None) for problem in problems)
@@ -206,7 +206,7 @@ def shared(stages: Sequence[Stage]) -> list[Problem]:
     return list(out)
 
 
-def make_parts(stage: Stage, *, names_are_known: bool = True) -> Parts:
+def make_parts(stage: StageConfig, *, names_are_known: bool = True) -> Parts:
     """Make what this machine has of a stage's parts.
 
     `names_are_known`: the plug-ins are loaded; if not, nothing is made by its name.
@@ -291,7 +291,7 @@ def _make_tasksets(parts: Parts, names_are_known: bool) -> None:
         stage.task_rows, stage.task_steps = len(parts.training), parts.training.total_steps
 
 
-def _prepares_tasks(stage: Stage) -> bool:
+def _prepares_tasks(stage: StageConfig) -> bool:
     """Whether rows go through operators, so that only the run knows which there are."""
     tasks = stage.config.data_processor.task_pipeline
     return tasks is not None and bool(tasks.operators)

@@ -1,7 +1,7 @@
 """Training: makes a plan's trained models, on one rank or several, and the push of their weights.
 
 Whatever starts the processes of several ranks (Ray, a launcher of subprocesses, torchrun) needs to
-tell each only the plan, the model and its `Place`.
+tell each only the plan, the model and its `RankSpec`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trireme.trainer.critic import Critic
 from trireme.trainer.learning import Learning
 from trireme.trainer.lora import Lora
 from trireme.trainer.orders import Commands, Orders, follow
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import commands
 
 
@@ -39,14 +39,14 @@ class Models:
     learning: Learning
 
 
-def load_models(stage: Stage, place: Place | None = None) -> Models:
+def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
     """The trained models, where the checkpoint left them.
 
-    `place`: that of rank 0, where several ranks train; the others run `follow_plan`.
+    `spec`: that of rank 0, where several ranks train; the others run `follow_plan`.
     """
     parts = stage.plan, stage.model_path, stage.recipe
-    if place is not None:
-        ranks = TrainerRanks(*parts, place)
+    if spec is not None:
+        ranks = TrainerRanks(*parts, spec)
         stage.held.callback(ranks.close)
         models = Models(ranks.backend, ranks.learning)
     else:
@@ -213,10 +213,10 @@ logger = logging.getLogger(__name__)
 class TrainerRanks:
     """Rank 0, and through it all others."""
 
-    def __init__(self, plan: Plan, model_path: str, recipe: Recipe, place: Place) -> None:
+    def __init__(self, plan: Plan, model_path: str, recipe: Recipe, spec: RankSpec) -> None:
         """Waits for the other ranks."""
-        logger.info("%d trainer ranks meet at %s", place.world, place.address)
-        self._group = Ranks(place)
+        logger.info("%d trainer ranks meet at %s", spec.world, spec.address)
+        self._group = Ranks(spec)
         self._orders = Orders(self._group)
 
         def load() -> tuple[Backend, Learning]:
@@ -231,20 +231,20 @@ class TrainerRanks:
         self._orders.close()
 
 
-def place_of(plan: Plan, rank: int, world: int, address: str, device: str | None = None) -> Place:
-    """The place of one rank by the plan's keys; `address` is host:port of rank 0, free to take."""
+def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:
+    """The spec of one rank by the plan's keys; `address` is host:port of rank 0, free to take."""
     trainer = plan.config.trainer
-    return Place(
+    return RankSpec(
         rank,
         world,
         address,
         sequence=trainer.ulysses_sequence_parallel_size,
-        device=device or plan.device,
+        device=plan.device,
         timeout=trainer.collective_timeout,
     )
 
 
-def follow_plan(plan: Plan, model_path: str, place: Place) -> None:
+def follow_plan(plan: Plan, model_path: str, spec: RankSpec) -> None:
     """Be one of the other ranks until rank 0 says stop.
 
     The user's plugins must be loaded. Raises what went wrong here, having told rank 0.
@@ -255,4 +255,4 @@ def follow_plan(plan: Plan, model_path: str, place: Place) -> None:
         backend = make_backend(plan, model_path, recipe, ranks)
         return commands(backend, recipe, make_learning(plan, model_path, recipe, ranks))
 
-    follow(place, make)
+    follow(spec, make)

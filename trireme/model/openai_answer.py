@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 
-class Pieces:
+class StreamedText:
     """One reply's. `decode` leaves out special tokens."""
 
     def __init__(
@@ -190,7 +190,7 @@ class _Chunks:
             self._waits = not form.openings or forced_tool(body) is not None
         logprobs = body.get("logprobs")
         self._logprobs = bool(logprobs) if chat else logprobs is not None
-        self._pieces: dict[int, Pieces] = {}
+        self._pieces: dict[int, StreamedText] = {}
         self._rows: dict[int, list[dict[str, Any]]] = {}
         self._told: dict[int, int] = {}
         self.id = new_id("chatcmpl" if chat else "cmpl")
@@ -230,10 +230,10 @@ class _Chunks:
         end["choices"][0] |= {"stop_reason": c.stop}
         return [*chunks, end]
 
-    def _of(self, sample: int) -> Pieces:
+    def _of(self, sample: int) -> StreamedText:
         shown = partial(self._decode, skip_special=True)
         waits = self._waits
-        return self._pieces.setdefault(sample, Pieces(shown, self._barriers, waits=waits))
+        return self._pieces.setdefault(sample, StreamedText(shown, self._barriers, waits=waits))
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish: str | None = None

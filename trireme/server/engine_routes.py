@@ -52,7 +52,7 @@ class KeyBody(BaseModel):
     key: list[Any] = Field(default_factory=list)
 
 
-class CommitBody(BaseModel):
+class CommitWeightsBody(BaseModel):
     """Weights that were sent before, or a folder of safetensors that the server can read."""
 
     version: int = Field(ge=0, lt=2**53)
@@ -105,7 +105,7 @@ def steering_router(rollouts: Rollouts) -> APIRouter:
         return {"tensors": len(part)}
 
     @router.post("/weights/commit")
-    async def commit(body: CommitBody) -> dict[str, int]:
+    async def commit(body: CommitWeightsBody) -> dict[str, int]:
         refuse_older(engine, body.version, begin=body.begin)
         source: Any = body.path if body.path is not None else dict(sent)
         sent.clear()

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from trireme.engines.engine import MOST_SAMPLES
-from trireme.engines.weight_group import Part
+from trireme.engines.weight_group import BucketEntry
 from trireme.model.openai_wire import refuse_many
 from trireme.server.bodies import JsonRoute, until_gone
 from trireme.server.rollouts import Rollouts, as_key
@@ -61,14 +61,14 @@ class ParameterBody(BaseModel):
 class BucketBody(BaseModel):
     """Tensors in one broadcast of bytes."""
 
-    metadatas: list[Part]
+    metadatas: list[BucketEntry]
 
 
 class AdapterBody(BaseModel):
     """LoRA tensors in one broadcast of bytes, and peft's configuration of them."""
 
     peft_config: dict[str, Any]
-    metadatas: list[Part]
+    metadatas: list[BucketEntry]
 
 
 class PathBody(BaseModel):

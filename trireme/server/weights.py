@@ -25,8 +25,8 @@ from trireme.aio import in_thread
 from trireme.engines.engine import Engine
 from trireme.engines.weight_group import (
     TIMEOUT_S,
+    BucketEntry,
     Meeting,
-    Part,
     WeightGroup,
     dtype_named,
     unpack,
@@ -211,7 +211,7 @@ class AnnouncedWeights:
             self._background(receive)
 
     async def receive_bucket(
-        self, parts: Sequence[Part], adapter: Mapping[str, Any] | None = None
+        self, parts: Sequence[BucketEntry], adapter: Mapping[str, Any] | None = None
     ) -> None:
         """Wait for a bucket of bytes, in the background. `adapter`: they are LoRA weights of this
         configuration.

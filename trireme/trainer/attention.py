@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from trireme.engines.torch.rows import attend, refuse_plans
-from trireme.trainer.pack import Layout
+from trireme.trainer.pack import PackedBatch
 
 NAME = "trireme_packed"
 
@@ -32,7 +32,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packed: Layout | None = None,
+    packed: PackedBatch | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key, value [1, Hkv, T, D] of flat tokens -> ([1, T, H, D], None)."""

@@ -22,7 +22,7 @@ from trireme.trainer import ulysses
 from trireme.trainer.attention import select
 from trireme.trainer.backend import TrainSettings
 from trireme.trainer.model import checkpoint_activations, hidden_states
-from trireme.trainer.pack import Layout, pack_on
+from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import Ranks, dummy
 
 HEAD = "value_head"
@@ -143,7 +143,7 @@ class Critic:
         with self._settings.precision(self._ranks):
             return self._root(self._worth, layout).float()
 
-    def _worth(self, model: PreTrainedModel, layout: Layout) -> Tensor:
+    def _worth(self, model: PreTrainedModel, layout: PackedBatch) -> Tensor:
         """Within the root's forward, where its weights are whole."""
 
         def read_off(hidden: Tensor, at: Tensor, *_: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from trireme.config.lookup import read_shapes, weight_files
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
 from trireme.trainer.head import score_entries
-from trireme.trainer.pack import Layout, pack_on
+from trireme.trainer.pack import PackedBatch, pack_on
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def token_logprobs(
     return score_entries(model, hidden, layout.predecessors, targets, temperatures, entropy=entropy)
 
 
-def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
+def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:
     """Last hidden states [T, D] of the flat tokens."""
     out = model.base_model(
         input_ids=layout.tokens[None],

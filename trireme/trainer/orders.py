@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from trireme.experience import Experience
 from trireme.serialize import decode, encode
-from trireme.trainer.ranks import Place, Ranks, connect
+from trireme.trainer.ranks import Ranks, RankSpec, connect
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Orders:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._heartbeat = Heartbeat(ranks.place)
+        self._heartbeat = RankHeartbeat(ranks.spec)
         self._number = 0
         self._busy = False
         self._lost = False
@@ -144,7 +144,7 @@ class Orders:
 
     def _who(self) -> str:
         """After a broken collective: whose fault it was, for which its heartbeat is waited for."""
-        end = time.monotonic() + self._ranks.place.lost_after + GRACE
+        end = time.monotonic() + self._ranks.spec.lost_after + GRACE
         while time.monotonic() < end:
             if gone := self._gone():
                 return gone
@@ -163,13 +163,13 @@ class Orders:
             self._work.get()()
 
 
-def follow(place: Place, make: Callable[[Ranks], Commands]) -> None:
+def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
     """Be one of the other ranks: do what rank 0 orders until it says stop.
 
     Raises what went wrong here, having told rank 0. The process ends where rank 0 is gone.
     """
-    ranks = Ranks(place)
-    heartbeat = Heartbeat(place)
+    ranks = Ranks(spec)
+    heartbeat = RankHeartbeat(spec)
     try:
         commands = make(ranks)
         number = 1
@@ -187,16 +187,16 @@ def follow(place: Place, make: Callable[[Ranks], Commands]) -> None:
         ranks.close()
 
 
-class Heartbeat:
+class RankHeartbeat:
     """Beats in a thread and listens: rank 0 to all others, the others to rank 0.
 
     A rank whose leader is gone ends: its process exits where it has not done so by itself.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._store = connect(place)
-        self._others = range(1, place.world) if place.rank == 0 else range(1)
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._store = connect(spec)
+        self._others = range(1, spec.world) if spec.rank == 0 else range(1)
         now = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = {rank: ("", now) for rank in self._others}
         self._closed = threading.Event()
@@ -206,7 +206,7 @@ class Heartbeat:
     def lost(self) -> list[int]:
         """Ranks that have not beaten for `lost_after` seconds."""
         now = time.monotonic()
-        return [r for r, (_, at) in self._seen.items() if now - at > self._place.lost_after]
+        return [r for r, (_, at) in self._seen.items() if now - at > self._spec.lost_after]
 
     def close(self) -> None:
         """Stop beating."""
@@ -218,12 +218,12 @@ class Heartbeat:
         while not self._closed.wait(EVERY):
             count += 1
             try:
-                self._store.set(f"beat/{self._place.rank}", str(count))
+                self._store.set(f"beat/{self._spec.rank}", str(count))
                 for rank in self._others:
                     self._listen(rank)
             except dist.DistError:
                 self._seen = dict.fromkeys(self._others, ("", float("-inf")))
-            if self._place.rank and self.lost():
+            if self._spec.rank and self.lost():
                 self._end()
 
     def _listen(self, rank: int) -> None:
@@ -237,7 +237,7 @@ class Heartbeat:
     def _end(self) -> None:
         """Rank 0 is gone. A thread inside a collective cannot be woken: the process ends."""
         if not self._closed.wait(GRACE):
-            logger.error("trainer rank %d ends: rank 0 is gone", self._place.rank)
+            logger.error("trainer rank %d ends: rank 0 is gone", self._spec.rank)
             os._exit(1)
 
 

@@ -30,7 +30,7 @@ _MULTIPLE = 128  # queries of aligned rows: a kernel's block
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """Attention rows of similar size, padded to one: R rows, Q queries, K keys."""
 
     queries: Tensor
@@ -68,26 +68,26 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedBatch:
     """One micro-batch as the model computes it."""
 
     tokens: Tensor
     """[T] flat token ids, each computed once."""
     positions: Tensor
     """[T] how many tokens come before each on its path."""
-    rows: tuple[Rows, ...]
+    rows: tuple[AttentionRows, ...]
     place: Tensor
     """[T] where a flat token's attention output lies in the rows' padded queries, end to end."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
 
-    def to(self, device: torch.device) -> Layout:
+    def to(self, device: torch.device) -> PackedBatch:
         """The same layout on a device."""
-        return Layout(
+        return PackedBatch(
             self.tokens.to(device),
             self.positions.to(device),
             tuple(
-                Rows(
+                AttentionRows(
                     r.queries.to(device),
                     r.keys.to(device),
                     r.starts.to(device),
@@ -101,7 +101,7 @@ class Layout:
         )
 
 
-def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> Layout:
+def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> PackedBatch:
     """The layout of a batch that has at least one entry.
 
     `align`, for a GPU: rows side by side begin at the same token, so that none needs a mask, and
@@ -132,7 +132,7 @@ def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> Lay
     offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])[:-1]])
     flat_paths = np.concatenate(paths)
     predecessors = flat_paths[offsets[batch.sample_ids.numpy()] + batch.positions.numpy() - 1]
-    return Layout(
+    return PackedBatch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         positions=torch.from_numpy(depth),
         rows=rows,
@@ -141,7 +141,7 @@ def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> Lay
     )
 
 
-def pack_on(device: torch.device, batch: Batch, *, share_prefix: bool = True) -> Layout:
+def pack_on(device: torch.device, batch: Batch, *, share_prefix: bool = True) -> PackedBatch:
     """`pack` as the device wants it, and there."""
     return pack(batch, share_prefix=share_prefix, align=device.type == "cuda").to(device)
 
@@ -222,14 +222,14 @@ def _neighbours(batch: Batch, order: Sequence[int]) -> Iterator[tuple[int, int]]
 
 def _rows(
     spans: Sequence[tuple[int, np.ndarray]], total: int, align: bool
-) -> tuple[tuple[Rows, ...], np.ndarray]:
+) -> tuple[tuple[AttentionRows, ...], np.ndarray]:
     """Rows in padded buckets, and each flat token's place among their queries."""
     buckets: dict[tuple[int, int, int], list[tuple[int, np.ndarray]]] = {}
     for start, path in spans:
         first = start if align else start == 0
         key = (first, _grid(len(path) - start), _grid(len(path)))
         buckets.setdefault(key, []).append((start, path))
-    out: list[Rows] = []
+    out: list[AttentionRows] = []
     place = np.empty(total, np.int64)
     base = 0
     for _, members in sorted(buckets.items(), key=lambda item: item[0]):
@@ -249,7 +249,9 @@ def _rows(
         starts = torch.tensor([start for start, _ in members])
         whole = not members[0][0]
         named = causal_lower_right(num_queries, num_keys) if align else None
-        out.append(Rows(torch.from_numpy(queries), torch.from_numpy(keys), starts, whole, named))
+        out.append(
+            AttentionRows(torch.from_numpy(queries), torch.from_numpy(keys), starts, whole, named)
+        )
     return tuple(out), place
 
 

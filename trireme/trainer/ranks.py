@@ -54,7 +54,7 @@ _RAISED = {kind.__name__: kind for kind in (NotFinite, ValueError, CannotWrite)}
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSpec:
     """Which rank a process is, and where all of them meet. Plain values: it may be sent around."""
 
     rank: int
@@ -90,16 +90,16 @@ class SequenceGroup:
 class Ranks:
     """This process among the others; made by all of them at once."""
 
-    def __init__(self, place: Place) -> None:
-        """Waits for all, `place.timeout` at most. Raises TimeoutError saying who is missing."""
-        self.place = place
-        self.rank, self.world = place.rank, place.world
-        self.device = torch.device(place.device)
+    def __init__(self, spec: RankSpec) -> None:
+        """Waits for all, `spec.timeout` at most. Raises TimeoutError saying who is missing."""
+        self.spec = spec
+        self.rank, self.world = spec.rank, spec.world
+        self.device = torch.device(spec.device)
         if (
             self.device.type == "cuda" and self.device.index is None
         ):  # torch sets numbered ones only
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.store = connect(place, serve=place.rank == 0)
+        self.store = connect(spec, serve=spec.rank == 0)
         self.store.set(f"here/{self.rank}", socket.gethostname())
         self._meet()
         if self.device.type == "cuda":
@@ -109,30 +109,30 @@ class Ranks:
             store=self.store,
             rank=self.rank,
             world_size=self.world,
-            timeout=timedelta(seconds=place.timeout),
+            timeout=timedelta(seconds=spec.timeout),
         )
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.world,))
         # Neighbours share a sequence: their traffic is the heaviest.
         self.sequence: SequenceGroup | None = None
-        if place.sequence > 1:
-            group, _ = dist.new_subgroups(place.sequence)
+        if spec.sequence > 1:
+            group, _ = dist.new_subgroups(spec.sequence)
             assert isinstance(group, dist.ProcessGroup)
-            self.sequence = SequenceGroup(group, self.sequence_rank, place.sequence)
+            self.sequence = SequenceGroup(group, self.sequence_rank, spec.sequence)
 
     @property
     def data_rank(self) -> int:
         """Which share of a batch this rank works on."""
-        return self.rank // self.place.sequence
+        return self.rank // self.spec.sequence
 
     @property
     def data_world(self) -> int:
         """Shares of a batch."""
-        return self.world // self.place.sequence
+        return self.world // self.spec.sequence
 
     @property
     def sequence_rank(self) -> int:
         """Which slice of a sequence this rank holds."""
-        return self.rank % self.place.sequence
+        return self.rank % self.spec.sequence
 
     def gather(self, value: Any) -> list[Any]:
         """A JSON value of each rank, on every rank. Collective."""
@@ -163,18 +163,18 @@ class Ranks:
         """Until every rank has come."""
         for rank in range(self.world):
             try:
-                self.store.wait([f"here/{rank}"], timedelta(seconds=self.place.timeout))
+                self.store.wait([f"here/{rank}"], timedelta(seconds=self.spec.timeout))
             except dist.DistStoreError as error:
                 raise TimeoutError(
-                    f"trainer rank {self.rank} waited {self.place.timeout:g} s "
+                    f"trainer rank {self.rank} waited {self.spec.timeout:g} s "
                     f"(trainer.collective_timeout) for rank {rank} of {self.world} to start"
                 ) from error
 
 
-def connect(place: Place, *, serve: bool = False) -> TCPStore:
+def connect(spec: RankSpec, *, serve: bool = False) -> TCPStore:
     """A connection of its own to the store of rank 0, which `serve`s it."""
-    host, _, port = place.address.rpartition(":")
-    return open_store(host, int(port), serve=serve, timeout=place.timeout)
+    host, _, port = spec.address.rpartition(":")
+    return open_store(host, int(port), serve=serve, timeout=spec.timeout)
 
 
 def free_address(host: str = "127.0.0.1") -> str:
@@ -259,7 +259,7 @@ class Team:
             return list(cut(batch, self._max_token_len, share_prefix=self._share_prefix))
         shares = deal(batch, self._ranks.data_world, share_prefix=self._share_prefix)
         own = batch.select(shares[self._ranks.data_rank])
-        limit = self._max_token_len * self._ranks.place.sequence
+        limit = self._max_token_len * self._ranks.spec.sequence
         parts = list(cut(own, limit, share_prefix=self._share_prefix))
         parts.sort(key=lambda part: -packed_tokens(part, share_prefix=self._share_prefix))
         rounds = max(self.gather(len(parts)))
@@ -287,7 +287,7 @@ class Team:
         """A JSON value of each rank that has a share of the batch to itself."""
         if self._ranks is None:
             return [value]
-        return self._ranks.gather(value)[:: self._ranks.place.sequence]
+        return self._ranks.gather(value)[:: self._ranks.spec.sequence]
 
     def agree(self, error: Exception | None) -> None:
         """Raise what any rank found: its own there, on the others what they were told of it."""

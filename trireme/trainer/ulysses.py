@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trireme.batch import Batch
 from trireme.trainer.attention import packed_attention
 from trireme.trainer.head import score_entries
-from trireme.trainer.pack import Layout, pack_on
+from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import SequenceGroup
 
 NAME = "trireme_ulysses"
@@ -66,7 +66,7 @@ def sliced_logprobs(
 
 def sliced(
     model: PreTrainedModel,
-    layout: Layout,
+    layout: PackedBatch,
     sequence: SequenceGroup,
     compute: Callable[[Tensor, Tensor, Tensor], list[Tensor]],
 ) -> list[Tensor]:
@@ -110,7 +110,7 @@ def ulysses_attention(
     attention_mask: Tensor | None,
     *,
     sequence: SequenceGroup,
-    packed: Layout,
+    packed: PackedBatch,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T/s, D], key, value [1, Hkv, T/s, D] of a slice -> ([1, T/s, H, D], None)."""

@@ -27,8 +27,8 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trireme.view.rollouts import Filter, Rollouts, as_item, export
-from trireme.view.runs import Curves, Run, about, find_runs, meanings, overview
+from trireme.view.rollouts import Filter, RolloutIndex, as_item, export
+from trireme.view.runs import Curves, RunFolder, about, find_runs, meanings, overview
 from trireme.view.tokens import Tokens
 
 COOKIE = "trireme_view_{port}"
@@ -53,7 +53,7 @@ class Page:
         self.root = root
         self.curves = Curves()
         self._lock = threading.Lock()
-        self._rollouts: dict[str, Rollouts] = {}
+        self._rollouts: dict[str, RolloutIndex] = {}
         self._tokens: dict[str, Tokens] = {}
         self.runs = {run.name: run for run in find_runs(root)}
 
@@ -77,18 +77,18 @@ class Page:
                 continue
         return out
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> RunFolder:
         """Raises ValueError for a run that is not there."""
         if name not in self.runs:
             known = ", ".join(self.runs)
             raise ValueError(f"there is no run '{name}' below {self.root}: expected one of {known}")
         return self.runs[name]
 
-    def rollouts(self, run: Run) -> Rollouts:
+    def rollouts(self, run: RunFolder) -> RolloutIndex:
         """The index of a run's rollouts, as far as it was read."""
         with self._lock:
             if run.name not in self._rollouts:
-                self._rollouts[run.name] = Rollouts(run.folder)
+                self._rollouts[run.name] = RolloutIndex(run.folder)
             return self._rollouts[run.name]
 
     def meanings(self, query: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -128,7 +128,7 @@ class Page:
         """One rollout, token for token."""
         return self.tokens_of(self.run(query.get("run", ""))).of(query.get("eid", ""))
 
-    def tokens_of(self, run: Run) -> Tokens:
+    def tokens_of(self, run: RunFolder) -> Tokens:
         """The tokens of a run's rollouts."""
         with self._lock:
             return self._tokens.setdefault(run.name, Tokens(run))

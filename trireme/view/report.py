@@ -16,8 +16,8 @@ from typing import Any
 
 from trireme.files import write_text
 from trireme.view.app import STATIC, Page, chart_library
-from trireme.view.rollouts import Filter, Rollouts
-from trireme.view.runs import Run, about
+from trireme.view.rollouts import Filter, RolloutIndex
+from trireme.view.runs import RunFolder, about
 from trireme.view.tokens import Tokens
 
 GROUPS = 8
@@ -42,7 +42,7 @@ def write_report(root: Path, path: Path) -> Path:
     return path
 
 
-def _held(page: Page, run: Run) -> dict[str, Any]:
+def _held(page: Page, run: RunFolder) -> dict[str, Any]:
     """What the page asks of one run."""
     rollouts = page.rollouts(run)
     rollouts.refresh()
@@ -76,7 +76,7 @@ def _held(page: Page, run: Run) -> dict[str, Any]:
     }
 
 
-def _selected(rollouts: Rollouts) -> list[dict[str, Any]]:
+def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:
     """Whole groups of the newest, best and worst rollouts, some held-out tasks, some failures."""
     chosen: dict[str, dict[str, Any]] = {}
 

@@ -106,7 +106,7 @@ class _Names:
         return self.codes[name]
 
 
-class Rollouts:
+class RolloutIndex:
     """All rollouts that a run's folder holds."""
 
     def __init__(self, folder: Path) -> None:
@@ -461,7 +461,7 @@ def last_question(prompt: str) -> str:
 
 
 def export(
-    rollouts: Rollouts, places: Selection, form: Literal["jsonl", "parquet"]
+    rollouts: RolloutIndex, places: Selection, form: Literal["jsonl", "parquet"]
 ) -> Iterator[bytes]:
     """The whole rollouts at these places as one file, in parts."""
     if form == "jsonl":

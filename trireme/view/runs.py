@@ -32,7 +32,7 @@ _SKIPPED = {"buffer", "log", "monitor", "run", "node_modules"}
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """One run's folder, or one stage's."""
 
     name: str
@@ -52,7 +52,7 @@ class Run:
         return ",".join(f"{stat.st_ino}-{stat.st_size}" for stat in stats)
 
 
-def find_runs(root: Path) -> list[Run]:
+def find_runs(root: Path) -> list[RunFolder]:
     """Every run at or below `root`, in the order in which each began to log.
 
     Raises ValueError where there is none.
@@ -65,13 +65,13 @@ def find_runs(root: Path) -> list[Run]:
     if not folders:
         raise ValueError(f"{root} holds no run: expected monitor/{FILE_NAME} in it or below it")
     base = root.resolve()
-    runs = [Run(str(f.relative_to(base)) if f != base else base.name, f) for f in folders]
+    runs = [RunFolder(str(f.relative_to(base)) if f != base else base.name, f) for f in folders]
     return sorted(runs, key=_began)
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
     try:
-        if Run("", folder).metric_files:
+        if RunFolder("", folder).metric_files:
             yield folder
         below = _below(folder) if depth else []
     except OSError:  # not ours to read, or deleted meanwhile: the other runs are shown
@@ -91,7 +91,7 @@ def _below(folder: Path) -> list[str]:
         )
 
 
-def _began(run: Run) -> tuple[float, str]:
+def _began(run: RunFolder) -> tuple[float, str]:
     """When the run logged its first step: the first line of its metrics has the time."""
     times = []
     for path in run.metric_files:
@@ -112,7 +112,7 @@ class Curves:
         self._lock = threading.Lock()
         self._read: dict[str, tuple[str, dict[str, Any]]] = {}
 
-    def of(self, run: Run) -> dict[str, Any]:
+    def of(self, run: RunFolder) -> dict[str, Any]:
         """`{part: {steps, times, metrics: {name: values}}}`; null where a step lacks a metric."""
         generation = run.generation
         with self._lock:
@@ -164,7 +164,7 @@ def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
-def warnings_of(run: Run) -> list[dict[str, Any]]:
+def warnings_of(run: RunFolder) -> list[dict[str, Any]]:
     """What the watchdog has said, each cause once."""
     found: list[dict[str, Any]] = []
     for path in sorted((run.folder / "monitor").glob("**/watchdog*.json")):
@@ -172,7 +172,7 @@ def warnings_of(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def stage_of(run: Run) -> dict[str, Any] | None:
+def stage_of(run: RunFolder) -> dict[str, Any] | None:
     """The run's figures in its job's summary, once its stage has ended."""
     for folder in (run.folder, run.folder.parent):
         path = folder / "stage_meta.json"
@@ -182,7 +182,7 @@ def stage_of(run: Run) -> dict[str, Any] | None:
     return None
 
 
-def starts_of(run: Run) -> list[dict[str, Any]]:
+def starts_of(run: RunFolder) -> list[dict[str, Any]]:
     """Each start with its configuration, and with what differs from the one before."""
     path = run.folder / "run" / "starts.json"
     if not path.exists():
@@ -219,7 +219,7 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
     return {key: value}
 
 
-def overview(run: Run) -> dict[str, Any]:
+def overview(run: RunFolder) -> dict[str, Any]:
     """What the list of runs shows of one."""
     starts = run.folder / "run" / "starts.json"
     newest = json.loads(starts.read_text(encoding="utf-8"))["starts"][-1] if starts.exists() else {}
@@ -236,7 +236,7 @@ def overview(run: Run) -> dict[str, Any]:
     }
 
 
-def about(run: Run) -> dict[str, Any]:
+def about(run: RunFolder) -> dict[str, Any]:
     """What the run was: its starts, its stage's end, and the summary of its job."""
     summary: dict[str, Any] | None = None
     for folder in (run.folder, run.folder.parent):

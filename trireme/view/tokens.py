@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trireme.buffer import trained
 from trireme.view.rollouts import open_read_only
-from trireme.view.runs import Run, starts_of
+from trireme.view.runs import RunFolder, starts_of
 
 if TYPE_CHECKING:
     from trireme.experience import Experience
@@ -29,7 +29,7 @@ TABLE = "experiences"
 class Tokens:
     """The tokens of one run's rollouts."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunFolder) -> None:
         """`run` may have no tokens yet."""
         self._run = run
         self._buffer = run.folder / "buffer"
@@ -149,7 +149,7 @@ def _plain(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def tokenizer_file(run: Run) -> Path | None:
+def tokenizer_file(run: RunFolder) -> Path | None:
     """The run's `tokenizer.json`: of a checkpoint, else of the model that it began with."""
     checkpoints = sorted(run.folder.glob("global_step_*/actor/huggingface/tokenizer.json"))
     if checkpoints:

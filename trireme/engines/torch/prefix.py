@@ -22,7 +22,7 @@ CANDIDATES = 32
 
 
 @dataclass
-class Entry:
+class ParkedSequence:
     """One parked sequence."""
 
     ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._entries: OrderedDict[int, ParkedSequence] = OrderedDict()
         self._by_block: dict[int, list[int]] = {}
         self._tokens = 0
         self._next = 0
@@ -58,7 +58,7 @@ class PrefixCache:
         blocks = _chain(ids)
         if not blocks or len(ids) > self.max_tokens:
             return
-        self._entries[self._next] = Entry(tuple(ids), saved, blocks)
+        self._entries[self._next] = ParkedSequence(tuple(ids), saved, blocks)
         for block in blocks:
             self._by_block.setdefault(block, []).append(self._next)
         self._next += 1

@@ -37,7 +37,7 @@ CLEANABLE = ("Apple", "Egg", "Potato", "Tomato", "Mug", "Plate")
 
 
 @dataclass(frozen=True)
-class Household:
+class Room:
     """A room with its things, and the task. Ids are in the simulator's form, already mangled."""
 
     task: str
@@ -54,14 +54,14 @@ class Household:
         return "DeskLamp" if self.task == "look_at_obj_in_light" else ""
 
 
-def draw_household(
+def draw_room(
     task: str,
     rooms: str,
     source: random.Random,
     *,
     extra: int = 4,
     furniture: tuple[int, int] = (4, 6),
-) -> Household:
+) -> Room:
     """A solvable household for a task: the target never lies at its goal.
 
     `extra` things lie about besides; `furniture` is the fewest and the most pieces of it.
@@ -80,7 +80,7 @@ def draw_household(
     goal = source.choice(usual)[0]
     elsewhere = [item for item in usual if item[0] != goal]
     if len(elsewhere) < 2:
-        return draw_household(task, rooms, source, extra=extra, furniture=furniture)
+        return draw_room(task, rooms, source, extra=extra, furniture=furniture)
     if "clean" in task:
         target = source.choice(CLEANABLE)
     elif "heat" in task or "cool" in task:
@@ -98,10 +98,10 @@ def draw_household(
         (kind, _mangled(kind, 40 + number, source), place)
         for number, (kind, place) in enumerate(wanted)
     )
-    return Household(task, target, goal, receptacles, objects)
+    return Room(task, target, goal, receptacles, objects)
 
 
-def pddl_problem(home: Household, goal: str) -> str:
+def pddl_problem(home: Room, goal: str) -> str:
     """The problem in the domain's words. `goal` closes it."""
     place_of = {
         name: f"loc_bar_{i}_bar_1_bar_0_bar_30" for i, (_, name) in enumerate(home.receptacles)
@@ -162,7 +162,7 @@ def make_games(
     files, drawn = [], set()
     while len(files) < count:
         task = tasks[len(files) % len(tasks)]
-        home = draw_household(task, rooms, source, extra=extra, furniture=furniture)
+        home = draw_room(task, rooms, source, extra=extra, furniture=furniture)
         if home in drawn:
             continue
         drawn.add(home)

@@ -30,7 +30,7 @@ from trireme.envs.webshop.catalogue import (
 from trireme.envs.webshop.pages import (
     SUB_PAGES,
     Node,
-    Session,
+    ShopSession,
     clickables,
     html,
     nodes,
@@ -67,7 +67,7 @@ class Shop:
         """The index; made when the first query comes."""
         return Search(self.products)
 
-    def session(self, given: int | str | None, prefix: str = "") -> Session:
+    def session(self, given: int | str | None, prefix: str = "") -> ShopSession:
         """A session on the first page. Its goal is that of its number, else drawn by weight; a
         known key keeps its goal.
 
@@ -81,7 +81,7 @@ class Shop:
             if number >= len(self.goals):
                 raise IndexError(f"session {given}: the shop has {len(self.goals)} goals")
             self.sessions[key] = self.goals[number]
-        return Session(key, self.sessions[key])
+        return ShopSession(key, self.sessions[key])
 
     def find(self, keywords: Sequence[str]) -> Sequence[str]:
         """ASINs for a query; its first word may be <r> (random), <a>, <c> or <q>."""
@@ -191,7 +191,7 @@ class WebShopEnv:
         if name == "buy now":
             return self._buy()
         if name == "back to search":
-            self.session = Session(s.key, s.goal)
+            self.session = ShopSession(s.key, s.goal)
         elif name in ("next >", "< prev") and s.view == "results":
             s.page += 1 if name == "next >" else -1
             self._search_again()
@@ -248,7 +248,7 @@ class WebShopEnv:
         return " [SEP] ".join(reversed(shown))
 
 
-_MODES: dict[str, Callable[[Session, Sequence[Node]], str]] = {
+_MODES: dict[str, Callable[[ShopSession, Sequence[Node]], str]] = {
     "text": lambda session, found: plain_text(found),
     "text_rich": lambda session, found: rich_text(found),
     "html": lambda session, found: html(found),

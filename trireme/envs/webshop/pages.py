@@ -16,7 +16,7 @@ SUB_PAGES = ("description", "features", "reviews", "attributes")
 
 
 @dataclass
-class Session:
+class ShopSession:
     """Where a customer is, and what he has chosen."""
 
     key: str
@@ -74,7 +74,9 @@ class Node:
         return bool(self.text.strip() or (self.text and "\n" not in self.text))
 
 
-def nodes(session: Session, products: dict[str, Product], show_attributes: bool) -> Iterator[Node]:
+def nodes(
+    session: ShopSession, products: dict[str, Product], show_attributes: bool
+) -> Iterator[Node]:
     """The nodes of the present page, in the order of the document."""
     if session.view == "index":
         yield Node("WebShop")
@@ -153,7 +155,7 @@ def html(found: Sequence[Node]) -> str:
     return f"{head}{''.join(lines)}</body>\n</html>\n"
 
 
-def clickables(session: Session, found: Sequence[Node]) -> list[str]:
+def clickables(session: ShopSession, found: Sequence[Node]) -> list[str]:
     """What can be clicked, in lower case, buttons and products before options, each once."""
     if session.view == "done":
         return []
@@ -162,7 +164,7 @@ def clickables(session: Session, found: Sequence[Node]) -> list[str]:
     return list(dict.fromkeys([*buttons, *options]))
 
 
-def _item(session: Session, product: Product, show_attributes: bool) -> Iterator[Node]:
+def _item(session: ShopSession, product: Product, show_attributes: bool) -> Iterator[Node]:
     # as in the original an option shows as chosen where the address has it in quotes: values with
     # quotes or other scripts never do, though they count
     address = session.address
@@ -181,7 +183,7 @@ def _item(session: Session, product: Product, show_attributes: bool) -> Iterator
     yield Node("Buy Now", "button")
 
 
-def _done(session: Session) -> Iterator[Node]:
+def _done(session: ShopSession) -> Iterator[Node]:
     assert session.product is not None
     options = json.dumps(session.options, sort_keys=True)
     for sign in "<>&'":

@@ -1,4 +1,4 @@
-"""Actors: the parts of a run that Ray starts, each a plain async class.
+"""Actors: the workers of a run that Ray starts, each a plain async class.
 
 - Engine: an engine process on one of the cluster's machines, watched and ended with its actor.
 - Trainer: rank 0, with the buffer and the synchronizer. It sends the weights to the engines.
@@ -29,10 +29,10 @@ from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.engines import engine_spec, make_remote_engine
-from trireme.launch.ray.remote import Event, Part, Reports, remote
+from trireme.launch.ray.remote import Event, Reports, Worker, remote
 from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, open_stage
-from trireme.launch.training import follow_plan, load_models, make_polled_sync, place_of
+from trireme.launch.training import follow_plan, load_models, make_polled_sync, make_rank_spec
 from trireme.log import setup_logging
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due
@@ -45,7 +45,7 @@ Side = TypeVar("Side", TrainerSide, ExplorerSide)
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The run, as far as it stands when the parts are opened."""
+    """The run, as far as it stands when the workers are opened."""
 
     plan: Plan
     """With the addresses of its engines."""
@@ -65,7 +65,7 @@ class Status(NamedTuple):
     metrics: dict[str, float]
 
 
-class EnginePart(Part):
+class EngineWorker(Worker):
     """One engine host; Ray gives this process, and so its child, the engine's GPUs."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class EnginePart(Part):
             await host.stop()
 
 
-class SidePart(Part, Generic[Side]):
+class SideWorker(Worker, Generic[Side]):
     """One side of the run, whose own methods can be called too: `remote(TrainerSide, handle)`."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class SidePart(Part, Generic[Side]):
         return stage
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The part's own method, or else the side's."""
+        """The worker's own method, or else the side's."""
         return getattr(self if hasattr(type(self), name) else self.opened, name)
 
     async def events(self, heard: int, wait: float) -> list[Event]:
@@ -139,7 +139,7 @@ class SidePart(Part, Generic[Side]):
         self._device.close()
 
 
-class TrainerPart(SidePart[TrainerSide]):
+class TrainerWorker(SideWorker[TrainerSide]):
     """The trainer's side, with the explorer's way into it."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class TrainerPart(SidePart[TrainerSide]):
     async def open(self, spec: RunSpec) -> None:
         """Load the model, where the checkpoint left it."""
         stage, plan = await self._open(spec), spec.plan
-        rank0 = place_of(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
+        rank0 = make_rank_spec(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
         models = await self._device.run(load_models, stage, rank0)
         side = TrainerSide(stage, models, self._engine, host=ray.util.get_node_ip_address())
         if plan.mode == "both":
@@ -196,7 +196,7 @@ class TrainerPart(SidePart[TrainerSide]):
 class Link:
     """The trainer's buffer and synchronizer, as the explorer knows them: Puts and ExplorerSync."""
 
-    def __init__(self, trainer: TrainerPart, stage: Stage) -> None:
+    def __init__(self, trainer: TrainerWorker, stage: Stage) -> None:
         """A resumed run goes on from the version of its checkpoint."""
         self._trainer = trainer
         self._plan = stage.plan
@@ -237,7 +237,7 @@ class Link:
         self._metrics |= status.metrics
 
 
-class ExplorerPart(SidePart[ExplorerSide]):
+class ExplorerWorker(SideWorker[ExplorerSide]):
     """The explorer's side."""
 
     async def open(self, spec: RunSpec) -> None:
@@ -246,7 +246,7 @@ class ExplorerPart(SidePart[ExplorerSide]):
         engine = self._engine
         assert engine is not None
         if plan.mode == "both":
-            trainer = remote(TrainerPart, spec.trainer)
+            trainer = remote(TrainerWorker, spec.trainer)
             link = Link(trainer, stage)
             side = self.side = ExplorerSide(stage, engine, link, link)
             link.state = lambda: side.explorer.state(putting=True)
@@ -265,7 +265,7 @@ class ExplorerPart(SidePart[ExplorerSide]):
         await super().stop()
 
 
-class FollowerPart(Part):
+class FollowerWorker(Worker):
     """One rank in a process of its own. Rank 0 says when it stops."""
 
     async def follow(self, spec: RunSpec, rank: int) -> None:
@@ -274,9 +274,9 @@ class FollowerPart(Part):
         assert spec.rank0 is not None
         plan = spec.plan
         close_log = setup_logging(plan.job_dir / "log", plan.config.log.level)
-        place = place_of(plan, rank, plan.trainer_ranks, spec.rank0)
+        rank_spec = make_rank_spec(plan, rank, plan.trainer_ranks, spec.rank0)
         try:
-            await asyncio.to_thread(follow_plan, plan, spec.model_path, place)
+            await asyncio.to_thread(follow_plan, plan, spec.model_path, rank_spec)
         except Exception:
             logging.getLogger("trireme.trainer").exception("rank %d has failed", rank)
             raise

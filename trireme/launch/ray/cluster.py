@@ -142,7 +142,7 @@ def _reach(address: str) -> None:
         ) from error
 
 
-class Places:
+class PlacementGroups:
     """The run's places, reserved: a bundle an engine, the trainer's on one or on whole machines."""
 
     def __init__(self, plan: Plan) -> None:

@@ -1,14 +1,14 @@
-"""Remote: parts in other processes: their methods, what they report, and whether they live.
+"""Remote: workers in other processes: their methods, what they report, and whether they live.
 
-- `Actor` is the one actor class. A part is a plain async class, made empty, so that all processes
+- `Actor` is the one actor class. A worker is a plain async class, made empty, so that all processes
   start side by side, and gets its plan by a call. Ray gives each concurrency group an event loop of
-  its own; a part is not made for several. So its work runs on one loop in a thread of ours, and
+  its own; a worker is not made for several. So its work runs on one loop in a thread of ours, and
   Ray's loops only hand calls over and wait. The heartbeat (`ping`) waits for no call.
-- `remote` is a part in another process with the type of the part: a method's name becomes a text
+- `remote` stands for a worker in another process and has its type: a method's name becomes a text
   here alone, where it enters the wire.
-- `Reports` keeps what a part says until the command has it: a call whose answer is lost takes
+- `Reports` keeps what a worker says until the command has it: a call whose answer is lost takes
   nothing with it.
-- `watch` sees within the heartbeat's time-out that a part has died; `who_died` says which and why.
+- `watch` sees within the heartbeat's time-out that a worker died; `who_died` says which and why.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Event = tuple[Any, ...]
 """A method of Console, and what it is called with."""
 
 
-class Part:
+class Worker:
     """What runs in an actor."""
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -43,33 +43,33 @@ class Part:
         return getattr(self, name)
 
     def health(self) -> None:
-        """Raise RuntimeError where something that belongs to the part has ended."""
+        """Raise RuntimeError where something that belongs to the worker has ended."""
 
     async def stop(self) -> None:
         """Let go of what is held."""
 
 
 class Actor:
-    """One part in a process of its own."""
+    """One worker in a process of its own."""
 
-    def __init__(self, part: type[Part], folder: str) -> None:
+    def __init__(self, worker: type[Worker], folder: str) -> None:
         """`folder`: where the command was given, to which the YAML's paths are relative."""
         with suppress(FileNotFoundError):  # another machine may lack it, and need it for nothing
             os.chdir(folder)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="part", daemon=True).start()
-        self._part = part()
+        threading.Thread(target=self._loop.run_forever, name="worker", daemon=True).start()
+        self._worker = worker()
 
     @ray.method(concurrency_group="calls")
     async def call(self, name: str, *args: Any) -> Any:
-        """What the part's method returns or raises."""
-        work = self._part.method(name)(*args)
+        """What the worker's method returns or raises."""
+        work = self._worker.method(name)(*args)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @ray.method(concurrency_group="beat")
     async def ping(self) -> dict[str, Any]:
-        """Where this process is; raises what the part says is wrong with it."""
-        self._part.health()
+        """Where this process is; raises what the worker says is wrong with it."""
+        self._worker.health()
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
 
@@ -78,7 +78,7 @@ RayActor: Any = _actor(concurrency_groups={"calls": 64, "beat": 4})(Actor)
 
 
 class _Remote:
-    """What stands for a part in another process: its async methods."""
+    """What stands for a worker in another process: its async methods."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -89,8 +89,8 @@ class _Remote:
         return lambda *args: answer(self._handle.call.remote(name, *args))
 
 
-def remote(part: type[T], handle: Any) -> T:
-    """The part in this actor; its async methods raise here what they raised there."""
+def remote(worker: type[T], handle: Any) -> T:
+    """The worker in this actor; its async methods raise here what they raised there."""
     return cast(T, _Remote(handle))
 
 
@@ -148,13 +148,13 @@ LOOK_S = 3.0
 """Seconds in which a failure's consequences come in, and who is gone can be told."""
 
 
-class PartDied(RuntimeError):
+class WorkerDied(RuntimeError):
     """A process of the run is gone."""
 
 
 @dataclass
 class Watched:
-    """A part, and what people know it by."""
+    """A worker, and what people know it by."""
 
     name: str
     handle: Any
@@ -172,7 +172,7 @@ class Watched:
         logger.info("%s: process %d on node %s", self.name, self.pid, self.node)
 
     async def beat(self, timeout: float) -> None:
-        """One heartbeat. Raises PartDied."""
+        """One heartbeat. Raises WorkerDied."""
         try:
             await asyncio.wait_for(self._ping(), timeout)
         except TimeoutError:
@@ -183,7 +183,7 @@ class Watched:
             reason = str(error).partition("; the end of ")[0]
         else:
             return
-        raise PartDied(f"{self.name} has died: {reason}; its log is {self.log}")
+        raise WorkerDied(f"{self.name} has died: {reason}; its log is {self.log}")
 
     async def _ping(self) -> dict[str, Any]:
         """An answer; what cannot be reached for a moment is asked again."""
@@ -207,34 +207,34 @@ class Watched:
         return f"process {self.pid} is gone"
 
 
-async def meet_all(parts: Sequence[Watched]) -> None:
+async def meet_all(workers: Sequence[Watched]) -> None:
     """Learn where those run that have not said it yet."""
-    await asyncio.gather(*(part.meet() for part in parts if not part.pid))
+    await asyncio.gather(*(worker.meet() for worker in workers if not worker.pid))
 
 
-async def watch(parts: Sequence[Watched], timeout: float) -> None:
-    """For ever; raises PartDied for the first that has."""
+async def watch(workers: Sequence[Watched], timeout: float) -> None:
+    """For ever; raises WorkerDied for the first that has."""
 
-    async def one(part: Watched) -> None:
+    async def one(worker: Watched) -> None:
         while True:
-            await part.beat(timeout)
+            await worker.beat(timeout)
             await asyncio.sleep(timeout / BEATS)
 
-    await first_failure(*(one(part) for part in parts))
+    await first_failure(*(one(worker) for worker in workers))
 
 
-async def who_died(parts: Sequence[Watched], timeout: float) -> PartDied | None:
-    """The parts that are gone, in one sentence. Who is only busy for LOOK_S is not.
+async def who_died(workers: Sequence[Watched], timeout: float) -> WorkerDied | None:
+    """The workers that are gone, in one sentence. Who is only busy for LOOK_S is not.
 
     Of who is out of reach Ray has to say within `timeout` whether it is dead.
     """
-    beats = [asyncio.ensure_future(part.beat(timeout)) for part in parts]
+    beats = [asyncio.ensure_future(worker.beat(timeout)) for worker in workers]
     await asyncio.wait(beats, timeout=LOOK_S)
-    late = [beat for part, beat in zip(parts, beats, strict=True) if part.out_of_reach]
+    late = [beat for worker, beat in zip(workers, beats, strict=True) if worker.out_of_reach]
     if late:
         await asyncio.wait(late)
     for beat in beats:
         beat.cancel()
     ends = await asyncio.gather(*beats, return_exceptions=True)
-    dead = [error for error in ends if isinstance(error, PartDied)]
-    return PartDied("; ".join(map(str, dead))) if dead else None
+    dead = [error for error in ends if isinstance(error, WorkerDied)]
+    return WorkerDied("; ".join(map(str, dead))) if dead else None

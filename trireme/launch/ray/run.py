@@ -27,15 +27,15 @@ from trireme.launch.engines import make_remote_engine
 from trireme.launch.modes import run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.ray.actors import (
-    EnginePart,
-    ExplorerPart,
-    FollowerPart,
+    EngineWorker,
+    ExplorerWorker,
+    FollowerWorker,
     RunSpec,
-    SidePart,
-    TrainerPart,
+    SideWorker,
+    TrainerWorker,
 )
-from trireme.launch.ray.cluster import Places, cluster
-from trireme.launch.ray.remote import Part, RayActor, Watched, meet_all, remote, watch, who_died
+from trireme.launch.ray.cluster import PlacementGroups, cluster
+from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
 from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
@@ -79,7 +79,7 @@ class Actors:
         self._stage = stage
         self._plan = stage.plan
         self._watched: list[Watched] = []
-        self._places: Places | None = None
+        self._places: PlacementGroups | None = None
         self._trainer: Any = None
         self._explorer: Any = None
         self._engines: list[Any] = []
@@ -87,30 +87,30 @@ class Actors:
         """Handles of the actors."""
         self._following: list[asyncio.Future[None]] = []
         self._heard: dict[Any, int] = {}
-        """How much of what a part has said is shown."""
+        """How much of what a worker has said is shown."""
         self._work: asyncio.Future[StageResult] | None = None
         self._asked: asyncio.Future[None] | None = None
 
     async def start(self, *, may_grow: bool) -> None:
-        """Places, all processes side by side, engines, and the parts that know their addresses."""
+        """Reserve places, start all processes side by side, then open engines and the two sides."""
         plan, stage = self._plan, self._stage
-        places = self._places = Places(plan)
+        places = self._places = PlacementGroups(plan)
         await places.ready(may_grow=may_grow, note=stage.console.note)
         engines = 0 if plan.engine_urls else plan.num_engines
         for index in range(engines):
-            self._engines.append(self._actor(f"engine_{index}", places.engine(index), EnginePart))
+            self._engines.append(self._actor(f"engine_{index}", places.engine(index), EngineWorker))
         if stage.trains:
-            self._trainer = self._actor("trainer", places.rank(0), TrainerPart)
+            self._trainer = self._actor("trainer", places.rank(0), TrainerWorker)
         for rank in range(1, plan.trainer_ranks):
             name = f"trainer_rank_{rank}"
-            self._followers.append(self._actor(name, places.rank(rank), FollowerPart))
+            self._followers.append(self._actor(name, places.rank(rank), FollowerWorker))
         measures = stage.recipe.from_data and stage.eval_tasksets
         if plan.mode in ("both", "explore") or measures:
-            self._explorer = self._actor("explorer", places.explorer(), ExplorerPart)
+            self._explorer = self._actor("explorer", places.explorer(), ExplorerWorker)
         await self._guarded(self._open())
 
     async def run(self, measure_end: bool, stop: Stop) -> StageResult:
-        """The mode's work, watched; meanwhile what the parts say is shown."""
+        """The mode's work, watched; meanwhile what the workers say is shown."""
         sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
         modes = self._guarded(self._run_mode(measure_end, stop))
         try:
@@ -125,7 +125,7 @@ class Actors:
                 return await work
         finally:
             for handle in sides:
-                with suppress(asyncio.TimeoutError, RayError):  # of a part that is gone
+                with suppress(asyncio.TimeoutError, RayError):  # of a worker that is gone
                     await asyncio.wait_for(self._show(handle, 0.0), GRACE_S)
 
     def stop_training(self) -> bool:
@@ -143,7 +143,7 @@ class Actors:
 
     async def stop(self) -> None:
         """End every process, by force where it does not end, and give the places back."""
-        asked = [asyncio.ensure_future(remote(Part, w.handle).stop()) for w in self._watched]
+        asked = [asyncio.ensure_future(remote(Worker, w.handle).stop()) for w in self._watched]
         if asked:
             await asyncio.wait(asked, timeout=STOP_S)
         for call in (*asked, *self._following):
@@ -177,7 +177,7 @@ class Actors:
 
     async def _stop_trainer(self, work: asyncio.Future[StageResult]) -> None:
         with suppress(RayError):  # it is gone: `work` says so
-            if not await remote(TrainerPart, self._trainer).stop_training():
+            if not await remote(TrainerWorker, self._trainer).stop_training():
                 self._asked = None
                 work.cancel()
 
@@ -186,20 +186,20 @@ class Actors:
         plan, model_path = self._plan, self._stage.model_path
         if self._engines:
             plan = dataclasses.replace(plan, engine_key=secrets.token_hex(16))
-            parts = [remote(EnginePart, handle) for handle in self._engines]
-            opened = [part.open(plan, model_path, index) for index, part in enumerate(parts)]
+            workers = [remote(EngineWorker, handle) for handle in self._engines]
+            opened = [worker.open(plan, model_path, index) for index, worker in enumerate(workers)]
             urls = await asyncio.gather(*opened)
             plan = self._plan = dataclasses.replace(plan, engine_urls=tuple(urls))
         plugins = tuple(str(p.resolve()) for p in plugin_files(plan.config.plugins))
-        trainer = remote(TrainerPart, self._trainer)
+        trainer = remote(TrainerWorker, self._trainer)
         rank0 = await trainer.meeting_place() if self._followers else None
         spec = RunSpec(plan, model_path, plugins, self._trainer, rank0)
         for rank, handle in enumerate(self._followers, 1):
-            follows = remote(FollowerPart, handle).follow(spec, rank)
+            follows = remote(FollowerWorker, handle).follow(spec, rank)
             self._following.append(asyncio.ensure_future(follows))
         opens = [trainer.open(spec)] if self._trainer is not None else []
         if self._explorer is not None:
-            opens.append(remote(ExplorerPart, self._explorer).open(spec))
+            opens.append(remote(ExplorerWorker, self._explorer).open(spec))
         if opens:
             await self._while_following(asyncio.ensure_future(first_failure(*opens)))
 
@@ -215,25 +215,25 @@ class Actors:
                         raise RuntimeError(f"trainer rank {rank} failed: {error}") from error
             await opening
 
-    def _actor(self, name: str, options: dict[str, Any], part: type[Part]) -> Any:
-        """The handle of a part in an actor of its own."""
-        trains = part in (TrainerPart, FollowerPart)
+    def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Any:
+        """The handle of a worker in an actor of its own."""
+        trains = worker in (TrainerWorker, FollowerWorker)
         variables = environment_of(self._plan, trains=trains)
         actor = RayActor.options(**options, runtime_env={"env_vars": variables})
-        handle = actor.remote(part, os.getcwd())
+        handle = actor.remote(worker, os.getcwd())
         file = "trainer" if name.startswith("trainer_rank") else name
         self._watched.append(Watched(name, handle, self._stage.folder.log / f"{file}.log"))
         return handle
 
     async def _guarded(self, work: Awaitable[T]) -> T:
-        """`work`, while all parts live. Raises who has died before what came of that."""
+        """`work`, while all workers live. Raises who has died before what came of that."""
         timeout = self._plan.config.cluster.heartbeat_timeout
-        parts = list(self._watched)
-        async with running(work, self._guard(parts, timeout)) as (task, guard):
+        workers = list(self._watched)
+        async with running(work, self._guard(workers, timeout)) as (task, guard):
             await asyncio.wait({task, guard}, return_when=asyncio.FIRST_COMPLETED)
             failures = [t.exception() for t in (guard, task) if t.done()]
             for failure in filter(None, failures):
-                dead = await who_died(parts, timeout)
+                dead = await who_died(workers, timeout)
                 if dead is None and isinstance(failure, RayError):
                     raise RuntimeError(f"Ray: {str(failure).partition(chr(10))[0]}") from failure
                 if dead is not None:
@@ -241,19 +241,19 @@ class Actors:
                 raise failure
             return task.result()
 
-    async def _guard(self, parts: list[Watched], timeout: float) -> None:
+    async def _guard(self, workers: list[Watched], timeout: float) -> None:
         limit = self._plan.config.cluster.start_timeout
         try:
-            await asyncio.wait_for(meet_all(parts), limit)
+            await asyncio.wait_for(meet_all(workers), limit)
         except TimeoutError as error:
-            missing = ", ".join(part.name for part in parts if not part.pid)
+            missing = ", ".join(worker.name for worker in workers if not worker.pid)
             raise TimeoutError(
                 f"{missing}: no process after {limit:g} s (cluster.start_timeout)"
             ) from error
-        await watch(parts, timeout)
+        await watch(workers, timeout)
 
     async def _pump(self, handle: Any) -> None:
-        """What a part says, to the monitors and the console, until the part is gone."""
+        """What a worker says, to the monitors and the console, until the worker is gone."""
         with suppress(RayError):
             while True:
                 await self._show(handle, 5.0)
@@ -266,7 +266,7 @@ class Actors:
             "rollout": lambda data: console.rollout(decode(data)[0]),
         }
         heard = self._heard.get(handle, 0)
-        for kind, *values in await remote(SidePart, handle).events(heard, wait):
+        for kind, *values in await remote(SideWorker, handle).events(heard, wait):
             self._heard[handle] = heard = heard + 1
             show[kind](*values)
 
