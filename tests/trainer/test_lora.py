@@ -20,7 +20,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
-from trireme.trainer.ranks import Place, Ranks
+from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo"))
@@ -201,7 +201,7 @@ def test_the_base_of_an_adapter_is_bfloat16_where_the_forward_pass_is(tiny_dir, 
         assert torch.allclose(weight.float(), exact.weights()[name], atol=0.02), name
 
 
-def _goes_on(place: Place | None, model: Path, adapter: Path, job: Path | None) -> list[Any]:
+def _goes_on(place: RankSpec | None, model: Path, adapter: Path, job: Path | None) -> list[Any]:
     """Of a step from an adapter on, in both number formats: scores, the reference's, weights."""
     ranks = Ranks(place) if place else None
     out: list[Any] = []
