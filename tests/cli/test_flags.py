@@ -82,7 +82,9 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
     [
         (("run.yaml", "--trainer.grad_clip", "0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
         (("run.yaml", "--trainer.grad_clip=0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
-        (("run.yaml", "--beta", "0.1"), "no such option: --beta. Set algorithm.kl_loss_fn_args"),
+        (("run.yaml", "--num_iterations", "2"), "no such option: --num_iterations. Set buffer"),
+        (("run.yaml", "--beta", "low"), "--beta low: expected a number"),
+        (("run.yaml", "--loss_type", "real"), "--loss_type real: expected one of grpo, bnpo"),
         (("run.yaml", "--max_turns", "two"), "--max_turns two: expected a whole number"),
         (("run.yaml", "--reward_funcs"), "--reward_funcs needs a value"),
         (("run.yaml", "seed"), "seed: expected KEY=VALUE, or a YAML"),
@@ -100,5 +102,103 @@ def test_what_a_word_should_have_been_is_said(
 
 def test_the_page_on_ms_swift_lists_every_flag() -> None:
     listed = set(re.findall(r"`--(\w+)`", PAGE.read_text(encoding="utf-8")))
-    tables = (flags.KEYS, flags.IDLE, flags.ELSEWHERE, flags._TASKSETS)
+    tables = (flags.KEYS, flags.IDLE, flags.ELSEWHERE, flags._TASKSETS, flags.TRANSLATED)
     assert {name for table in tables for name in table} <= listed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--beta 0", {"kl_loss_fn": "none"}),
+        ("--beta 0.04", {"kl_loss_fn": "k3", "kl_loss_fn_args": {"kl_coef": 0.04}}),
+        ("--loss_type dr_grpo", {"loss_agg_mode": "seq-mean-token-sum-norm"}),
+        ("--epsilon 0.2", {"policy_loss_fn_args": {"clip_range_low": 0.2, "clip_range_high": 0.2}}),
+        ("--loss_type cispo --epsilon_high 5", {"policy_loss_fn": "cispo",
+                                               "policy_loss_fn_args": {"clip_range_high": 4.0}}),
+        ("--epsilon_high 0.28 --delta 1.5", {"policy_loss_fn_args": {"clip_range_high": 0.28,
+                                                                     "clip_ratio_c": 1.5}}),
+        ("--importance_sampling_level sequence --loss_type grpo", {"policy_loss_fn": "gspo"}),
+        ("--scale_rewards none", {"advantage_fn_args": {"norm_by_std": False}}),
+        ("--rollout_importance_sampling_mode sequence_mask "
+         "--rollout_importance_sampling_threshold 3",
+         {"rollout_correction": {"rollout_rs": "sequence", "rollout_rs_threshold": 3.0}}),
+    ],
+)  # fmt: skip
+def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[str, Any]) -> None:
+    config, _ = keys("run.yaml", *words.split())
+    found = config.algorithm.model_dump()
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_switches_of_other_sections(keys: Any, tmp_path: Path) -> None:
+    operators = "\ndata_processor: {experience_pipeline: {operators: [{name: deduplication}]}}\n"
+    (tmp_path / "run.yaml").write_text(YAML + operators)
+    words = "--overlong_filter true --async_generate true --train_type lora --lora_rank 4"
+    config, _ = keys("run.yaml", *words.split(), "--report_to", "tensorboard", "wandb")
+    names = [one.name for one in config.data_processor.experience_pipeline.operators]
+    assert names == ["deduplication", "mask_response_truncated"]
+    assert config.synchronizer.sync_offset == 1
+    assert config.model.lora_configs[0].lora_rank == 4
+    assert config.monitor.monitor_type == ["tensorboard", "wandb"]
+
+
+@pytest.fixture
+def rlhf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs `trireme rlhf` with these words; the configuration that it would run, or its words."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[Any] = []
+    monkeypatch.setattr("trireme.cli.run.run", lambda *given: seen.append(given) or 0)
+
+    def call(words: str) -> Any:
+        done = CliRunner().invoke(app, ["rlhf", *words.split()])
+        return load_config(seen.pop()[0]) if seen else " ".join(done.output.split())
+
+    return call
+
+
+def test_rlhf_is_a_run_from_flags_alone(rlhf: Any, tmp_path: Path) -> None:
+    config = rlhf(
+        "--rlhf_type grpo --model m --dataset a.jsonl#500 b.jsonl --val_dataset c.jsonl "
+        "--multi_turn_scheduler math_tip_trick --max_turns 2 --reward_funcs accuracy format "
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --num_generations 8 "
+        "--max_completion_length 256 --vllm_max_model_len 1024 --beta 0 --output_dir out "
+        "model.temperature=0.7"
+    )
+    inputs = config.buffer.explorer_input
+    assert [(one.path, one.split) for one in (*inputs.tasksets, *inputs.eval_tasksets)] == [
+        ("a.jsonl", "train[:500]"), ("b.jsonl", "train"), ("c.jsonl", "train")]  # fmt: skip
+    for taskset in (*inputs.tasksets, *inputs.eval_tasksets):
+        assert taskset.workflow_args == {"scheduler": "math_tip_trick", "max_turns": 2}
+        assert taskset.reward_fn_args == {"funcs": ["accuracy", "format"]}
+        assert taskset.format.prompt_key == "messages"
+    assert (config.buffer.batch_size, config.algorithm.repeat_times) == (2, 8)
+    assert (config.model.max_model_len, config.model.max_prompt_tokens) == (1024, None)
+    assert (config.algorithm.kl_loss_fn, config.model.temperature) == ("none", 0.7)
+    assert (tmp_path / "out" / "rlhf.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--model m", "--dataset is not given"),
+        ("--model m --dataset d --rlhf_type kto", "--rlhf_type kto: expected grpo"),
+        ("--model m --dataset d --generation_batch_size 9", "expected a multiple of --num_gen"),
+        ("--model m --dataset d#x", "--dataset d#x: expected a number of rows after #"),
+    ],
+)
+def test_rlhf_says_what_is_missing(rlhf: Any, words: str, sentence: str) -> None:
+    assert sentence in re.sub(r"[│╭╮╰╯─]", "", rlhf(words))
+
+
+def test_the_rollout_server_takes_flags_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("trireme.cli.rollout.rollout", lambda options: seen.append(options) or 0)
+    words = (
+        "rollout --model m --vllm_max_model_len 512 --vllm_gpu_memory_utilization=0.5 "
+        "--vllm_enforce_eager true --vllm_enable_lora true --tool-call-parser hermes"
+    )
+    done = CliRunner().invoke(app, words.split())
+    [options] = seen
+    assert (options.max_model_len, options.tool_call_parser) == (512, "hermes")
+    assert options.engine_options == {"gpu_memory_utilization": 0.5, "enforce_eager": True}
+    assert "--vllm_enable_lora is without effect here" in done.output

@@ -42,7 +42,10 @@ KEYS = {
     "lr_scheduler_type": "algorithm.optimizer.lr_scheduler_type",
     "warmup_ratio": "algorithm.optimizer.lr_warmup_steps_ratio",
     "weight_decay": "algorithm.optimizer.weight_decay",
+    "warmup_steps": "algorithm.optimizer.lr_warmup_steps",
     "max_grad_norm": "trainer.grad_clip",
+    "gradient_checkpointing": "trainer.enable_gradient_checkpointing",
+    "report_to": "monitor.monitor_type",
     "max_length": "model.max_prompt_tokens",
     "max_completion_length": "model.max_response_tokens",
     "vllm_max_model_len": "model.max_model_len",
@@ -84,28 +87,80 @@ IDLE = {
     "attn_impl": "the trainer takes what the model and the device allow",
     "dataset_num_proc": "rows are read as they are",
     "dataloader_num_workers": "rows are read as they are",
+    "dataloader_pin_memory": "rows are read as they are",
+    "load_from_cache_file": "rows are read as they are",
+    "split_dataset_ratio": "name rows to evaluate on in --val_dataset",
+    "max_resample_times": "with --dynamic_sample the trainer waits until its batch is full",
+    "deepspeed": "several ranks share weights by FSDP2: cluster.gpu_per_node",
+    "eval_strategy": "--eval_steps says how often",
+    "save_strategy": "--save_steps says how often",
+    "save_only_model": "a checkpoint holds all that a resume needs",
+    "bf16": "see --torch_dtype",
+    "log_entropy": "the entropy is always logged",
+    "model_type": "the model's config.json says it",
+    "template": "the tokenizer's chat template is used",
+    "num_infer_workers": "explorer.rollout_model.engine_num counts engines",
+    "infer_backend": "--engine names it",
+    "ddp_timeout": "trainer.collective_timeout",
 }
 """Accepted and said to be without effect, each with why."""
+_LOSSES = {
+    "grpo": ("ppo", "seq-mean-token-mean"),
+    "bnpo": ("ppo", "token-mean"),
+    "dapo": ("ppo", "token-mean"),
+    "dr_grpo": ("ppo", "seq-mean-token-sum-norm"),
+    "cispo": ("cispo", "token-mean"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+}
+"""`--loss_type` -> policy loss, and how it is averaged."""
+_CHOICES: dict[str, dict[str, dict[str, Any]]] = {
+    "loss_type": {
+        name: {"policy_loss_fn": loss, "loss_agg_mode": mode}
+        for name, (loss, mode) in _LOSSES.items()
+    },
+    "importance_sampling_level": {"token": {}, "sequence": {"policy_loss_fn": "gspo"}},
+    "advantage_estimator": {
+        "grpo": {"advantage_fn": "grpo"},
+        "rloo": {"advantage_fn": "rloo"},
+        "reinforce_plus_plus": {"advantage_fn": "reinforceplusplus"},
+    },
+    "scale_rewards": {
+        "group": {"advantage_fn_args.std_cal_level": "group"},
+        "batch": {"advantage_fn_args.std_cal_level": "batch"},
+        "none": {"advantage_fn_args.norm_by_std": False},
+        "gdpo": {"advantage_fn": "gdpo"},
+    },
+    "dynamic_sample": {"true": {"advantage_fn_args.std_threshold": 0.0}, "false": {}},
+    "train_type": {"full": {}, "lora": {}},
+    "tuner_type": {"full": {}, "lora": {}},
+    "rollout_importance_sampling_mode": {
+        "token_truncate": {"rollout_correction.rollout_is": "token"},
+        "token_mask": {"rollout_correction.rollout_rs": "token"},
+        "sequence_truncate": {"rollout_correction.rollout_is": "sequence"},
+        "sequence_mask": {"rollout_correction.rollout_rs": "sequence"},
+    },
+    "overlong_filter": {"true": {}, "false": {}},
+    "async_generate": {"true": {}, "false": {}},
+}
+"""Flags with few values -> what each sets in the `algorithm` section."""
+_NUMBERS = ("beta", "epsilon", "epsilon_high", "delta", "top_entropy_quantile", "lora_rank")
+_NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold")
+TRANSLATED = (*_CHOICES, *_NUMBERS)
+"""Flags that become several keys, or another value."""
 ELSEWHERE = {
-    "beta": "algorithm.kl_loss_fn_args={kl_coef: 0.04}; algorithm.kl_loss_fn=none for 0",
-    "loss_type": "algorithm.algorithm_type (grpo, dapo, dr_grpo, cispo, sapo) or loss_agg_mode",
-    "epsilon": "algorithm.policy_loss_fn_args={clip_range: 0.2}",
-    "epsilon_high": "algorithm.policy_loss_fn_args={clip_range_low: 0.2, clip_range_high: 0.28}",
-    "importance_sampling_level": "algorithm.algorithm_type=gspo for sequences",
-    "advantage_estimator": "algorithm.advantage_fn=grpo, rloo or reinforceplusplus",
-    "scale_rewards": "algorithm.advantage_fn_args={std_cal_level: batch}; dr_grpo for none",
-    "dynamic_sample": "algorithm.algorithm_type=dapo",
-    "train_type": "model.lora_configs=[{lora_rank: 8}] for lora",
-    "tuner_type": "model.lora_configs=[{lora_rank: 8}] for lora",
-    "lora_rank": "model.lora_configs=[{lora_rank: 8, lora_alpha: 32}]",
     "reward_model": "reward_funcs judge, or a reward of your own: docs/rewards.md",
     "per_device_train_batch_size": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
-    "report_to": "monitor.monitor_type",
-    "deepspeed": "cluster.gpu_per_node: several ranks share weights by FSDP2",
+    "num_iterations": "buffer.train_batch_size: a batch is trained once, in parts of that size",
+    "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
+    "teacher_model": "algorithm.algorithm_type=on_policy_distill with explorer.auxiliary_models",
+    "sync_ref_model": "algorithm.kl_loss_fn=none: the reference model is fixed",
 }
 """No flag here: what to set instead."""
-_SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words")
+_VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
+_VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
+"""Options of vLLM's engine that `trireme rollout` passes on."""
+_SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
 _SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
 Given = Mapping[str, list[str]]
@@ -115,10 +170,13 @@ Given = Mapping[str, list[str]]
 class WithFlags(TyperCommand):
     """A command that also takes the flags; they are in its context's `obj`."""
 
+    own_flags: Sequence[str] = ()
+    """Flags of this command alone, each with any number of values."""
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the flags out, and what stands behind an option that may be repeated as its own."""
         options = {name.lstrip("-"): p for p in self.params for name in p.opts}
-        ctx.obj, rest = _taken(args, options)
+        ctx.obj, rest = _taken(args, options, self.own_flags)
         for index, word in enumerate(rest):
             name, _, value = word.removeprefix("--").partition("=")
             if not word.startswith("--") or name in options:
@@ -134,8 +192,38 @@ class WithFlags(TyperCommand):
         return super().parse_args(ctx, rest)
 
 
-def _taken(args: Sequence[str], own: Mapping[str, Any]) -> tuple[dict[str, list[str]], list[str]]:
-    """The flags with their values, and all other words."""
+class WithEngineFlags(TyperCommand):
+    """A command that also takes vLLM's options as ms-swift spells them; they are in its context's
+    `obj`, by their keys in `explorer.rollout_model`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the flags out; what has no effect is said."""
+        own = {name.lstrip("-") for p in self.params for name in p.opts}
+        ctx.obj = {}
+        rest: list[str] = []
+        words = list(args)
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.removeprefix("--").partition("=")
+            key = name.removeprefix("vllm_")
+            if not word.startswith("--") or name in own or (key not in _VLLM and name not in IDLE):
+                rest.append(word)
+                continue
+            if not equals and not words:
+                raise typer.BadParameter(f"--{name} needs a value")
+            value = value if equals else words.pop(0)
+            if key in _VLLM:
+                ctx.obj[key] = yaml.safe_load(value)
+            else:
+                typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
+        return super().parse_args(ctx, rest)
+
+
+def _taken(
+    args: Sequence[str], own: Mapping[str, Any], own_flags: Sequence[str]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """The flags with their values, and all other words; `own_flags` are a command's own."""
     chosen: dict[str, list[str]] = {}
     rest: list[str] = []
     words = list(args)
@@ -143,8 +231,13 @@ def _taken(args: Sequence[str], own: Mapping[str, Any]) -> tuple[dict[str, list[
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         mine = word.startswith("--") and name not in own
-        known = mine and (name in KEYS or name in _TASKSETS or name in IDLE)
-        several = name in _SEVERAL + _SERVERS if known else getattr(own.get(name), "multiple", 0)
+        tables = (KEYS, _TASKSETS, IDLE, TRANSLATED, own_flags)
+        known = mine and any(name in table for table in tables)
+        several = (
+            name in (*_SEVERAL, *_SERVERS, *own_flags)
+            if known
+            else getattr(own.get(name), "multiple", 0)
+        )
         if not known and not (several and word.startswith("--")):
             rest.append(word)
             continue
@@ -210,9 +303,53 @@ def overrides(flags: Given, config: Path | None) -> list[str]:
         for name, values in flags.items()
         if name in KEYS and name not in _SERVERS
     ]
+    out += translated(flags, config)
     if urls := list(_urls(flags)):
         out += [f"{_ENGINE}.engine_type=remote", f"{_ENGINE}.base_urls={_text(urls)}"]
     return out
+
+
+def translated(flags: Given, config: Path | None) -> list[str]:
+    """`key=value` of the flags that become several keys. Raises BadParameter for other values."""
+    keys: dict[str, Any] = {}
+    for name, choices in _CHOICES.items():
+        if name in flags:
+            value = flags[name][0].lower()
+            if value not in choices:
+                expected = ", ".join(choices)
+                raise typer.BadParameter(f"--{name} {flags[name][0]}: expected one of {expected}")
+            keys |= {f"algorithm.{key}": item for key, item in choices[value].items()}
+    number = {name: _number(name, flags[name][0]) for name in _NUMBERS if name in flags}
+    loss = "algorithm.policy_loss_fn_args."
+    if (beta := number.get("beta")) is not None:
+        keys["algorithm.kl_loss_fn"] = "k3" if beta else "none"
+        keys |= {"algorithm.kl_loss_fn_args.kl_coef": beta} if beta else {}
+    low, high = number.get("epsilon"), number.get("epsilon_high", number.get("epsilon"))
+    if keys.get("algorithm.policy_loss_fn") == "cispo":  # there the bound itself, not its distance
+        low, high = None, None if high is None else high - 1
+    keys |= {f"{loss}clip_range_low": low} if low is not None else {}
+    keys |= {f"{loss}clip_range_high": high} if high is not None else {}
+    for name, key in (("delta", "clip_ratio_c"), ("top_entropy_quantile", "top_entropy_quantile")):
+        keys |= {f"{loss}{key}": number[name]} if name in number else {}
+    if (most := number.get("rollout_importance_sampling_threshold")) is not None:
+        masks = flags.get("rollout_importance_sampling_mode", [""])[0].endswith("mask")
+        keys[f"algorithm.rollout_correction.rollout_{'rs' if masks else 'is'}_threshold"] = most
+    if "lora" in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
+        rank, alpha = number.get("lora_rank", 8), number.get("lora_alpha", 32)
+        keys["model.lora_configs"] = [{"lora_rank": int(rank), "lora_alpha": int(alpha)}]
+    if flags.get("overlong_filter", ["false"])[0].lower() == "true":
+        key = "data_processor.experience_pipeline.operators"
+        keys[key] = [*_operators(config), {"name": "mask_response_truncated"}]
+    if flags.get("async_generate", ["false"])[0].lower() == "true":
+        keys["synchronizer.sync_offset"] = 1
+    return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{name} {text}: expected a number") from error
 
 
 def _value(name: str, values: Sequence[str]) -> str:
@@ -240,12 +377,27 @@ def _urls(flags: Given) -> Iterator[str]:
 
 def _tasksets(config: Path | None) -> list[str]:
     """The keys of the file's tasksets."""
+    several, evals = (
+        [f"{_INPUT}.{name}[{i}]" for i in range(len(_read(config, *_INPUT.split("."), name)))]
+        for name in ("tasksets", "eval_tasksets")
+    )
+    return [*(several or [f"{_INPUT}.taskset"]), *evals]
+
+
+def _operators(config: Path | None) -> list[Any]:
+    """The file's operators on experiences."""
+    return _read(config, "data_processor", "experience_pipeline", "operators")
+
+
+def _read(config: Path | None, *path: str) -> list[Any]:
+    """A list of the file; empty where there is none, and where loading it will say why."""
     try:
-        tree = yaml.safe_load((config or DEMO).read_text(encoding="utf-8"))
-        evals = tree["buffer"]["explorer_input"].get("eval_tasksets") or []
+        node: Any = yaml.safe_load((config or DEMO).read_text(encoding="utf-8"))
+        for name in path:
+            node = node[name]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):
-        evals = []
-    return [f"{_INPUT}.taskset", *(f"{_INPUT}.eval_tasksets[{i}]" for i in range(len(evals)))]
+        return []
+    return node if isinstance(node, list) else []
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from trireme.cli.flags import WithFlags, yaml_and_keys
+from trireme.cli.flags import WithEngineFlags, WithFlags, yaml_and_keys
+from trireme.cli.rlhf import WithAllFlags
 from trireme.log import LEVELS
 
 app = typer.Typer(
@@ -28,6 +29,10 @@ Words = Annotated[
         metavar="[YAML] [KEY=VALUE]...",
         help="The run's YAML, and keys to override, such as trainer.grad_clip=0.5.",
     ),
+]
+Keys = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the YAML to override."),
 ]
 FLAGS_HELP = (
     "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
@@ -85,6 +90,17 @@ def run(
     from trireme.cli.run import run as command
 
     raise typer.Exit(command(config, keys, plugin_dir or [], compare=compare))
+
+
+@app.command(cls=WithAllFlags, epilog=FLAGS_HELP)
+def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
+    """Run GRPO from ms-swift's flags; print the YAML they stand for."""
+    from trireme.cli.rlhf import yaml_of
+    from trireme.cli.run import run as command
+
+    path = yaml_of(ctx.obj, words or [])
+    print(f"# {path}: the same run is `trireme run {path}`\n{path.read_text()}", flush=True)
+    raise typer.Exit(command(path, [], plugin_dir or []))
 
 
 @app.command(cls=WithFlags, epilog=FLAGS_HELP)
@@ -199,41 +215,67 @@ def convert(
     raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))
 
 
-@app.command()
+ServerKey = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--api-key",
+        "--api_key",
+        help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
+    ),
+]
+ServerKeyFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key."),
+]
+EngineType = Annotated[
+    str,
+    typer.Option("--dtype", "--torch_dtype", help="auto, float32, bfloat16 or float16."),
+]
+ModelLength = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        "--max-model-len",
+        "--max_model_len",
+        "--vllm_max_model_len",
+        min=2,
+        help="Tokens with the prompt.",
+    ),
+]
+ToolCallParser = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--tool-call-parser",
+        "--tool_call_parser",
+        help="The format of tool calls, or a function's path; by default the template's.",
+    ),
+]
+AsyncEngine = Annotated[
+    str,
+    typer.Option(
+        "--use_async_engine",
+        "--vllm_use_async_engine",
+        help="true: no request waits for the slowest one of its batch.",
+    ),
+]
+
+
+@app.command(cls=WithEngineFlags)
 def rollout(
+    ctx: typer.Context,
     model: Annotated[str, typer.Option("--model", help="A model's folder, or its id.")],
     host: Annotated[str, typer.Option(help="Beyond loopback a key is needed.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            "--api-key",
-            "--api_key",
-            help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key."),
-    ] = None,
+    api_key: ServerKey = None,
+    api_key_file: ServerKeyFile = None,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
     engine_python: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--engine-python", help="The Python interpreter of an environment with vLLM."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--max-model-len", "--max_model_len", min=2, help="Tokens with the prompt."),
-    ] = None,
-    use_async_engine: Annotated[
-        str,
-        typer.Option(
-            "--use_async_engine",
-            "--vllm_use_async_engine",
-            help="true: no request waits for the slowest one of its batch.",
-        ),
-    ] = "true",
+    dtype: EngineType = "auto",
+    max_model_len: ModelLength = None,
+    tool_call_parser: ToolCallParser = None,
+    use_async_engine: AsyncEngine = "true",
     multi_turn_scheduler: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--multi_turn_scheduler", help="A registered name, or a path."),
@@ -276,7 +318,9 @@ def rollout(
         engine_python=engine_python,
         dtype=dtype,
         max_model_len=max_model_len,
+        tool_call_parser=tool_call_parser,
         use_async_engine=asynchronous == "true",
+        engine_options=ctx.obj,
         multi_turn_scheduler=multi_turn_scheduler,
         max_turns=max_turns,
         external_plugins=[*(external_plugins or []), *(plugins or [])],

@@ -12,8 +12,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ class RolloutOptions:
     engine_python: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
+    tool_call_parser: str | None = None
     use_async_engine: bool = True
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's further ones."""
     multi_turn_scheduler: str | None = None
     max_turns: int | None = None
     external_plugins: Sequence[Path] = ()
@@ -113,6 +116,9 @@ def _examine(options: RolloutOptions) -> None:
                 f"--{name} {size}: the torch engine runs on one device, expected 1 (several "
                 "servers: start several commands, and name them all in base_urls; or --engine vllm)"
             )
+    if options.engine_options and options.engine == "torch":
+        names = ", ".join(f"--vllm_{name}" for name in options.engine_options)
+        print(f"note: without effect on the torch engine: {names}", file=sys.stderr)
     if options.dtype not in (*DTYPES, "auto"):
         raise ValueError(f"--dtype {options.dtype}: expected auto, {', '.join(DTYPES)}")
     if not (Path(options.model) / "config.json").exists() and Path(options.model).exists():
@@ -162,10 +168,12 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.plan import num_gpus
+    from trireme.model.tool_calls import format_of
     from trireme.workflows.scheduled import make_scheduler
 
     scheduler = {"scheduler": options.multi_turn_scheduler, "max_turns": options.max_turns}
     make_scheduler(scheduler)
+    format_of(options.tool_call_parser)
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         config = AutoConfig.from_pretrained(options.model)
@@ -186,7 +194,8 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
         scheduler=scheduler,
         use_async_engine=options.use_async_engine,
         kind="vllm" if options.engine == "vllm" else "torch",
-        options={name: getattr(options, name) for name in PARALLEL},
+        options={name: getattr(options, name) for name in PARALLEL} | dict(options.engine_options),
+        tool_call_parser=options.tool_call_parser,
     )
     return spec, tokenizer
 

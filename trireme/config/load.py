@@ -84,6 +84,19 @@ def config_of(values: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
     return Config.model_validate(found)
 
 
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Plain values with `a.b.c=value` laid over them. Raises ConfigError for what is none."""
+    tree = OmegaConf.create(dict(values))
+    problems: list[Problem] = []
+    for override in overrides:
+        _override(tree, override, problems)
+    if problems:
+        raise ConfigError(problems)
+    made = OmegaConf.to_container(tree)
+    assert isinstance(made, dict), "a section was given"
+    return {str(key): value for key, value in made.items()}
+
+
 def _values_of(
     tree: DictConfig, folder: Path, typed: Sequence[str], problems: list[Problem]
 ) -> dict[str, Any]:

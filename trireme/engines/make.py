@@ -34,6 +34,7 @@ class EngineSpec:
     """vLLM's: keys of the YAML's `rollout_model`."""
     chat_template: str | None = None
     enable_thinking: bool | None = None
+    tool_call_parser: str | None = None
     trust_remote_code: bool = False
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """See Rollouts."""

@@ -48,7 +48,10 @@ async def engine_server(
     try:
         engine = await make_engine(spec, tokenizer, device)
         chat = ChatTokens(
-            tokenizer, chat_template=spec.chat_template, enable_thinking=spec.enable_thinking
+            tokenizer,
+            chat_template=spec.chat_template,
+            enable_thinking=spec.enable_thinking,
+            tool_call_parser=spec.tool_call_parser,
         )
         rollouts = Rollouts(
             engine,

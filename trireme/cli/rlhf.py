@@ -1,0 +1,111 @@
+"""`trireme rlhf`: a run from ms-swift's flags alone, and the YAML that these stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from trireme.cli.flags import Given, WithFlags, overrides
+from trireme.files import write_text
+
+FILE = "rlhf.yaml"
+_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+
+
+class WithAllFlags(WithFlags):
+    """The command's flags are all there is to its configuration."""
+
+    own_flags = ("dataset", "val_dataset", *_COUNTS)
+
+
+def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
+    """Write the YAML of a run to the output folder; returns its path.
+
+    `keys` are KEY=VALUE words, which go before the flags. Raises BadParameter for flags that are
+    missing or cannot be.
+    """
+    from trireme.config.load import with_overrides
+
+    kind = flags.get("rlhf_type", ["grpo"])[0]
+    if kind != "grpo":
+        raise typer.BadParameter(
+            f"--rlhf_type {kind}: expected grpo; other algorithms are named in a YAML "
+            "(algorithm.algorithm_type) for trireme run"
+        )
+    for name in ("model", "dataset"):
+        if name not in flags:
+            raise typer.BadParameter(f"--{name} is not given: expected one")
+    folder = Path(flags.get("output_dir", ["output"])[0])
+    path = folder / FILE
+    tree = _tree(flags, folder)
+    write_text(path, _dump(tree))  # the flags of tasksets are laid over each of these
+    rest = {name: values for name, values in flags.items() if name not in WithAllFlags.own_flags}
+    tree = with_overrides(tree, [*overrides(rest, path), *keys])
+    write_text(path, _dump(tree))
+    return path
+
+
+def _tree(flags: Given, folder: Path) -> dict[str, Any]:
+    """What the flags do not say, as ms-swift has it by default, and the data."""
+    rollouts = _count(flags, "num_generations", 8)
+    completions = _count(flags, "generation_batch_size", 0)
+    if not completions:
+        completions = 1
+        for name in _COUNTS:
+            completions *= _count(flags, name, rollouts if name == _COUNTS[0] else 1)
+    if completions % rollouts:
+        raise typer.BadParameter(
+            f"{completions} completions of a step: expected a multiple of --num_generations "
+            f"({rollouts}), set by --generation_batch_size"
+        )
+    tasksets = [_taskset(name) for name in flags["dataset"]]
+    return {
+        "project": "rlhf",
+        "name": "grpo",
+        "checkpoint_root_dir": str(folder),
+        "algorithm": {
+            "algorithm_type": "grpo",
+            "repeat_times": rollouts,
+            "loss_agg_mode": "seq-mean-token-mean",
+            "kl_loss_fn": "k3",
+            "kl_loss_fn_args": {"kl_coef": 0.04},
+        },
+        "model": {
+            "model_path": flags["model"][0],
+            **({} if "vllm_max_model_len" in flags else {"max_prompt_tokens": 2048}),
+            "max_response_tokens": 512,
+        },
+        "buffer": {
+            "batch_size": completions // rollouts,
+            "explorer_input": {
+                "default_workflow_type": "multi_turn_scheduler",
+                **({"taskset": tasksets[0]} if len(tasksets) == 1 else {"tasksets": tasksets}),
+                "eval_tasksets": [_taskset(name) for name in flags.get("val_dataset", ())],
+            },
+        },
+        "trainer": {"save_interval": 500},
+    }
+
+
+def _taskset(name: str) -> dict[str, Any]:
+    """One data set; `path#500` takes its first 500 rows."""
+    path, _, rows = name.partition("#")
+    if rows and not rows.isdigit():
+        raise typer.BadParameter(f"--dataset {name}: expected a number of rows after #")
+    split = {"split": f"train[:{rows}]"} if rows else {}
+    return {"path": path, **split, "format": {"prompt_key": "messages", "response_key": "solution"}}
+
+
+def _count(flags: Given, name: str, default: int) -> int:
+    text = flags.get(name, [str(default)])[0]
+    if not text.isdigit() or (name in flags and not int(text)):
+        raise typer.BadParameter(f"--{name} {text}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _dump(tree: dict[str, Any]) -> str:
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
