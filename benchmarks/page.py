@@ -80,7 +80,7 @@ def in_browser(folder: Path, repeats: int) -> dict[str, float]:
     threading.Thread(target=serve, args=(options, ready.append), daemon=True).start()
     while not ready:
         time.sleep(0.01)
-    paints, filters = [], []
+    paints, filters, searches = [], [], []
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for _ in range(repeats):
@@ -97,10 +97,17 @@ def in_browser(folder: Path, repeats: int) -> dict[str, float]:
                                    "'longest' && location.hash.includes('longest')")  # fmt: skip
             page.wait_for_selector(".item")
             filters.append(1000 * (time.perf_counter() - began))
+            began = time.perf_counter()
+            page.fill("input[name=text]", "seven eggs")
+            page.wait_for_function(
+                "() => document.querySelector('.reader mark')?.textContent === 'seven eggs'"
+            )
+            searches.append(1000 * (time.perf_counter() - began))
         browser.close()
     return {
         "browser: first contentful paint": statistics.median(paints),
         "browser: new order, click to list": statistics.median(filters),
+        "browser: search, typed to the marked rollout": statistics.median(searches),
     }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from trireme.registry import lazy_names
 
 __version__ = "0.1.0"  # the one place: the build and `trireme --version` read it here
+
+# tqdm, which transformers imports, asks notebooks for ipywidgets; Trireme shows none of its bars
+warnings.filterwarnings("ignore", "IProgress not found")
 
 _MODULES = {
     "trireme.algorithms.advantage": "by_group",

@@ -32,7 +32,9 @@ def played(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str
     )
     client.execute()
     code = [cell for cell in book.cells if cell.cell_type == "code"]
-    return ["".join(out.get("text", "") for out in cell.outputs) for cell in code]
+    told = ["".join(out.get("text", "") for out in cell.outputs) for cell in code]
+    assert "IProgress" not in "".join(told), told  # a wish of tqdm, of which no bar is shown
+    return told
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.view.made import experience, make_run
+from tests.view.made import experience, make_pairs_run, make_run
 from trireme.buffer.record import Record
 from trireme.monitor.monitor import JsonLinesMonitor
 from trireme.view.report import write_report
@@ -33,6 +33,7 @@ MOST_MS = 30_000
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     make_run(root / "job/first", steps=2)
+    make_pairs_run(root / "pairs")
     run = make_run(root / "job/second", steps=3)
     record = Record(lines=run / "buffer/experience_buffer.jsonl")
     record._write([experience(3, 9, 0, 5.0, response_text=EVIL, messages=None)])
@@ -168,6 +169,30 @@ def test_each_token_says_its_numbers(tab: Any, url: str) -> None:
     assert colours[0] == "transparent" != colours[5]
     tab.get_by_role("button", name="Table").click()
     assert tab.locator("tbody tr").count() == 6
+
+
+def test_tokens_of_a_held_out_rollout_are_sampled_and_not_trained(tab: Any, url: str) -> None:
+    opened(tab, url, "rollouts?kind=eval&tab=tokens&eid=2/held_out/1/0/0")
+    tab.wait_for_selector(".tokens .token >> nth=5")
+    tab.locator(".tokens .token >> nth=5").hover()
+    said = " ".join(tab.inner_text(".probe").split())
+    assert "sampled yes" in said and "log-probability -0.400" in said
+    assert tab.get_by_role("button", name="Trained").count() == 0
+
+
+def test_rows_of_a_data_set_are_shown_as_pairs_and_token_by_token(tab: Any, url: str) -> None:
+    opened(tab, url, "rollouts?eid=0/1/1/0", run="pairs")
+    tab.wait_for_selector(".reader .badge:text-is('rejected')")
+    assert tab.inner_text(".count") == "4 rows"
+    tab.get_by_role("button", name="Pair", exact=True).click()
+    tab.wait_for_selector(".answers .answer >> nth=1")
+    answers = tab.locator(".answers .answer").all_inner_texts()
+    assert "chosen" in answers[0] and "Yes." in answers[0] and "No." in answers[1]
+    tab.get_by_role("button", name="Tokens").click()
+    tab.wait_for_selector(".tokens .token >> nth=2")
+    tab.locator(".tokens .token >> nth=2").hover()
+    said = " ".join(tab.inner_text(".probe").split())
+    assert "2 · id 9" in said and "trained yes" in said and "new -0.500" in said
 
 
 def test_a_selection_is_saved(tab: Any, url: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from trireme.buffer.record import with_messages
 from trireme.experience import EID, Experience
-from trireme.explorer.explorer import failure_line, with_messages
+from trireme.explorer.explorer import failure_line
 from trireme.explorer.runner import Failed
 from trireme.task import Task
 from trireme.usercode import Fault

@@ -47,6 +47,25 @@ def test_lines_come_first_last_and_every_few_seconds() -> None:
     assert lines[2] == "rft 4/10  reward 0.400  loss 0.5  2.00 s/step  left 0:12"
 
 
+def test_figures_of_the_first_step_are_printed_once() -> None:
+    console, clock, text = make_console()
+    console.stage("rft", 10)
+    clock.now += 20
+    console.step("explorer", 1, {"rollout/reward/mean": 0.1})
+    clock.now += 20
+    console.step("trainer", 1, {"actor/sft_loss": 0.5})
+    assert text.getvalue().splitlines()[1:] == ["rft 1/10  reward 0.100  loss 0.5"]
+
+
+def test_an_explorer_that_runs_ahead_of_the_first_train_step_is_shown() -> None:
+    console, clock, text = make_console()
+    console.stage("rft", 10)
+    for step in (1, 2):
+        clock.now += 20
+        console.step("explorer", step, {"rollout/reward/mean": step / 10})
+    assert text.getvalue().splitlines()[1:] == ["rft 0/10  reward 0.200"]
+
+
 def test_an_evaluation_is_a_line_of_its_own() -> None:
     console, _, text = make_console()
     metrics = {"eval/gsm8k-eval/accuracy/mean@1": 0.342, "eval/gsm8k-eval/tasks": 500.0}

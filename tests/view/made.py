@@ -10,10 +10,11 @@ import torch
 import yaml
 
 from trireme.batch import flatten
-from trireme.buffer.record import Record
+from trireme.buffer.record import Record, data_lines
 from trireme.buffer.trained import TrainedTokens
 from trireme.experience import EID, Experience
 from trireme.monitor.monitor import JsonLinesMonitor
+from trireme.trainer.learning import split_pairs
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
@@ -54,7 +55,11 @@ def make_run(folder: Path, *, steps: int = 3, tasks: int = 2, runs: int = 4) -> 
     record = Record(
         database=f"sqlite:///{buffer}/explorer_output.db", lines=buffer / "experience_buffer.jsonl"
     )
-    evaluated = Record(lines=buffer / "evaluation.jsonl")
+    evaluated = Record(
+        database=f"sqlite:///{buffer}/evaluation.db",
+        lines=buffer / "evaluation.jsonl",
+        messages=True,
+    )
     failed = Record(lines=buffer / "failed.jsonl")
     learned = TrainedTokens(buffer)
     for step in range(1, steps + 1):
@@ -93,6 +98,33 @@ def make_run(folder: Path, *, steps: int = 3, tasks: int = 2, runs: int = 4) -> 
             "text": "all rewards are equal. What to do: make tasks easier"}  # fmt: skip
     (folder / "monitor/watchdog.json").write_text(json.dumps([text]))
     make_starts(folder)
+    return folder
+
+
+def make_pairs_run(folder: Path) -> Path:
+    """A run of DPO that has made one step, of two pairs."""
+    buffer = folder / "buffer"
+    pairs = [
+        Experience(
+            [5, 6],
+            prompt_length=2,
+            chosen=[7, 8],
+            rejected=[9],
+            eid=EID(0, row),
+            prompt_text=f"Row {row}?",
+            info={"chosen": "Yes.", "rejected": "No."},
+        )
+        for row in range(2)
+    ]
+    record, learned = Record(lines=buffer / "data_rows.jsonl"), TrainedTokens(buffer)
+    record.write_lines(data_lines(1, pairs))
+    batch = flatten(split_pairs(pairs))
+    learned.begin(batch)
+    learned.add(batch, torch.full((batch.num_tokens,), -0.5))
+    learned.end(1)
+    record.close()
+    learned.close()
+    JsonLinesMonitor(folder / "monitor").log({"actor/dpo_loss": 0.7}, 1, "trainer")
     return folder
 
 

@@ -108,6 +108,17 @@ def test_every_token_has_its_numbers(client: TestClient) -> None:
     assert found["trained_step"] == 2 and len(found["text"]) == 6
 
 
+def test_held_out_rollouts_have_their_tokens_and_nothing_that_training_made(
+    client: TestClient,
+) -> None:
+    asked = {**RUN, "kind": "eval", "eid": "2/held_out/1/0/0"}
+    found = client.get("/api/tokens", params=asked).json()
+    assert found["ids"] == [5, 6, 7, 8, 9, 10] and found["mask"] == [0, 0, 1, 1, 1, 1]
+    assert found["logprobs"][2] == pytest.approx(-0.1) and found["versions"][2:] == [1] * 4
+    assert "ratio" not in found and found["advantages"] is None and found["notes"] == []
+    assert client.get("/api/rollout", params=asked).json()["messages"][2]["role"] == "tool"
+
+
 def test_the_numbers_are_those_of_the_newest_step_that_is_still_kept(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     page = Page(run)

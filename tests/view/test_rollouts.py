@@ -17,7 +17,6 @@ import pytest
 from tests.view.made import experience, make_run
 from trireme.buffer.record import Record
 from trireme.experience import EID
-from trireme.explorer.explorer import with_messages
 from trireme.view.rollouts import Filter, RolloutIndex, Selection, export
 
 
@@ -183,11 +182,11 @@ def test_a_selection_is_exported_whole(rollouts: RolloutIndex) -> None:
 
 def test_evaluations_and_failures_are_exported_as_parquet(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    record = Record(lines=run / "buffer/evaluation.jsonl")
+    record = Record(lines=run / "buffer/evaluation.jsonl", messages=True)
     parts = [{"type": "text", "text": "in parts"}]
     other = experience(3, 5, 0, 1.0, messages=[{"role": "user", "content": parts}], tools=[{}])
     other.eid = EID("3/held_out", 5, 0)
-    record.write_lines([with_messages(other)])
+    record._write([other])
     record.close()
     rollouts = RolloutIndex(run)
     rollouts.refresh()

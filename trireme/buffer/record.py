@@ -27,7 +27,7 @@ from sqlalchemy import Connection, Engine, MetaData, delete, func, insert, selec
 from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
-from trireme.experience import Experience
+from trireme.experience import EID, Experience
 from trireme.files import write_json
 from trireme.log import get_logger, hide_passwords
 
@@ -52,11 +52,14 @@ class Record:
         lines: Path | None = None,
         limit: float = math.inf,
         sampled: bool = False,
+        messages: bool = False,
     ) -> None:
         """`database` is a URL, `lines` a `.jsonl` file. Both are made when first written.
 
-        `limit`: bytes of either; `sampled` says that not the newest stay at it but a sample.
+        `limit`: bytes of either; `sampled` says that not the newest stay at it but a sample;
+        `messages`: the lines have them, too.
         """
+        self._line = with_messages if messages else summary
         self._limit = limit
         self._sampled = sampled
         self._bytes: int | None = None
@@ -116,7 +119,7 @@ class Record:
         if self._database is not None:
             self._write_rows(self._database, experiences)
         if self._lines is not None:
-            self._lines.append([summary(e) for e in experiences])
+            self._lines.append([self._line(e) for e in experiences])
 
     def _write_rows(self, url: str, experiences: list[Experience]) -> None:
         rows = list({e.eid.uid: row_of(e) for e in experiences}.values())
@@ -311,6 +314,27 @@ def summary(experience: Experience) -> dict[str, Any]:
         "metrics": experience.metrics,
         "info": experience.info,
     }
+
+
+def with_messages(experience: Experience) -> dict[str, Any]:
+    """The same with the conversation, for who has no database."""
+    turns = {"messages": experience.messages, "tools": experience.tools}
+    return summary(experience) | {name: value for name, value in turns.items() if value}
+
+
+def data_lines(step: int, experiences: Iterable[Experience]) -> list[dict[str, Any]]:
+    """Rows of a data set that a train step learned from; of a pair one line for each reply."""
+    lines: list[dict[str, Any]] = []
+    for e in experiences:
+        line = summary(e) | {"step": step, "model_version": None}
+        if e.chosen is None or e.rejected is None:
+            lines.append(line)
+            continue
+        for run, (name, reply) in enumerate((("chosen", e.chosen), ("rejected", e.rejected))):
+            eid = EID(e.eid.batch, e.eid.task, run, e.eid.step, e.eid.suffix).uid
+            line = line | {"eid": eid, "response": e.info[name], "info": {"reply": name}}
+            lines.append(line | {"response_length": len(reply), "trained_tokens": len(reply)})
+    return lines
 
 
 def _text(lines: Iterable[dict[str, Any]]) -> str:

@@ -28,8 +28,8 @@ FSDP_CONFIG = "fsdp_config.json"
 LORA_ADAPTER = "lora_adapter"
 """Folder in `actor/` with the adapter as peft reads it."""
 MANIFEST = "manifest.json"
-EVALUATED, FAILED = "evaluation.jsonl", "failed.jsonl"
-"""In `buffer/`, for people: what evaluations said, and what failed; nothing of it is trained."""
+EVALUATED, FAILED, DATA_ROWS = "evaluation.jsonl", "failed.jsonl", "data_rows.jsonl"
+"""In `buffer/`, for people: what evaluations said, what failed, and a data set's trained rows."""
 
 
 def rank_file(kind: Literal["model", "optim", "extra_state"], world: int, rank: int) -> str:

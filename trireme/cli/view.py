@@ -17,12 +17,14 @@ from typing import Any, Literal, cast
 from rich.console import Console
 from rich.text import Text
 
-from trireme.checkpoint.layout import EVALUATED, FAILED, JobFolder
+from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
 from trireme.config import ConfigError, Plan, load_config
 from trireme.log import hide_passwords
 
 _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
 _BYTES = "experience_bytes"
+SHOWN = {Path(name).stem for name in (EVALUATED, FAILED, DATA_ROWS)}
+"""Files in `buffer/` that hold nothing of what an explorer gave to be trained."""
 
 
 @dataclass
@@ -160,7 +162,7 @@ def store_of(job: Path) -> Path | None:
         raise ValueError(f"there is no folder {job}: has the run begun?")
     for pattern in ("buffer/*.db", "*/buffer/*.db", "buffer/*.jsonl", "*/buffer/*.jsonl"):
         # explorer_output.db is what the model did, before anything was left out
-        files = [path for path in job.glob(pattern) if path.name not in (EVALUATED, FAILED)]
+        files = [path for path in job.glob(pattern) if path.stem not in SHOWN]
         files.sort(key=lambda p: (p.stem == "explorer_output", _age(p)))
         if files:
             newest = max(files, key=lambda p: (_age(p.parent.parent), files.index(p)))

@@ -61,6 +61,10 @@ class DpoFormat(SftFormat):
             rejected=rejected,
             eid=eid,
             prompt_text=self._tokenizer.decode(prompt),
+            info={
+                "chosen": self._tokenizer.decode(chosen),
+                "rejected": self._tokenizer.decode(rejected),
+            },
         )
 
     @property

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.buffer.buffer import Closed, Puts
-from trireme.buffer.record import Record, summary
+from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.data.tasksets import Exhausted, Mixture, Taskset
 from trireme.experience import Experience
@@ -342,9 +342,7 @@ class Explorer:
             found[taskset.name] = metrics
             example = example or _example(outcomes)
             if self._evaluated is not None:
-                self._evaluated.write_lines(
-                    [with_messages(e) for o in outcomes for e in o.rollouts]
-                )
+                await self._evaluated.write([e for o in outcomes for e in o.rollouts])
             named = {f"{self.eval_prefix}/{taskset.name}/{k}": v for k, v in metrics.items()}
             seconds = time.monotonic() - started
             named[f"{self.eval_prefix}/{taskset.name}/seconds"] = seconds
@@ -392,12 +390,6 @@ def _example(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
         "reward": shown.reward,
         "temperature": shown.temperature,
     }
-
-
-def with_messages(experience: Experience) -> dict[str, Any]:
-    """A rollout that is in no database, as people look at it."""
-    turns = {"messages": experience.messages, "tools": experience.tools}
-    return summary(experience) | {name: value for name, value in turns.items() if value}
 
 
 def failure_line(failed: Failed, task: Task) -> dict[str, Any]:

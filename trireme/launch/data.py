@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.file import FileBuffer
 from trireme.buffer.trained import TrainedTokens
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import EVALUATED, JobFolder
 from trireme.config import Plan
 from trireme.config.options import accepted, fitting_options
 from trireme.config.schema import Config
@@ -324,13 +324,21 @@ FAILED_BYTES = 20e6
 
 
 def make_shown_record(plan: Plan, folder: JobFolder, name: str, most: float) -> Record | None:
-    """Lines of what is not trained (evaluations, failures), where the YAML wants copies."""
+    """Evaluations, failures or a data set's rows, for people, where the YAML wants copies.
+
+    Lines have no tokens: those of evaluations are in a database beside them.
+    """
     if not plan.config.data_processor.experience_pipeline.save_input:
         return None
     limits = _copy_limits(plan)
     from trireme.buffer.record import Record
 
-    return Record(lines=folder.buffer / name, **limits | {"limit": min(limits["limit"], most)})
+    lines = folder.buffer / name
+    limits |= {"limit": min(limits["limit"], most)}
+    if name == EVALUATED:
+        database = f"sqlite:///{lines.with_suffix('.db')}"
+        return Record(database=database, lines=lines, messages=True, **limits)
+    return Record(lines=lines, **limits)
 
 
 def make_trained_tokens(plan: Plan, folder: JobFolder) -> TrainedTokens | None:

@@ -7,17 +7,18 @@ another: neither side knows where the other runs. `launch/modes.py` says what th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from trireme.buffer.buffer import Buffer, Puts
-from trireme.checkpoint.layout import EVALUATED, FAILED
+from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
+from trireme.experience import Experience
 from trireme.explorer.explorer import Explorer
 from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
@@ -216,9 +217,21 @@ class TrainerSide:
             save_interval=plan.config.trainer.save_interval,
             checkpointer=self,
             report=stage.console.step,
+            show=self._show_rows(),
         )
         trainer.step = stage.resumed.step if stage.resumed else 0
         return trainer
+
+    def _show_rows(self) -> Callable[[int, Sequence[Experience]], None] | None:
+        """Keeps the text of a data set's rows, step by step, where the YAML wants copies."""
+        stage = self.stage
+        record = stage.shown_record(DATA_ROWS) if stage.reads_file else None
+        if record is None:
+            return None
+        from trireme.buffer.record import data_lines
+
+        record.rewind(stage.resumed.step if stage.resumed else 0)
+        return lambda step, experiences: record.write_lines(data_lines(step, experiences))
 
 
 def _max_pending(plan: Plan) -> int:

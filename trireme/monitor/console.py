@@ -92,8 +92,10 @@ class Console:
             self._times.append((now, step))
         counts = part == self._by
         done = counts and (first or step == self._total)
-        # a line a step at most: another part's figures wait for the step that they belong to
-        due = (counts or first) and now - self._last_line >= self.every
+        # a line a step at most: another part's figures wait for the step that they belong to, and
+        # before the first one are shown where that part has gone on without it
+        first_of_part = self._begun.setdefault(part, step)
+        due = (counts or (first and step > first_of_part)) and now - self._last_line >= self.every
         if not self.live and (done or due):
             self._last_line = now
             self._line(self._progress_line())
@@ -162,6 +164,8 @@ class Console:
         self._total = total_steps
         self._by = by
         self._step: int | None = None
+        self._begun: dict[str, int] = {}
+        """The first step of each part."""
         self._metrics: dict[str, float] = {}
         self._measured: set[tuple[str, int]] = set()
         self._rewards: deque[float] = deque(maxlen=200)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from trireme.algorithms.recipes import Recipe
@@ -74,11 +74,12 @@ class Trainer:
         save_interval: int,
         checkpointer: Checkpointer,
         report: Report,
+        show: Callable[[int, Sequence[Experience]], None] | None = None,
     ) -> None:
         """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
 
         `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
-        follows the weights.
+        follows the weights. `show` gets each step's number and experiences, for people to look at.
         """
         self.backend = backend
         self.recipe = recipe
@@ -93,6 +94,7 @@ class Trainer:
         self.save_interval = save_interval
         self.checkpointer = checkpointer
         self.report = report
+        self.show = show
         self.step = 0
         self.seconds = 0.0
         self.doing = ""
@@ -209,6 +211,8 @@ class Trainer:
         )
         if self.learning.tokens is not None:
             self.learning.tokens.end(self.step + 1)
+        if self.show is not None:
+            self.show(self.step + 1, experiences)
         self.step += 1  # on the device: who pushes next there finds weights and step together
         return metrics
 

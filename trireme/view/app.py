@@ -126,7 +126,9 @@ class Page:
 
     def tokens(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One rollout, token for token."""
-        return self.tokens_of(self.run(query.get("run", ""))).of(query.get("eid", ""))
+        return self.tokens_of(self.run(query.get("run", ""))).of(
+            query.get("eid", ""), query.get("kind", "train")
+        )
 
     def tokens_of(self, run: RunFolder) -> Tokens:
         """The tokens of a run's rollouts."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from trireme.files import write_text
 from trireme.view.app import STATIC, Page, chart_library
-from trireme.view.rollouts import Filter, RolloutIndex
+from trireme.view.rollouts import KINDS, Filter, RolloutIndex
 from trireme.view.runs import RunFolder, about
 from trireme.view.tokens import Tokens
 
@@ -24,9 +24,9 @@ GROUPS = 8
 """Groups of each order: newest, best and worst."""
 TASKS = 20
 """Held-out tasks that are followed through the steps."""
-FAILURES = 20
+FAILURES, DATA_ROWS = 20, 200
 MOST_TOKENS = 40
-"""Rollouts with their tokens."""
+"""Rollouts of each kind with their tokens."""
 
 
 def write_report(root: Path, path: Path) -> Path:
@@ -51,19 +51,19 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
     for row in rows:
         if row["kind"] == "train" and (experience := tokens.experience(row["eid"])) is not None:
             row |= {"messages": experience.messages, "tools": experience.tools}
-    trained = [row["eid"] for row in rows if row["kind"] == "train"]
     found: dict[str, Any] = {}
-    for eid in trained[:MOST_TOKENS]:
-        try:
-            found[f"train {eid}"] = tokens.of(eid)
-        except ValueError:  # no copy of its tokens was kept
-            continue
+    for kind in ("train", "eval", "data"):
+        for eid in [row["eid"] for row in rows if row["kind"] == kind][:MOST_TOKENS]:
+            try:
+                found[f"{kind} {eid}"] = tokens.of(eid, kind)
+            except ValueError:  # no copy of its tokens was kept
+                continue
     facts = {
         kind: {
             "count": sum(row["kind"] == kind for row in rows),
             "steps": sorted({row["step"] for row in rows if row["kind"] == kind}),
         }
-        for kind in ("train", "eval", "failed")
+        for kind in KINDS
         if any(row["kind"] == kind for row in rows)
     }
     return {
@@ -93,6 +93,7 @@ def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:
     for task in list(dict.fromkeys(row["task"] for row in held_out))[:TASKS]:
         add(Filter(kind="eval", task=task))
     add(Filter(kind="failed"), FAILURES)
+    add(Filter(kind="data"), DATA_ROWS)
     return list(chosen.values())
 
 

@@ -29,13 +29,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trireme.checkpoint.layout import EVALUATED, FAILED
+from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
 
-KINDS = ("train", "eval", "failed")
+KINDS = ("train", "eval", "failed", "data")
 LINES = {
     "train": "experience_buffer.jsonl",
     "eval": EVALUATED,
     "failed": FAILED,
+    "data": DATA_ROWS,
 }
 """Where the rollouts of each kind lie in a run's `buffer` folder."""
 DATABASE = "explorer_output.db"
@@ -353,8 +354,13 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 
 
 def task_of(row: dict[str, Any], kind: str) -> str:
-    """The task over all steps: its row in the taskset, or `<eval set>/<row>`; else its group."""
+    """The task over all steps: its row in the taskset, or `<eval set>/<row>`; else its group.
+
+    Of a data set's rows, whose ids begin with the epoch, the row.
+    """
     eid = str(row["eid"])
+    if kind == "data":
+        return eid.split("/")[1]
     if kind == "eval":
         return _group_and_run(eid)[0].partition("/")[2]
     index = (row.get("info") or {}).get("task_index")
@@ -452,6 +458,7 @@ def as_item(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row.get(key) for key in keys} | {
         "prompt": question[:SNIPPET],
         "reply": reply[:SNIPPET],
+        "pair": (row.get("info") or {}).get("reply"),
     }
 
 

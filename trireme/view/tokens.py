@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trireme.buffer import trained
 from trireme.view.rollouts import open_read_only
 from trireme.view.runs import RunFolder, starts_of
@@ -38,8 +40,8 @@ class Tokens:
         self._read: dict[int, int] = {}
         """When the file of each step was written: a resumed run writes it anew."""
 
-    def of(self, eid: str) -> dict[str, Any]:
-        """Text, ids and every number of a rollout's tokens.
+    def of(self, eid: str, kind: str = "train") -> dict[str, Any]:
+        """Text, ids and every number of the tokens of a rollout, or of a data set's row.
 
         Raises ValueError where neither the copy nor the training kept any.
         """
@@ -59,12 +61,12 @@ class Tokens:
                 rows[name] = None if row is None else _plain(row.tolist())
         if learned is not None:
             _add_learned(rows, learned)
-        notes = [] if learned is not None else [
+        notes = [] if learned is not None or kind != "train" else [
             "No train step kept this rollout's tokens (a large step keeps some of its groups, "
             "and steps are thinned at the limit of copies), or none has trained it yet: "
             "new log-probability, ratio and advantage are unknown."
         ]  # fmt: skip
-        if learned is not None and not any(value is not None for value in rows["trained_logprobs"]):
+        if learned is not None and all(value is None for value in rows["trained_logprobs"]):
             notes = ["All its advantages are 0: the step left it out, and computed no ratio."]
         mask = rows["mask"]
         if rows.get("logprobs") is not None:  # 0 stands for none where nothing was sampled
@@ -127,7 +129,8 @@ def _add_learned(rows: dict[str, Any], learned: Mapping[str, Any]) -> None:
     rows["trained_logprobs"] = spread("trained_logprobs")
     rows["advantages"] = spread("advantages") or rows.get("advantages")
     rows["logprobs"] = rows.get("logprobs") or spread("old_logprobs")
-    rows["versions"] = rows.get("versions") or spread("versions")
+    sampled = (learned.get("versions", np.array(-1)) >= 0).any()  # rows of a data set were not
+    rows["versions"] = rows.get("versions") or (spread("versions") if sampled else None)
     if "old_logprobs" in learned:
         difference = learned["trained_logprobs"] - learned["old_logprobs"]
         ratios = [math.exp(min(value, 50.0)) for value in difference.tolist()]

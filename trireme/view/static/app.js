@@ -59,7 +59,7 @@ function side() {
   state.runs.forEach((run, place) => {
     const parts = run.name.split("/");
     const above = parts.slice(0, -1).join("/");
-    if (above !== job && above) rows.push(h("div.job", {}, above));
+    if (above !== job && (above || job)) rows.push(h("div.job", {}, above));
     job = above;
     const on = state.shown.includes(run);
     const toggle = () => {

@@ -140,6 +140,7 @@ export async function overview(main, state) {
     h("div.bar", {}, h("h2.grow", {}, chosen.length > 1 ? `${chosen.length} runs` : short(principal.name)),
       h("label", {}, "Smoothing", weight),
       segments([["step", "By step"], ["time", "By time"]], settings.axis, (value) => { settings.axis = value; state.again(); }, "Horizontal axis")),
+    chosen.length > 1 && h("div.legend", {}, chosen.map((run) => h("span", {}, h("i", { style: { background: colour(run.place) } }), run.name))),
     h("div.panels", {}, panels.map((panel) => panelCard(panel, principal.name))),
     more);
   const scroll = scrollY;

@@ -4,13 +4,18 @@ import { empty, fill, h, number, segments } from "./dom.js";
 import { reward } from "./rollouts.js";
 import { tokens } from "./tokens.js";
 
-const TABS = [["conversation", "Conversation"], ["tokens", "Tokens"], ["group", "Group"], ["steps", "Through the steps"]];
+const TABS = {
+  train: [["conversation", "Conversation"], ["tokens", "Tokens"], ["group", "Group"], ["steps", "Through the steps"]],
+  failed: [["conversation", "Conversation"]],
+  data: [["conversation", "Text"], ["tokens", "Tokens"], ["steps", "Through the epochs"]],
+  pair: [["conversation", "Text"], ["tokens", "Tokens"], ["group", "Pair"], ["steps", "Through the epochs"]],
+};
 
 export async function reader(element, row, given) {
   const body = h("div.body");
-  const facts = [["step", row.step], ["task", row.task], ["tokens", row.response_length], ["ended by", row.stop_reason], ["weights", row.model_version],
+  const facts = [["step", row.step], [row.kind === "data" ? "row" : "task", row.task], ["tokens", row.response_length], ["trained", row.kind === "data" ? row.trained_tokens : null], ["ended by", row.stop_reason], ["weights", row.model_version],
     ...Object.entries(row.metrics ?? {}).map(([name, value]) => [name, number(value)])].filter(([, value]) => value !== null && value !== undefined && value !== "");
-  const tabs = TABS.filter(([name]) => name === "conversation" || (row.kind !== "failed" && (name !== "tokens" || row.kind === "train")));
+  const tabs = TABS[row.info?.reply && row.kind === "data" ? "pair" : row.kind] ?? TABS.train;
   const tab = tabs.some(([name]) => name === given.tab) ? given.tab : "conversation";
   fill(element,
     h("div.headline", {},
@@ -75,12 +80,14 @@ function answers(rows, row, jump, label) {
 
 async function group(body, row, { run, jump }) {
   const { rows, total } = await ask("rollouts", { run, kind: row.kind, group: row.group, order: "oldest", whole: 1, limit: 200 });
+  const asked = h("div.turn.user", {}, h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n")));
+  if (row.kind === "data") return fill(body, h("div.spaced", {}, asked, answers(rows, row, jump, () => "")));
   const rewards = rows.map((one) => one.reward).filter((value) => value !== null && value !== undefined);
   const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(rewards.length, 1);
   const std = Math.sqrt(rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / Math.max(rewards.length, 1));
   fill(body, h("div.spaced", {},
     h("p.quiet", {}, `${total} answers to the same task in step ${row.step}. Mean reward ${number(mean)}, standard deviation ${number(std)}${rewards.length > 1 && std === 0 ? ": no gradient comes from this group" : ""}.`),
-    h("div.turn.user", {}, h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n"))),
+    asked,
     answers(rows, row, jump, (one) => `run ${one.eid.split("/").at(-2)}`)));
 }
 
@@ -88,12 +95,12 @@ async function steps(body, row, { run, jump, whole }) {
   const { rows, total } = await ask("rollouts", { run, kind: row.kind, task: row.task, order: "oldest", whole: 1, limit: 200 });
   const seen = new Set(rows.map((one) => one.step));
   if (seen.size < 2) {
-    const why = row.kind === "eval" ? "This task was evaluated once so far." : "This task was tried in one step only. Held-out tasks are tried at every evaluation: choose “Held out” above.";
+    const why = row.kind === "data" ? "This row was trained in one step so far." : row.kind === "eval" ? "This task was evaluated once so far." : "This task was tried in one step only. Held-out tasks are tried at every evaluation: choose “Held out” above.";
     fill(body, empty("One step only", why));
     return;
   }
   fill(body, h("div.spaced", {},
-    h("div.row", {}, h("p.quiet.grow", {}, `Task ${row.task}: ${total} answers in ${seen.size} steps.`), h("button.button", { type: "button", onclick: () => whole(row.task) }, "As a list")),
+    h("div.row", {}, h("p.quiet.grow", {}, row.kind === "data" ? `Row ${row.task} was trained in ${seen.size} steps.` : `Task ${row.task}: ${total} answers in ${seen.size} steps.`), h("button.button", { type: "button", onclick: () => whole(row.task) }, "As a list")),
     h("div.turn.user", {}, h("div.said", {}, turnsOf(row).filter((turn) => turn.role !== "assistant").map((turn) => textOf(turn.content)).slice(0, 2).join("\n\n"))),
     answers(rows, row, jump, (one) => `step ${one.step}`)));
 }

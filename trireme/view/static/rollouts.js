@@ -5,7 +5,7 @@ import { reader } from "./reader.js";
 
 const PAGE = 100;
 const FILTERS = ["kind", "step", "task", "least", "most", "cut", "text", "order", "seed"];
-const NAMES = { train: "Training", eval: "Held out", failed: "Failed" };
+const NAMES = { train: "Training", eval: "Held out", failed: "Failed", data: "Data set" };
 let view = null; // {state, found, rows, list, reader}
 const showNew = () => { view.stale = true; view.state.again(); };
 document.getElementById("main").addEventListener("news", () => { if (view) fill(view.news, h("button.button", { type: "button", onclick: showNew }, "Show what is new")); });
@@ -17,14 +17,15 @@ export async function rollouts(main, state) {
   const query = { ...filters(state.query), run: state.run };
   const same = view && !view.stale && view.main === main && main.contains(view.list) && JSON.stringify(query) === JSON.stringify(view.asked);
   if (!same) {
+    const asked = performance.now();
     const found = await ask("rollouts", { ...query, kind: query.kind || "train", limit: PAGE });
     if (turn !== state.turn) return;
     if (!Object.keys(found.facts).length) {
-      fill(main, empty("No rollouts are stored", "A run keeps a copy of what its model said in buffer/. This one reads a data set, has just begun, or was told to keep none (data_processor.experience_pipeline.save_input)."));
+      fill(main, empty("No rollouts are stored", "A run keeps a copy of what its model said in buffer/. This one has just begun, or was told to keep none (data_processor.experience_pipeline.save_input)."));
       return;
     }
-    if (!query.kind && !found.facts.train) return state.go("rollouts", { ...state.query, kind: Object.keys(found.facts)[0] }, true);
-    view = { main, state, asked: query, found, rows: found.rows, offset: found.rows.length };
+    if (!query.kind && !found.facts.train) return state.go("rollouts", { ...state.query, kind: found.facts.data ? "data" : Object.keys(found.facts)[0] }, true);
+    view = { main, state, took: performance.now() - asked, asked: query, found, rows: found.rows, offset: found.rows.length };
     const typing = document.activeElement?.name;
     const caret = document.activeElement?.selectionStart;
     build(main);
@@ -56,28 +57,28 @@ function bar(facts, state) {
   const set = (changes) => state.go("rollouts", { ...state.query, ...changes, eid: "" }, true);
   const steps = facts[kind]?.steps ?? [];
   let waiting = null;
-  const typed = (name) => (event) => { clearTimeout(waiting); waiting = setTimeout(() => set({ [name]: event.target.value }), 250); };
+  const typed = (name) => (event) => { clearTimeout(waiting); waiting = setTimeout(() => set({ [name]: event.target.value }), Math.min(Math.max(view.took, 40), 300)); };
   const choose = (name, choices, label) => h("select", { name, "aria-label": label, onchange: (event) => set({ [name]: event.target.value, ...(name === "order" && event.target.value === "random" ? { seed: Date.now() % 100000 } : {}) }) },
     choices.map(([value, text]) => h("option", { value, selected: String(value) === (query[name] ?? "") }, text)));
   const kinds = Object.keys(facts);
   return h("div.spaced", { style: { gap: "10px" } },
     h("div.bar", {},
       kinds.length > 1 && segments(kinds.map((name) => [name, `${NAMES[name]} ${facts[name].count.toLocaleString("en")}`]), kind, (value) => set({ kind: value, step: "", task: "" }), "Kind"),
-      h("input", { type: "search", name: "text", placeholder: "Search prompts and replies  ( / )", value: query.text ?? "", oninput: typed("text"), style: { flex: "1", "min-width": "180px" } }),
+      h("input", { type: "search", name: "text", placeholder: "Search prompts and replies  ( / )", "aria-label": "Search prompts and replies", value: query.text ?? "", oninput: typed("text"), style: { flex: "1", "min-width": "180px" } }),
       choose("order", [["", "Newest"], ["oldest", "Oldest"], ["best", "Best"], ["worst", "Worst"], ["longest", "Longest"], ["random", "Random"]], "Order"),
       choose("step", [["", "All steps"], ...steps.map((step) => [step, `Step ${step}`])], "Step"),
       choose("cut", [["", "Cut or not"], ["1", "Cut"], ["0", "Not cut"]], "Cut")),
     h("div.bar", {},
-      h("label", {}, "Reward from", h("input", { type: "number", step: "any", name: "least", value: query.least ?? "", oninput: typed("least") })),
-      h("label", {}, "to", h("input", { type: "number", step: "any", name: "most", value: query.most ?? "", oninput: typed("most") })),
-      query.task && h("button.button", { type: "button", onclick: () => set({ task: "" }) }, `Task ${query.task}  ×`),
+      kind !== "data" && h("label", {}, "Reward from", h("input", { type: "number", step: "any", name: "least", value: query.least ?? "", oninput: typed("least") })),
+      kind !== "data" && h("label", {}, "to", h("input", { type: "number", step: "any", name: "most", value: query.most ?? "", oninput: typed("most") })),
+      query.task && h("button.button", { type: "button", onclick: () => set({ task: "" }) }, `${kind === "data" ? "Row" : "Task"} ${query.task}  ×`),
       view.count, view.news, h("span.grow"),
       !isReport && h("span.row", {}, h("span.quiet", {}, "Export"), ["jsonl", "parquet"].map((form) => h("a.button", { href: exportUrl({ ...view.asked, kind }, form), download: true }, form === "jsonl" ? "JSONL" : "Parquet")))));
 }
 
 function listed() {
   const { found, rows, state } = view;
-  fill(view.count, `${found.total.toLocaleString("en")} rollouts`);
+  fill(view.count, `${found.total.toLocaleString("en")} ${state.query.kind === "data" ? "rows" : "rollouts"}`);
   if (!rows.length) return void fill(view.list, h("div.empty", {}, h("h2", {}, "None fits"), h("p", {}, "No rollout passes these filters.")));
   fill(view.list, rows.map((row) => h("button.item", { type: "button", role: "option", id: `item ${row.eid}`, onclick: () => choose(row) },
     h("span.first", {}, reward(row), h("span", {}, `step ${row.step}`), row.cut && h("span.badge.warn", {}, "cut"), h("span.grow"), h("span.faint", {}, row.eid)),
@@ -104,6 +105,8 @@ async function further() {
 
 export function reward(row) {
   if (row.kind === "failed") return h("span.badge.bad", {}, row.failure?.kind ?? "failed");
+  const reply = row.pair ?? row.info?.reply;
+  if (row.kind === "data") return reply && h(`span.badge.${reply === "chosen" ? "good" : "bad"}`, {}, reply);
   if (row.reward === null || row.reward === undefined) return h("span.badge", {}, "no reward");
   return h(`span.badge.${row.reward > 0 ? "good" : "bad"}`, {}, number(row.reward, 2));
 }

@@ -5,7 +5,9 @@ import { fill, h, number, segments } from "./dom.js";
 const MOST = 4000; // tokens drawn at once
 const MEASURES = {
   mask: { title: "Trained", what: "trained tokens are coloured" },
+  sampled: { title: "Sampled", what: "what the model wrote is coloured; nothing of it is trained" },
   logprobs: { title: "Log-probability", what: "what the sampling policy gave the token: the stronger, the more surprising", low: 0, high: -5, one: true },
+  trained_logprobs: { title: "Log-probability", what: "what the model gave the token before this step's update: the stronger, the more surprising", low: 0, high: -5, one: true },
   ratio: { title: "Ratio", what: "new policy ÷ sampling policy, at the step that trained it", middle: 1, span: 0.2 },
   advantages: { title: "Advantage", what: "what the token's gradient is weighted by", middle: 0, span: 1.5 },
   versions: { title: "Weights", what: "version that sampled the token" },
@@ -15,7 +17,9 @@ let asTable = false;
 
 export async function tokens(body, row, { run }) {
   const found = await ask("tokens", { run, kind: row.kind, eid: row.eid });
-  const there = Object.keys(MEASURES).filter((name) => found[name]);
+  const heldOut = row.kind === "eval";
+  if (heldOut) found.sampled = found.mask; // an evaluation trains nothing
+  const there = Object.keys(MEASURES).filter((name) => found[name] && !(heldOut && name === "mask") && (name !== "trained_logprobs" || !found.logprobs));
   if (!there.includes(measure)) measure = there[0];
   const again = () => draw(body, found, there, again);
   again();
@@ -24,7 +28,7 @@ export async function tokens(body, row, { run }) {
 function tint(found, at) {
   const value = found[measure]?.[at];
   if (!found.mask[at] && measure !== "versions" && measure !== "logprobs") return "transparent";
-  if (measure === "mask") return value ? "color-mix(in srgb, #2f9e62 26%, transparent)" : "transparent";
+  if (measure === "mask" || measure === "sampled") return value ? "color-mix(in srgb, #2f9e62 26%, transparent)" : "transparent";
   if (value === null || value === undefined) return "transparent";
   const { middle, span, high, one } = MEASURES[measure];
   if (measure === "versions") return value < 0 ? "transparent" : `hsl(${(value * 47) % 360} 60% 55% / 28%)`;
@@ -48,7 +52,7 @@ function draw(body, found, there, again) {
   const show = (at) => {
     for (const one of flow.querySelectorAll(".on")) one.classList.remove("on");
     flow.children[at]?.classList.add("on");
-    const facts = [["token", `${at} · id ${found.ids[at]}`], ["trained", found.mask[at] ? "yes" : "no"], ["log-probability", value(found.logprobs, at)], ["new", value(found.trained_logprobs, at)], ["ratio", value(found.ratio, at, 4)], ["advantage", value(found.advantages, at)], ["weights", found.versions?.[at] >= 0 ? found.versions[at] : "–"]];
+    const facts = [["token", `${at} · id ${found.ids[at]}`], [found.sampled ? "sampled" : "trained", found.mask[at] ? "yes" : "no"], ["log-probability", value(found.logprobs, at)], ["new", value(found.trained_logprobs, at)], ["ratio", value(found.ratio, at, 4)], ["advantage", value(found.advantages, at)], ["weights", found.versions?.[at] >= 0 ? found.versions[at] : "–"]];
     fill(probe, h("b.mono", {}, JSON.stringify(found.text[at])), facts.map(([name, text]) => h("span", {}, `${name} `, h("b", {}, String(text)))));
   };
   let at = -1;
@@ -74,7 +78,7 @@ function draw(body, found, there, again) {
 const value = (values, at, digits = 3) => (values && values[at] !== null && values[at] !== undefined ? number(values[at], digits) : "–");
 
 function table(found, shown) {
-  const heads = ["Place", "Token", "Trained", "Log-probability", "New", "Ratio", "Advantage", "Weights"];
+  const heads = ["Place", "Token", found.sampled ? "Sampled" : "Trained", "Log-probability", "New", "Ratio", "Advantage", "Weights"];
   const rows = [];
   for (let at = 0; at < shown; at += 1) {
     rows.push(h("tr", {}, h("td.num", {}, String(at)), h("td.mono", {}, JSON.stringify(found.text[at])), h("td", {}, found.mask[at] ? "yes" : ""),
