@@ -1,5 +1,5 @@
 # make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
-# test-trackers | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
+# test-trackers | test-agents | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
 # bench-peers | performance | lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
@@ -14,6 +14,7 @@ REQUIRE := OMP_NUM_THREADS=1 TRIREME_REQUIRE
 ENVS := .venv-envs
 MEGATRON := .venv-megatron
 TRACKERS := .venv-trackers
+AGENTS := .venv-agents
 VLLM := .venv-vllm
 PEERS := .venv-peers
 ifdef TRIREME_VLLM_PYTHON
@@ -24,7 +25,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
 .PHONY: setup demo demo-cluster docs test test-gpu test-page test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-trackers test-postgres test-ray test-python audit faults bench-peers performance lint \
+    test-vllm test-trackers test-agents test-postgres test-ray test-python audit faults bench-peers performance lint \
     format clean
 
 setup: $(STAMP)
@@ -142,7 +143,7 @@ test-page: setup
 	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rs tests/e2e/test_page.py
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-trackers test-postgres test-ray test-matrix test-page
+test-extras: setup test-vllm test-megatron test-trackers test-agents test-postgres test-ray test-matrix test-page
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py
@@ -161,6 +162,14 @@ test-trackers: setup
 	$(TRACKERS)/bin/python -m pip install --disable-pip-version-check --quiet \
 	    -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[trackers]' pytest pytest-timeout
 	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rs -p no:cacheprovider tests/monitor/test_trackers.py
+
+# agent programs of others, from PyPI and npm, as rollouts: 2 GB of them, then two minutes
+test-agents: setup
+	$(BIN)/python -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-agents.txt \
+	    openai anthropic openai-agents langgraph langchain-openai smolagents mini-swe-agent
+	npm ci --prefix tests/agents --no-audit --no-fund --loglevel=error
+	OMP_NUM_THREADS=1 $(REQUIRE)=test-agents $(BIN)/python -m pytest -q -rs -s tests/agents
 
 # the unit tests on the other interpreters that are promised, each in an environment of its own
 test-python:
@@ -183,4 +192,4 @@ audit: setup
 	    exit 1; }
 
 clean:
-	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(TRACKERS) $(VLLM) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-python3.* $(ENVS) $(MEGATRON) $(TRACKERS) $(VLLM) $(PEERS) $(AGENTS) tests/agents/node_modules build dist *.egg-info .pytest_cache .ruff_cache

@@ -53,6 +53,8 @@ def test_no_bad_request_reaches_the_engine(tiny_dir: Path, serve: bool) -> None:
                 before = await good(client)
                 requests = bad.agents_requests() + ([] if serve else bad.trainers_requests())
                 for path, body in requests:
+                    if serve and "odd" in body:  # programs send keys of other servers
+                        continue
                     bad.refused(await client.post(path, json=body))
                 for path, raw in bad.raw_requests():
                     bad.refused(await client.post(path, content=raw, headers=JSON))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine, Say
 from tests.server.made import client_of, rollouts_over
-from trireme.server import messages
+from trireme.server import messages, responses
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 SCHEMA: Any = {"type": "object", "properties": {}}
@@ -120,6 +120,7 @@ def test_a_message_says_why_it_ended(stream: bool) -> None:
     [
         ({"messages": None}, "messages: Input should be a valid list, and it is None"),
         ({"tool_choice": {"type": "some"}}, "tool_choice is 'some': expected auto, any"),
+        ({"tool_choice": {"type": ["auto"]}}, "tool_choice is ['auto']: expected auto, any"),
         ({"tool_choice": {"type": "any"}}, "with tools required"),
         ({"tools": [{}]}, "a tool needs 'name'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 'image'"),
@@ -185,6 +186,57 @@ def test_responses_with_tools_go_on_from_the_sampled_ids(stream: bool, by_id: bo
     asyncio.run(main())
 
 
+SPACE: dict[str, Any] = {"type": "namespace", "name": "n"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_namespaces_and_of_free_text_are_called_by_responses(stream: bool) -> None:
+    patch = '<tool_call>\n{"name": "patch", "arguments": {"input": "+ a"}}\n</tool_call>'
+
+    async def main() -> None:
+        engine, made = rollouts(CALL.replace("look", "n__look") + patch, "Done.")
+        async with client_of(made) as http:
+            client = openai.AsyncOpenAI(
+                api_key="x", base_url="http://localhost/s/one/v1", http_client=cast(Any, http)
+            )
+            look = {"type": "function", "name": "look", "parameters": SCHEMA}
+            tools: list[Any] = [SPACE | {"tools": [look]}, {"type": "custom", "name": "patch"}]
+            options: dict[str, Any] = {"tools": [*tools, {"type": "web_search"}]}
+            first = await respond(client, stream, input="hi", **options)
+            one, two = first.output
+            assert (one.type, one.namespace, one.name) == ("function_call", "n", "look")
+            assert (two.type, two.name, two.input) == ("custom_tool_call", "patch", "+ a")
+            results = [
+                {"type": f"{item.type}_output", "call_id": item.call_id, "output": "ok"}
+                for item in first.output
+            ]
+            before = [item.model_dump() for item in first.output]
+            given: list[Any] = [{"role": "user", "content": "hi"}, *before, *results]
+            second = await respond(client, stream, input=given, **options)
+            assert second.output_text == "Done."
+            (experience,) = await recorded(http)
+            assert experience["tokens"][: len(engine.prompts[1])] == engine.prompts[1]
+            counted = (await http.get("/metrics")).text
+            assert "trireme_request_keys_ignored_total 2" in counted  # web_search, twice
+
+    asyncio.run(main())
+
+
+def test_messages_of_the_system_that_begin_a_response_are_one() -> None:
+    items = [{"role": "developer", "content": text} for text in ("a", "b")]
+    body = {"instructions": "i", "input": [*items, {"role": "user", "content": "c"}]}
+    said = responses.chat_body(body, [])["messages"]
+    assert [(m["role"], m["content"]) for m in said] == [("system", "i\n\na\n\nb"), ("user", "c")]
+
+
+def test_a_tool_that_anthropic_s_servers_run_is_left_out() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    look = {"name": "look", "input_schema": SCHEMA}
+    body = {"messages": [{"role": "user", "content": "1"}], "tools": [search, look]}
+    assert [t["function"]["name"] for t in messages.chat_body(body)["tools"]] == ["look"]
+    assert list(messages.without_effect(body)) == ["tools: web_search_20250305"]
+
+
 def test_a_response_that_cannot_be_served_is_refused() -> None:
     async def main() -> None:
         _, made = rollouts()
@@ -193,7 +245,8 @@ def test_a_response_that_cannot_be_served_is_refused() -> None:
                 ({"input": 3}, "the request's input.str: Input should be a valid string"),
                 ({"input": "a", "previous_response_id": "x"}, "reply 'x' is not known"),
                 ({"input": [{"type": "image"}]}, "of type 'image'"),
-                ({"input": "a", "tools": [{"type": "web"}]}, "a tool of type 'web'"),
+                ({"input": "a", "tools": [{"type": "function"}]}, "'name' of a function is None"),
+                ({"input": "a", "tools": [SPACE | {"tools": [3]}]}, "of the namespace 'n' is 3"),
             ):
                 answer = await http.post("/v1/responses", json=body)
                 assert answer.status_code == 400

@@ -99,6 +99,13 @@ def test_what_the_program_asked_is_trained_and_its_last_line_is_the_reward() -> 
     assert int(first.mask.sum()) == 2 and first.info["completion"].startswith("hm 3 3\n")
 
 
+def test_a_program_that_sends_keys_of_other_servers_is_served() -> None:
+    code = "ask('a', odd={'x': 1}, frequency_penalty=0.5, logit_bias={'5': 1}); print(1)"
+    assert not play(task_of(code)).failures
+    [failure] = play(task_of(code, sampling="program")).failures
+    assert "HTTP Error 400" in failure.message
+
+
 def test_the_program_is_told_its_task_without_the_answer() -> None:
     code = (
         "ask('a'); known = json.load(open(os.environ['TRIREME_TASK']))\n"

@@ -128,11 +128,15 @@ async def stream(
 
 KEPT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 """What a rollout may have for itself: how it is drawn, not how much and until where."""
+_BENDS = ("presence_penalty", "frequency_penalty", "logit_bias")
+"""What is not served, and has no say where a rollout keeps its sampling."""
 
 
 def sampling_of(model: Model, body: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     """The sampling options of a body. Raises ValueError for whatever is wrong with it."""
     checked(ChatBody if chat else TextBody, body)
+    if model.keeps_sampling:
+        body = {name: value for name, value in body.items() if name not in _BENDS}
     options = options_of(body, chat=chat)
     with_options(Sampling(), options)
     if model.keeps_sampling:

@@ -139,6 +139,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "chat_template_kwargs": ({},),
 }
+KNOWN = {*_SAME, *_RENAMED, *_USED, *_WITHOUT_EFFECT, *_ONLY}
+"""Keys of chat and text completions."""
 _process = secrets.token_hex(4)  # an id of a server that was restarted is of no reply of this one
 _ids = itertools.count()
 

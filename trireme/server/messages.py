@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -40,12 +40,12 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         system = {"role": "system", "content": _text(body["system"])}
         chat["messages"].insert(0, system)
     if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+        chat["tools"] = [_tool(tool) for tool in body["tools"] if not _of_server(tool)]
     choice = body.get("tool_choice") or {}
     kinds = {"auto": "auto", "none": "none", "any": "required"}
     named = {"type": "function", "function": {"name": choice.get("name")}}
     kind = choice.get("type", "auto")
-    if kind not in kinds and kind != "tool":
+    if not isinstance(kind, str) or (kind not in kinds and kind != "tool"):
         raise ValueError(f"tool_choice is {kind!r:.40}: expected auto, any, none or tool")
     chat["tool_choice"] = kinds.get(kind, named)
     if body.get("stop_sequences"):
@@ -53,6 +53,17 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
+
+
+def _of_server(tool: Mapping[str, Any]) -> bool:
+    """Whether Anthropic's servers run a tool: these have a kind of their own, and no schema."""
+    return tool.get("type", "custom") != "custom" and "input_schema" not in tool
+
+
+def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
+    """What of a request does nothing here: unknown keys, and tools that Anthropic's servers run."""
+    yield from body.keys() - KNOWN
+    yield from (f"tools: {t['type']!s:.40}" for t in body.get("tools") or () if _of_server(t))
 
 
 def message_of(response: Mapping[str, Any]) -> dict[str, Any]:

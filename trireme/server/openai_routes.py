@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +14,8 @@ from trireme.log import get_logger
 from trireme.model.model import Reply
 from trireme.model.openai_answer import respond, stream
 from trireme.model.openai_client import DONE, event
-from trireme.model.openai_wire import ChatBody, TextBody, Wire, checked
+from trireme.model.openai_wire import KNOWN, ChatBody, TextBody, Wire, checked
+from trireme.registry import did_you_mean
 from trireme.server import messages, responses
 from trireme.server.bodies import Answer, JsonRoute, until_gone
 from trireme.server.limits import error_body
@@ -53,11 +54,14 @@ class CommitBody(BaseModel):
 
 
 def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRouter:
-    """`recorded`: whose sessions these are; None: the router's own."""
+    """`recorded`: whose sessions these are; None: the router's own.
+
+    A run's sessions are of agents, whose programs send keys of other servers: these are counted.
+    """
     router = APIRouter(route_class=JsonRoute)
     sessions = Sessions(rollouts.session_model) if recorded is None else recorded
     ignored: Counter[str] = Counter()
-    _add_apis(router, sessions, ignored)
+    _add_apis(router, sessions, ignored, strict=recorded is None)
     _add_figures(router, rollouts, sessions, ignored)
 
     @router.post("/feedback")
@@ -83,15 +87,21 @@ def make_router(rollouts: Rollouts, recorded: Sessions | None = None) -> APIRout
     return router
 
 
-def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> None:
-    """What agent programs call. `ignored` counts keys that have no effect."""
+def _add_apis(
+    router: APIRouter, sessions: Sessions, ignored: Counter[str], *, strict: bool
+) -> None:
+    """What agent programs call. `ignored` counts keys that have no effect; `strict`: OpenAI's first
+    APIs refuse these.
+    """
 
     async def serve(request: Request, name: str | None) -> Response:
         path = request.url.path
         kind = APIS[path.partition("/v1/")[2]]
         body = await _body(request, kind)
-        if kind in _TAKES:
-            _note_unknown(body, _TAKES[kind], ignored)
+        _note(_WITHOUT_EFFECT[kind](body) if kind in _WITHOUT_EFFECT else (), ignored)
+        if not strict and kind in (ChatBody, TextBody):
+            _note(body.keys() - KNOWN, ignored)
+            body = {name: value for name, value in body.items() if name in KNOWN}
         if path.endswith("/count_tokens"):
             return Answer(await until_gone(request, _count(sessions, body)))
         session, before = sessions.open(name), []
@@ -140,18 +150,19 @@ def _add_apis(router: APIRouter, sessions: Sessions, ignored: Counter[str]) -> N
         router.add_api_route(session_path, of_session, methods=["POST"], openapi_extra=extra)
 
 
-_TAKES = {
-    messages.MessagesBody: messages.KNOWN,
-    responses.ResponsesBody: responses.KNOWN,
+_WITHOUT_EFFECT: dict[type[Wire], Callable[[dict[str, Any]], Iterable[str]]] = {
+    messages.MessagesBody: messages.without_effect,
+    responses.ResponsesBody: responses.without_effect,
 }
-"""What the APIs know whose programs send keys of other servers, too."""
+"""Of the APIs whose programs send what is for other servers, too."""
 
 
-def _note_unknown(body: dict[str, Any], known: set[str], ignored: Counter[str]) -> None:
-    """Count, and log at their first time, a body's keys that have no effect."""
-    for name in body.keys() - known:
+def _note(names: Iterable[str], ignored: Counter[str]) -> None:
+    """Count, and log at their first time, parts of a body that have no effect."""
+    for name in names:
         if name not in ignored and len(ignored) < SAID:
-            logger.warning("the key %.60r of a request has no effect here", name)
+            hint = did_you_mean(name, KNOWN, " (did you mean '{}'?)")
+            logger.warning("the key %.60r of a request has no effect here%s", name, hint)
         ignored[name if name in ignored or len(ignored) < SAID else "others"] += 1
 
 

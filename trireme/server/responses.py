@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from trireme.model.openai_wire import Wire
@@ -12,6 +13,8 @@ from trireme.server.messages import text_in
 _SAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
 _KNOWN = {"input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store"}
 _ASIDE = {"metadata", "user", "truncation", "include", "reasoning", "text", "service_tier"}
+_CALLED, _INPUT = ("function", "custom"), "input"
+"""Kinds of tools that a reply may call, and the argument of the one that takes free text."""
 _ids = itertools.count()
 
 
@@ -40,14 +43,17 @@ def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict
         if messages and messages[0]["role"] == "system":
             del messages[0]
         messages.insert(0, {"role": "system", "content": body["instructions"]})
+    start = len(messages)
     items = body["input"]
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     for item in items:
         _add(messages, item)
-    chat["messages"] = messages
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+    chat["messages"] = messages if start > 1 else _one_system(messages)
+    if tools := [_function(tool, name) for name, _, tool in _tools(body)]:
+        chat["tools"] = tools
+    elif body.get("tools"):
+        chat.pop("tool_choice", None)  # of tools that are not here
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     if chat.get("stream"):
@@ -61,7 +67,8 @@ def response_of(found: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, 
     output = []
     if choice["message"]["content"]:
         output.append(_message(choice["message"]["content"]))
-    output += [_call(call) for call in choice["message"].get("tool_calls") or ()]
+    makers = {name: (space, tool) for name, space, tool in _tools(body)}
+    output += [_call(call, makers) for call in choice["message"].get("tool_calls") or ()]
     return _response(found, body, output, choice["finish_reason"], found["usage"])
 
 
@@ -70,6 +77,7 @@ async def events_of(
 ) -> AsyncIterator[dict[str, Any]]:
     """A stream's chunks as the events of a response."""
     number = itertools.count()
+    makers = {name: (space, tool) for name, space, tool in _tools(body)}
     output: list[dict[str, Any]] = []
     item: dict[str, Any] | None = None
     text, ended, usage, chunk, begun = "", "stop", None, None, False
@@ -96,7 +104,7 @@ async def events_of(
                 part_location = {"item_id": item["id"], "output_index": 0, "content_index": 0}
                 yield event("response.output_text.delta", **part_location, delta=piece, logprobs=[])
             for call in choice["delta"].get("tool_calls") or ():
-                output.append(_call(call))
+                output.append(_call(call, makers))
     if item is not None:
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {**item, "content": [part]}
@@ -105,15 +113,14 @@ async def events_of(
         yield event("response.content_part.done", **part_location, part=part)
         yield event("response.output_item.done", output_index=0, item=item)
     for index, call in enumerate(output, start=item is not None):
-        begin = {**call, "status": "in_progress", "arguments": ""}
+        field = "input" if call["type"] == "custom_tool_call" else "arguments"
+        begin = {**call, "status": "in_progress", field: ""}
         location = {"item_id": call["id"], "output_index": index}
         yield event("response.output_item.added", output_index=index, item=begin)
-        yield event(
-            "response.function_call_arguments.done",
-            **location,
-            name=call["name"],
-            arguments=call["arguments"],
-        )
+        kind = "custom_tool_call_input" if field == "input" else "function_call_arguments"
+        yield event(f"response.{kind}.delta", **location, delta=call[field])
+        name = {"name": call["name"]} if field == "arguments" else {}
+        yield event(f"response.{kind}.done", **location, **name, **{field: call[field]})
         yield event("response.output_item.done", output_index=index, item=call)
     assert chunk is not None
     whole = _response(chunk, body, [*([item] if item else []), *output], ended, usage)
@@ -127,14 +134,19 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         case "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
             messages.append({"role": role, "content": _text(item.get("content"))})
-        case "function_call":
-            function = {name: text_in(item, name) for name in ("name", "arguments")}
+        case "function_call" | "custom_tool_call" as kind:
+            name = _joined(item.get("namespace"), text_in(item, "name"))
+            if kind == "custom_tool_call":
+                arguments = json.dumps({_INPUT: text_in(item, _INPUT)}, ensure_ascii=False)
+            else:
+                arguments = text_in(item, "arguments")
+            function = {"name": name, "arguments": arguments}
             call = {"id": text_in(item, "call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             last = messages[-1]
             messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), call]}
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             text = _text(item.get("output"))
             result = {"role": "tool", "tool_call_id": text_in(item, "call_id"), "content": text}
             messages.append(result)
@@ -160,12 +172,49 @@ def _part(part: Any) -> str:
     return text_in(part, "text")
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ValueError(f"a tool of type '{tool.get('type')}' is not served: expected function")
-    text_in(tool, "name")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}}
+def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, Mapping[str, Any]]]:
+    """Each tool that a reply may call: its name for the model, its namespace, and the tool.
+
+    Raises ValueError for one without a name.
+    """
+    for tool in body.get("tools") or ():
+        space = tool.get("name") if tool.get("type") == "namespace" else None
+        for one in tool.get("tools") or () if space else (tool,):
+            if not isinstance(one, Mapping):
+                raise ValueError(f"a tool of the namespace '{space!s:.40}' is {one!r:.60}")
+            if one.get("type") in _CALLED:
+                yield _joined(space, text_in(one, "name")), space, one
+
+
+def without_effect(body: Mapping[str, Any]) -> Iterator[str]:
+    """What of a request does nothing here: unknown keys, and tools that OpenAI's servers run."""
+    yield from body.keys() - KNOWN
+    for tool in body.get("tools") or ():
+        kind = tool.get("type")
+        if kind not in (*_CALLED, "namespace"):
+            yield f"tools: {kind!s:.40}"
+
+
+def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A tool as a function; one whose input is free text has that as its only argument."""
+    function = {n: tool[n] for n in ("description", "parameters", "strict") if tool.get(n)}
+    if tool["type"] == "custom":
+        text = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
+        function["parameters"] = text
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def _joined(space: Any, name: str) -> str:
+    return f"{space}__{name}" if isinstance(space, str) and space else name
+
+
+def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first messages of the system as one: many chat templates take no second."""
+    first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    if len(first) < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in first)
+    return [{"role": "system", "content": text}, *messages[len(first) :]]
 
 
 def _message(text: str) -> dict[str, Any]:
@@ -174,9 +223,21 @@ def _message(text: str) -> dict[str, Any]:
     return {**about, "status": "completed", "content": [part]}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    about = {"id": f"fc_{next(_ids)}", "type": "function_call", "status": "completed"}
-    return {**about, "call_id": call["id"], **call["function"]}
+def _call(
+    call: Mapping[str, Any], makers: Mapping[str, tuple[str | None, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """A call as the item that its kind of tool has."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    space, tool = makers.get(name, (None, {"type": "function", "name": name}))
+    about = {"status": "completed", "call_id": call["id"], "name": tool["name"]}
+    if space is not None:
+        about["namespace"] = space
+    if tool["type"] == "custom":
+        text = json.loads(arguments).get(_INPUT)
+        said = text if isinstance(text, str) else arguments
+        return {"id": f"ctc_{next(_ids)}", "type": "custom_tool_call", **about, _INPUT: said}
+    about = {"id": f"fc_{next(_ids)}", "type": "function_call", **about}
+    return {**about, "arguments": arguments}
 
 
 def _response(
