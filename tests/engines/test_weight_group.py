@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -76,15 +80,97 @@ def test_a_sender_that_fails_is_heard_at_once() -> None:
 
     with ThreadPoolExecutor() as pool:
         sending = pool.submit(trainer.send, broken(), bucket_bytes=8)
-        with pytest.raises(RuntimeError, match="the trainer has failed while it sent"):
+        with pytest.raises(RuntimeError, match="failed while it sent its weights: ValueError: no"):
             list(engine.receive())
         with pytest.raises(ValueError, match="no second one"):
             sending.result()
 
 
 def test_a_sender_that_is_gone_is_seen_by_the_time_out() -> None:
-    _, engine = pair(timeout=1)
-    with pytest.raises(RuntimeError, match="the weight group has broken"):
+    trainer, engine = pair(timeout=1)
+    with pytest.raises(RuntimeError, match="has broken: the trainer sent nothing in 1 s"):
         list(engine.receive())
     with pytest.raises(RuntimeError, match="its members have not met"):
         list(engine.receive())
+    trainer, engine = pair()
+    del trainer  # whose store goes with it
+    with pytest.raises(RuntimeError, match="has broken: the trainer is gone"):
+        list(engine.receive())
+
+
+class NeverDone:
+    """A broadcast over NCCL to a member that is lost: `wait` returns, and nothing comes."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class LikeNccl:
+    """A process group whose collectives end as NCCL's do where a member is lost: never."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def broadcast(self, tensor: Tensor, root: int) -> NeverDone:
+        return NeverDone()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_broadcast_that_never_ends_names_who_did_not_come_and_is_aborted() -> None:
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 3, 0, timeout=1))
+    engines = [WeightGroup(Meeting("127.0.0.1", trainer.port, 3, r, timeout=1)) for r in (1, 2)]
+    names = {1: "worker 0 of http://a", 2: "worker 0 of http://b"}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda group: group.connect(names), (trainer, *engines)))
+        doubles: list[Any] = [LikeNccl(), LikeNccl()]
+        trainer._group, engines[0]._group = doubles
+        sending = pool.submit(trainer.send, [("a", torch.zeros(8))])
+        taking = pool.submit(lambda: list(engines[0].receive()))  # the other never asks
+        late = r"worker 0 of http://b did not come to bucket 1 of push 1 in 1 s"
+        for side in (sending, taking):
+            with pytest.raises(RuntimeError, match=f"the weight group has broken: {late}"):
+                side.result(timeout=20)
+    assert all(double.aborted for double in doubles)
+
+
+MEMBER = """
+import os, signal, sys
+from trireme.engines.weight_group import Meeting, WeightGroup
+group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, timeout=60))
+group.connect()
+for name, _ in group.receive():
+    print(name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_member_killed_amid_a_push_ends_the_push_with_a_sentence() -> None:
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=20))
+    tensors = [(f"{n}", torch.zeros(2**20)) for n in range(50)]
+    member = subprocess.Popen([sys.executable, "-c", MEMBER, f"{trainer.port}"])
+    try:
+        trainer.connect({1: "worker 0 of http://a"})
+        with pytest.raises(RuntimeError, match="the weight group has broken: "):
+            trainer.send(tensors, bucket_bytes=2**22)
+        assert member.wait(20) == -signal.SIGKILL
+        with pytest.raises(RuntimeError, match="its members have not met"):
+            trainer.send(tensors)
+    finally:
+        member.kill()
+
+
+def test_headers_of_earlier_pushes_do_not_stay_in_the_store() -> None:
+    trainer, engine = pair()
+    counts = []
+    for _ in range(3):
+        with ThreadPoolExecutor() as pool:
+            sending = pool.submit(trainer.send, [("a", torch.zeros(9)), ("b", torch.zeros(9))])
+            assert len(dict(engine.receive())) == 2
+            sending.result()
+        counts.append(trainer._store.num_keys())
+    assert counts[0] == counts[1] == counts[2]

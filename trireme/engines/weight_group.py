@@ -4,9 +4,12 @@ Rank 0 opens the store where the members find each other. The store has no passw
 it may write. So it listens at its own address alone, where torch's would at all of the machine's.
 The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, then their bytes.
 
-- Our own trainer is rank 0, and each side learns who did not come. A line that lists the parts goes
-  before each bucket, so that neither side holds more than a bucket beside its model. A sender that
-  fails says so; one that is gone is seen by the time-out.
+- Our own trainer is rank 0, and each side learns who did not come. It lists the parts of each
+  bucket in the store before it broadcasts it, so that neither side holds more than a bucket beside
+  its model. A sender that fails says so there; one that is gone takes the store with it.
+- Nobody waits inside a collective. NCCL's would return at once, and its watchdog would later end
+  the process: so we ask whether a broadcast is complete, and at the deadline abort the communicator
+  and name who has not come to the bucket.
 - A trainer of ms-swift or TRL is the last of two ranks and lists the parts by HTTP:
   `server/weights.py`.
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout: float) -> TCPStore:
@@ -159,7 +164,8 @@ def unpack(parts: Iterable[BucketEntry], data: Tensor) -> Iterator[tuple[str, Te
 BUCKET_BYTES = 64 * 2**20
 TIMEOUT_S = 120.0
 """How long a member may take to come, and then a bucket."""
-_END, _FAILED = 0, -1
+_PAUSE_S = 2e-5, 2e-3
+"""Between two looks at a broadcast: at first, and when it takes long."""
 
 
 @dataclass(frozen=True)
@@ -199,23 +205,26 @@ class WeightGroup:
         if kind == "cuda":
             self.device = torch.device(kind, torch.cuda.current_device())
         self._group: Any = None
+        self._names: Mapping[int, str] = {}
+        self._pushes = 0
+        self._headers: list[str] = []
+        """Of the push under way, or of the last one, in the store."""
         self._bucket: Tensor | None = None
         """Kept: memory that is new costs more than what is written into it."""
 
     def connect(self, names: Mapping[int, str] | None = None) -> None:
         """Wait for all. Raises TimeoutError naming who did not come: `names` are those of ranks."""
         m = self._meeting
+        self._names = {0: "the trainer"} | dict(names or {})
         self._store.set(f"here/{m.rank}", "1")
         keys = {rank: f"here/{rank}" for rank in range(m.world_size)}
         try:
             self._store.wait(list(keys.values()), self._timeout)
         except RuntimeError as error:
             late = [rank for rank, key in keys.items() if not self._store.check([key])]
-            known = {0: "the trainer"} | dict(names or {})
-            who = ", ".join(known.get(rank, f"rank {rank}") for rank in late)
             raise TimeoutError(
-                f"{who or 'somebody'} did not come to the weight group at {m.host}:{self.port} in "
-                f"{m.timeout:g} s"
+                f"{self._named(late) or 'somebody'} did not come to the weight group at "
+                f"{m.host}:{self.port} in {m.timeout:g} s"
             ) from error
         from torch._C import _distributed_c10d as c10d
 
@@ -230,7 +239,8 @@ class WeightGroup:
             from torch._C import _distributed_c10d as c10d
 
             options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            # its watchdog ends the process: `_finish` comes before it
+            options._timeout = 3 * self._timeout + timedelta(seconds=60)
             self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
         else:
             self._group = gloo_group(store, m.rank, m.world_size, timeout=m.timeout, address=m.host)
@@ -243,33 +253,23 @@ class WeightGroup:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Broadcast them, as `dtype` where it is given."""
+        self._begin()
         try:
             for bucket in buckets(tensors, bucket_bytes, dtype):
-                parts = json.dumps([list(vars(part).values()) for part in parts_of(bucket)])
-                line = torch.frombuffer(bytearray(parts.encode()), dtype=torch.uint8)
-                size = sum(tensor.nbytes for tensor in bucket.values())
-                self.broadcast(torch.tensor([len(line), size]))
-                self.broadcast(line)
+                self._announce(parts=[list(vars(part).values()) for part in parts_of(bucket)])
                 self.broadcast(self._flat(bucket.values()))
-        except BaseException:
+        except BaseException as error:
             with suppress(RuntimeError):  # what it failed of is the cause, also where nobody hears
-                self.broadcast(torch.tensor([_FAILED, 0]))
+                self._announce(failed=f"{type(error).__name__}: {error}")
             raise
-        self.broadcast(torch.tensor([_END, 0]))
+        self._announce(parts=[])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the trainer sends. Raises RuntimeError where it has failed, or nothing comes."""
-        while True:
-            sizes = self.broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
-            if sizes[0] == _END:
-                return
-            if sizes[0] == _FAILED:
-                raise RuntimeError("the trainer has failed while it sent its weights")
-            line = self.broadcast(torch.empty(sizes[0], dtype=torch.uint8))
-            data = self.broadcast(torch.empty(sizes[1], dtype=torch.uint8, device=self.device))
-            yield from unpack(
-                (BucketEntry(*row) for row in json.loads(bytes(line.cpu().numpy()))), data
-            )
+        self._begin()
+        while parts := self._header():
+            data = torch.empty(parts[-1].end_idx, dtype=torch.uint8, device=self.device)
+            yield from unpack(parts, self.broadcast(data))
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, failure: str = "the weight group has broken"
@@ -279,12 +279,84 @@ class WeightGroup:
             raise RuntimeError("there is no weight group: its members have not met")
         tensor = tensor.to(self.device)
         try:
-            self._group.broadcast(tensor, root).wait()
+            self._finish(self._group.broadcast(tensor, root))
         except RuntimeError as error:
+            self._abort()
             first = str(error).strip().partition("\n")[0]
-            self._group = None
             raise RuntimeError(f"{failure}: {first}") from error
         return tensor
+
+    def _finish(self, work: Any) -> None:
+        """Return when it is complete. Raises RuntimeError naming who did not come in time."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause, longest = _PAUSE_S
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(self._who_is_late())
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        work.wait()  # at once: raises what it failed of, and orders the device's streams
+
+    def _who_is_late(self) -> str:
+        """Who has not taken the header that was announced last."""
+        seconds = f"in {self._meeting.timeout:g} s"
+        if not self._headers:
+            return f"nothing came {seconds}"
+        bucket = f"bucket {len(self._headers)} of push {self._pushes}"
+        others = [r for r in range(1, self._meeting.world_size) if r != self._meeting.rank]
+        try:
+            late = [rank for rank in others if not self._is_at(rank, self._headers[-1])]
+        except RuntimeError:
+            return f"{self._named([0])} is gone, amid {bucket}"
+        if late:
+            return f"{self._named(late)} did not come to {bucket} {seconds}"
+        return f"{bucket} did not arrive {seconds}, to which all members had come"
+
+    def _is_at(self, rank: int, header: str) -> bool:
+        key = f"at/{rank}"
+        return self._store.check([key]) and self._store.get(key).decode() == header
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        return ", ".join(self._names.get(rank, f"rank {rank}") for rank in ranks)
+
+    def _abort(self) -> None:
+        """Leave the group, with whatever of it still runs on a device."""
+        group, self._group = self._group, None
+        with suppress(RuntimeError):  # it has failed already
+            group.abort()
+
+    def _begin(self) -> None:
+        """A push begins; all have ended the one before, whose headers can go."""
+        if self._meeting.rank == 0:
+            for key in self._headers:
+                self._store.delete_key(key)
+        self._pushes, self._headers = self._pushes + 1, []
+
+    def _announce(self, **header: Any) -> None:
+        self._headers.append(f"push/{self._pushes}/{len(self._headers)}")
+        self._store.set(self._headers[-1], json.dumps(header))
+
+    def _header(self) -> list[BucketEntry]:
+        """The parts of the next bucket; none where there is none."""
+        if self._group is None:
+            raise RuntimeError("there is no weight group: its members have not met")
+        key = f"push/{self._pushes}/{len(self._headers)}"
+        why = f"{self._named([0])} sent nothing in {self._meeting.timeout:g} s"
+        try:
+            self._store.wait([key], self._timeout)
+            header = json.loads(self._store.get(key))
+            self._headers.append(key)
+            self._store.set(f"at/{self._meeting.rank}", key)
+        except (DistStoreError, DistNetworkError) as error:
+            if isinstance(error, DistNetworkError):
+                why = f"{self._named([0])} is gone"
+            self._abort()
+            raise RuntimeError(f"the weight group has broken: {why}") from error
+        if "failed" in header:
+            raise RuntimeError(
+                f"the trainer has failed while it sent its weights: {header['failed']}"
+            )
+        return [BucketEntry(*row) for row in header["parts"]]
 
     def _flat(self, tensors: Iterable[Tensor]) -> Tensor:
         """Their bytes, until the next call; those of a tensor that is alone are not copied."""
