@@ -30,7 +30,8 @@ from trireme.engines.make import EngineSpec
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
 from trireme.sync.checkpoint import CheckpointPush
-from trireme.sync.push import GroupSync, MemorySync
+from trireme.sync.probe import Probe
+from trireme.sync.push import GroupSync, HttpSync
 from trireme.trainer.backend import Backend, TrainSettings
 
 TIMES, SHARE_OF_FLOOR = 3, 0.7
@@ -62,7 +63,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> list[tuple[str, 
     await start_all([host])
     engine = RemoteEngine([host.url], api_key=host.key)
     size = backend.module.config.vocab_size
-    common: dict[str, Any] = {"dtype": "float32", "vocabulary": size}
+    common: dict[str, Any] = {"dtype": "float32", "probe": Probe(size, "float32")}
     weights = backend.weights()
     buffers = {name: tensor.clone() for name, tensor in weights.items()}
 
@@ -77,7 +78,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> list[tuple[str, 
         f"process group ({options.transport})": GroupSync(
             backend, engine, device, transport=options.transport, **common
         ).push,
-        "HTTP buckets": MemorySync(backend, engine, device, shared=False, **common).push,
+        "HTTP buckets": HttpSync(backend, engine, device, **common).push,
         "checkpoint files": CheckpointPush(
             backend, device, job, step=lambda: 1, engine=engine, **common
         ).push,

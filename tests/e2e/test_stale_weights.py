@@ -133,7 +133,7 @@ def test_right_tensors_used_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     code, output = run(tmp_path, "synchronizer.sync_offset=1")
     assert code == 1
     assert "log-probabilities differ from the trainer's by 0." in output
-    assert "(at most 0.001 allowed for float32)" in output
+    assert "(at most 0.001 allowed in float32)" in output
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.0.self_attn.q_proj"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.e2e.job import wait_for
 from trireme.engines.weight_group import Meeting, WeightGroup
 
 
@@ -140,6 +141,7 @@ def test_a_broadcast_that_never_ends_names_who_did_not_come_and_is_aborted() -> 
 
 MEMBER = """
 import os, signal, sys
+from tests.e2e.job import wait_for
 from trireme.engines.weight_group import Meeting, WeightGroup
 group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, timeout=60))
 group.connect()
@@ -167,10 +169,22 @@ def test_a_member_killed_amid_a_push_ends_the_push_with_a_sentence() -> None:
 def test_headers_of_earlier_pushes_do_not_stay_in_the_store() -> None:
     trainer, engine = pair()
     counts = []
-    for _ in range(3):
+    for _ in range(4):
         with ThreadPoolExecutor() as pool:
             sending = pool.submit(trainer.send, [("a", torch.zeros(9)), ("b", torch.zeros(9))])
             assert len(dict(engine.receive())) == 2
             sending.result()
         counts.append(trainer._store.num_keys())
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[1] == counts[2] == counts[3]
+
+
+def test_a_push_may_follow_before_the_last_one_is_read() -> None:
+    trainer, engine = pair()
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(lambda: [trainer.send([("a", torch.ones(9))]) for _ in range(2)])
+        receiving = engine.receive()
+        next(receiving)
+        wait_for(lambda: trainer._store.check(["push/2/0"]), 20)
+        assert list(receiving) == []
+        assert [name for name, _ in engine.receive()] == ["a"]
+        sending.result()

@@ -28,13 +28,18 @@ ADDRESS = re.compile(r"^serving .* on ([^\s,]+).*\n", re.MULTILINE)
 
 @asynccontextmanager
 async def torch_rollouts(
-    folder: Path, *, max_model_len: int = 512, **options: Any
+    folder: Path, *, max_model_len: int = 512, dtype: str = "float32", **options: Any
 ) -> AsyncIterator[Rollouts]:
     """An engine of its own and what the server makes of it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     device = Device(1)
     engine = TorchEngine(
-        folder, tokenizer=tokenizer, device=device, max_model_len=max_model_len, seed=42
+        folder,
+        tokenizer=tokenizer,
+        device=device,
+        max_model_len=max_model_len,
+        seed=42,
+        dtype=dtype,
     )
     try:
         yield rollouts_over(engine, tokenizer, max_model_len=max_model_len, **options)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.weight_group import fingerprint
-from trireme.sync.probe import WrongWeights, compare, compare_weights
+from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
 
 
 def test_two_numbers_that_change_places_change_the_fingerprint() -> None:
@@ -47,8 +47,8 @@ def test_tensors_that_differ_are_named_and_tied_names_need_not_be_given() -> Non
 
 def test_scores_may_differ_by_what_rounding_costs_at_the_size_of_the_logits() -> None:
     def difference(engine: float, trainer: float) -> float:
-        scores = [[0.0, -3.0, x] for x in (engine, trainer)]
-        return compare(*scores, version=2, dtype="float32")["sync/probe_diff"]
+        gap = Gap.of([0.0, -3.0, engine], [0.0, -3.0, trainer])
+        return Probe(9, "float32").judge(gap, version=2)["sync/probe_diff"]
 
     assert difference(-400.004, -400.0) == pytest.approx(0.004)  # a collapsed model
     for engine, trainer in ((-9.0, -9.004), (-400.2, -400.0), (-9.0, float("-inf"))):

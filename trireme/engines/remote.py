@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 from safetensors.torch import save
+from torch import Tensor
 
 from trireme.engines.device import Turns
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
@@ -53,6 +54,7 @@ class RemoteEngine:
         self.servers = Servers(urls, self._client, seed)
         self.turns: Turns | None = None
         """With a trainer that has the same accelerator."""
+        self.bucket_bytes = BUCKET_BYTES
         self._version = 0
         self._begun = False
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
@@ -127,13 +129,24 @@ class RemoteEngine:
             raise ValueError("a remote engine has its own weights: update_weights needs a source")
         await self.connect()
         if isinstance(source, str | Path):
-            body: dict[str, Any] = {"path": str(Path(source).resolve())}
-        else:
-            body = {}
-            for bucket in buckets(source.items(), BUCKET_BYTES):
-                data = save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()})
-                await self._all(self._post(url, "/engine/weights", data) for url in self.urls)
-        body |= self.as_version(version)
+            await self.commit_weights(version, path=str(Path(source).resolve()))
+            return
+        for bucket in buckets(source.items(), self.bucket_bytes):
+            await self.send_weights(bucket)
+        await self.commit_weights(version)
+
+    async def send_weights(self, bucket: Mapping[str, Tensor]) -> None:
+        """A part of new weights to all servers, which use it when they are told to commit.
+
+        Also while a trainer has the accelerator: the servers only keep it.
+        """
+        data = save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()})
+        await self._all(self._post(url, "/engine/weights", data) for url in self.urls)
+
+    async def commit_weights(self, version: int, **source: str) -> None:
+        """Put to use what was sent, or what lies in `path`."""
+        await self.connect()
+        body = source | self.as_version(version)
         await self._all(self._post(url, "/engine/weights/commit", body) for url in self.urls)
         self.now_at(version)
 

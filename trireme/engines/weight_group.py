@@ -207,6 +207,7 @@ class WeightGroup:
         self._group: Any = None
         self._names: Mapping[int, str] = {}
         self._pushes = 0
+        self._old: list[str] = []
         self._headers: list[str] = []
         """Of the push under way, or of the last one, in the store."""
         self._bucket: Tensor | None = None
@@ -326,11 +327,12 @@ class WeightGroup:
             group.abort()
 
     def _begin(self) -> None:
-        """A push begins; all have ended the one before, whose headers can go."""
-        if self._meeting.rank == 0:
-            for key in self._headers:
-                self._store.delete_key(key)
-        self._pushes, self._headers = self._pushes + 1, []
+        """A push begins. Who took a bucket of the last one has ended that before, whose headers
+        can go; the last one's own may still be read.
+        """
+        for key in self._old if self._meeting.rank == 0 else ():
+            self._store.delete_key(key)
+        self._pushes, self._old, self._headers = self._pushes + 1, self._headers, []
 
     def _announce(self, **header: Any) -> None:
         self._headers.append(f"push/{self._pushes}/{len(self._headers)}")

@@ -124,7 +124,9 @@ async def _run_trainer(
             return await run_train(stage, trainer, explorer, measure_end=measure_end)
         trainer.explorer_state = explorer.explorer.state
         restarts_by(trainer.sync, engine)
-        refresh = stage.resumed is not None or remote is not None
+        # engine processes of this run have loaded the same files; a user's own servers may have
+        # other weights from an earlier run or stage
+        refresh = stage.resumed is not None or bool(stage.plan.engine_urls)
         return await run_both(stage, trainer, explorer, refresh=refresh)
     finally:
         await explorer.close()

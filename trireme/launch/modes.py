@@ -20,6 +20,10 @@ class Trains(Protocol):
         """Give the engine the weights as they are, without a push."""
         ...
 
+    async def calibrate(self) -> None:
+        """Measure how far engine and trainer differ while both have the same weights."""
+        ...
+
     async def train(self) -> int:
         """To the last step, which is returned."""
         ...
@@ -64,6 +68,7 @@ async def run_both(
 
     if refresh:
         await trainer.refresh()
+    await trainer.calibrate()
     work = explore(), trainer.train()
     _, step = await first_failure(*work, consequence=OtherSideFailed)
     await trainer.final_push()

@@ -27,6 +27,8 @@ from trireme.launch.stage import Stage, StageResult
 from trireme.launch.training import Models, make_push, make_synchronizer
 from trireme.log import get_logger
 from trireme.sync.checkpoint import CheckpointPush
+from trireme.sync.probe import Probe
+from trireme.sync.push import HttpSync
 from trireme.sync.synchronizer import ExplorerSync, Push
 from trireme.trainer.backend import Backend
 from trireme.trainer.trainer import Stopped, Trainer
@@ -67,12 +69,13 @@ class TrainerSide:
         self.engine = engine
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Where an explorer of the same run stands: checkpoints hold it too."""
+        self._probe = Probe(models.backend.module.config.vocab_size, plan.dtype)
         self._files = CheckpointPush(
             models.backend,
             stage.device,
             stage.folder,
             step=lambda: self.trainer.step,
-            vocabulary=models.backend.module.config.vocab_size,
+            probe=self._probe,
             dtype=plan.dtype,
             engine=engine if plan.mode == "both" else None,
         )
@@ -95,15 +98,29 @@ class TrainerSide:
         assert self.engine is not None
         engine, from_data = self.engine, self.stage.recipe.from_data
         version = self.trainer.step if from_data else self.sync.version
-        backend = self.models.backend
-        is_here = not isinstance(engine, RemoteEngine)
+        backend, device = self.models.backend, self.stage.device
 
         async def give() -> None:
-            shared = is_here and shares_tensors(self.stage, backend)
-            source = None if shared else await self.stage.device.run(backend.weights)
+            if isinstance(engine, RemoteEngine):
+                dtype = self.stage.plan.dtype
+                http = HttpSync(backend, engine, device, dtype=dtype, probe=self._probe)
+                return await http.give(version)
+            shared = shares_tensors(self.stage, backend)
+            source = None if shared else await device.run(backend.weights)
             await engine.update_weights(source, version)
 
         await self.sync.persist(give)
+
+    async def calibrate(self) -> None:
+        """Measure how far engine and trainer differ while both have the same weights."""
+        engine, backend = self.engine, self.models.backend
+        if engine is None:
+            return
+
+        async def score(ids: list[int]) -> list[float]:
+            return (await self.stage.device.run(backend.score, [ids]))[0]
+
+        await self.sync.persist(lambda: self._probe.calibrate(engine, score))
 
     async def train(self) -> int:
         """To the last step, which is returned. Explorers of other commands are told how it goes."""
@@ -184,7 +201,8 @@ class TrainerSide:
         if plan.mode == "train" or plan.sync_method == "checkpoint":
             return self._files.push
         assert self.engine is not None
-        return make_push(plan, self.models.backend, self.engine, self.stage.device, host)
+        parts = self.models.backend, self.engine, self.stage.device
+        return make_push(plan, *parts, host, self._probe)
 
     def _auxiliary(self) -> dict[str, Buffer]:
         """Data sets that are mixed into the batches, where the checkpoint left them."""

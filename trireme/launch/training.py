@@ -20,7 +20,8 @@ from trireme.engines.remote import RemoteEngine
 from trireme.launch.data import make_trained_tokens
 from trireme.launch.stage import Stage
 from trireme.sync.checkpoint import PolledSync
-from trireme.sync.push import GroupSync, MemorySync
+from trireme.sync.probe import Probe
+from trireme.sync.push import GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
@@ -183,9 +184,11 @@ def make_push(
     engine: Engine,
     device: Device,
     host: str,
+    probe: Probe,
 ) -> Push:
-    """From this process to its engine, through memory or a process group that meets at `host`."""
-    vocabulary = backend.module.config.vocab_size
+    """From this process to its engine, through memory, by HTTP or over a process group that meets
+    at `host`.
+    """
     if plan.sync_method == "nccl":
         assert isinstance(engine, RemoteEngine)
         return GroupSync(
@@ -193,17 +196,19 @@ def make_push(
             engine,
             device,
             dtype=plan.dtype,
-            vocabulary=vocabulary,
+            probe=probe,
             transport="nccl" if plan.device == "cuda" else "gloo",
             host=host,
         ).push
+    if isinstance(engine, RemoteEngine):
+        return HttpSync(backend, engine, device, dtype=plan.dtype, probe=probe).push
     return MemorySync(
         backend,
         engine,
         device,
         shared=plan.share_tensors,
         dtype=plan.dtype,
-        vocabulary=vocabulary,
+        probe=probe,
     ).push
 
 

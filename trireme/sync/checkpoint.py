@@ -20,7 +20,7 @@ from trireme.engines.engine import Engine
 from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
 from trireme.log import get_logger
-from trireme.sync.probe import WeightSource, probe_ids, prove
+from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.synchronizer import Persist, is_due, once
 
 logger = get_logger("synchronizer")
@@ -39,7 +39,7 @@ class CheckpointPush:
         folder: JobFolder,
         *,
         step: Callable[[], int],
-        vocabulary: int,
+        probe: Probe,
         dtype: str,
         engine: Engine | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class CheckpointPush:
         self._device = device
         self._folder = folder
         self._step = step
-        self._probe = probe_ids(vocabulary)
+        self._probe = probe
         self._dtype = dtype
         self._engine = engine
 
@@ -58,7 +58,7 @@ class CheckpointPush:
         if self._engine is None:
             return {}
         await self._engine.update_weights(self._folder.weights_dir(step), version)
-        return await _prove(self._engine, probe, self._dtype)
+        return await _prove(self._engine, self._probe, probe)
 
     def announce(self, state: str, step: int) -> None:
         """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
@@ -70,8 +70,8 @@ class CheckpointPush:
         weights = self._backend.weights()
         probe = {
             "version": version,
-            "ids": self._probe,
-            "logprobs": self._backend.score([self._probe])[0],
+            "ids": self._probe.ids,
+            "logprobs": self._backend.score([self._probe.ids])[0],
             "fingerprint": fingerprint(weights, self._dtype),
         }
         save_weights(
@@ -83,10 +83,10 @@ class CheckpointPush:
         return step, probe
 
 
-async def _prove(engine: Engine, probe: Mapping[str, Any], dtype: str) -> dict[str, float]:
+async def _prove(engine: Engine, probe: Probe, file: Mapping[str, Any]) -> dict[str, float]:
     """By what probe.json holds."""
-    marks, expected, version = (probe[key] for key in ("fingerprint", "logprobs", "version"))
-    return await prove(engine, probe["ids"], marks, expected, version=version, dtype=dtype)
+    marks, expected, version = (file[key] for key in ("fingerprint", "logprobs", "version"))
+    return await probe.prove(engine, marks, expected, version=version, ids=file["ids"])
 
 
 class PolledSync:
@@ -110,7 +110,7 @@ class PolledSync:
         self._interval = interval
         self._offset = offset
         self._timeout = timeout
-        self._dtype = dtype
+        self._probe = Probe(0, dtype)  # its rows are those of the trainer's files
         self._loaded_step = 0
         self._waited = 0.0
         self._old_news: int | None = None
@@ -179,7 +179,7 @@ class PolledSync:
         version = probe["version"] if probe else self.version + 1
         await self._engine.update_weights(weights, version)
         if probe:
-            await _prove(self._engine, probe, self._dtype)
+            await _prove(self._engine, self._probe, probe)
         self.version, self._loaded_step = version, step
         logger.info("version %d: the weights of train step %d", version, step)
 

@@ -1,25 +1,43 @@
 """Probe: proves after every push that the engine serves the trainer's weights.
 
-Its tensors must be the trainer's by their fingerprints, exactly; and a fixed row of token ids,
-scored by both, must come out alike: right tensors may still be used wrongly.
+Its tensors must be the trainer's by their fingerprints, exactly: that decides. And a row of token
+ids, scored by both, must come out alike: right tensors may still be used wrongly. In float32 the
+two agree to a fixed bound. In bfloat16 they never do, and by how much is the model's own: so the
+gap is measured where both hold the same weights, and a later one may be some times as large.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from trireme.engines.engine import Engine
+from trireme.engines.engine import Engine, Sampling
+from trireme.log import get_logger
 
-PROBE_LENGTH = 24
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
-"""Largest difference of a log-probability, nats, where log-probabilities are as small as -10:
-rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and this too.
+logger = get_logger("synchronizer")
+
+SPREAD = 24
+"""Ids that are spread over the vocabulary."""
+SAMPLED = 104
+"""Ids that the engine draws after them: text of its own, as rollouts are."""
+TOLERANCE = 1e-3
+"""Largest difference of a log-probability in float32, nats, where log-probabilities are as small as
+-10: rounding stays far below, a wrong tensor far above. Rounding grows with the logits, and this
+too.
 """
 _ORDINARY = 10.0
+TIMES = 4.0
+"""How many times the measured gap is still rounding: it changes with the weights by less than 2."""
+LEAST = {"bfloat16": (0.02, 0.1), "float16": (0.0025, 0.0125)}
+"""A mean and a 95th percentile that count as measured where less was: a row whose tokens were all
+but certain has hardly a gap, until training makes them less certain.
+"""
+AT_START = 0.5
+"""Mean gap, nats, that is no rounding: one wrong layer is past it."""
 
 
 class WeightSource(Protocol):
@@ -29,8 +47,8 @@ class WeightSource(Protocol):
         """The weights as they are now, by Hugging Face names."""
         ...
 
-    def each_weight(self) -> Generator[tuple[str, Tensor]]:
-        """The same, one after the other."""
+    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
+        """The same, one after the other, cast to a dtype."""
         ...
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
@@ -42,26 +60,133 @@ class WrongWeights(RuntimeError):
     """The engine does not serve the weights that the trainer pushed."""
 
 
-def probe_ids(vocabulary: int) -> list[int]:
-    """A row that visits the whole vocabulary's range, so that embedding and head rows differ."""
-    stride = max(vocabulary // PROBE_LENGTH, 1)
-    return [(7 + index * stride) % vocabulary for index in range(min(PROBE_LENGTH, vocabulary))]
+@dataclass(frozen=True)
+class Gap:
+    """How far the log-probabilities of one row, by engine and trainer, lie apart, in nats."""
+
+    mean: float
+    p95: float
+    largest: float
+    depth: float
+    """The smallest log-probability by the trainer, without its sign."""
+
+    @classmethod
+    def of(cls, engine: Sequence[float], trainer: Sequence[float]) -> Gap:
+        """Infinite where a number is not finite."""
+        pairs = list(zip(engine[1:], trainer[1:], strict=True))
+        apart = sorted(abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs)
+        if not apart:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        depth = max((-b for _, b in pairs if math.isfinite(b)), default=0.0)
+        p95 = apart[math.ceil(0.95 * len(apart)) - 1]
+        return cls(sum(apart) / len(apart), p95, apart[-1], depth)
+
+    def metrics(self) -> dict[str, float]:
+        """As a push reports them."""
+        return {"sync/probe_diff": self.largest, "sync/probe_mean": self.mean}
 
 
-def compare(
-    engine: Sequence[float], trainer: Sequence[float], *, version: int, dtype: str
-) -> dict[str, float]:
-    """The largest difference as a metric; raises WrongWeights past the tolerance of the dtype."""
-    worst = max((abs(a - b) for a, b in zip(engine[1:], trainer[1:], strict=True)), default=0.0)
-    largest = max((-value for value in trainer[1:] if math.isfinite(value)), default=0.0)
-    limit = TOLERANCE[dtype] * max(1.0, largest / _ORDINARY)
-    if not worst <= limit:  # also when it is NaN
-        raise WrongWeights(
-            f"after the push of version {version} the engine's log-probabilities differ from the "
-            f"trainer's by {worst:.3g} (at most {limit:.3g} allowed for {dtype}): it does not "
-            "serve the trainer's weights"
+class Probe:
+    """The row of one engine and trainer, and the gap between them that is rounding."""
+
+    def __init__(self, vocabulary: int, dtype: str) -> None:
+        """`dtype` is the engine's."""
+        self.ids = spread_ids(vocabulary)
+        self._dtype = dtype
+        self._measured: Gap | None = None
+
+    async def calibrate(
+        self, engine: Engine, score: Callable[[list[int]], Awaitable[Sequence[float]]]
+    ) -> None:
+        """Extend the row by what the engine draws, and measure the gap. `score` is the trainer's.
+
+        Both hold the same weights now. Raises WrongWeights where no rounding explains the gap. In
+        float32 there is nothing to measure.
+        """
+        if self._dtype == "float32":
+            return
+        drawn = Sampling(max_tokens=SAMPLED, ignore_eos=True, seed=0)
+        [reply] = await engine.generate(self.ids, drawn, key=((-1, -1), -1, -1, -1))
+        self.ids = [*self.ids, *reply.ids]
+        [scored] = await engine.logprobs([self.ids])
+        self._measure(Gap.of(scored, await score(self.ids)), "before the first push")
+
+    async def prove(
+        self,
+        engine: Engine,
+        marks: Mapping[str, float],
+        expected: Sequence[float],
+        *,
+        version: int,
+        ids: list[int] | None = None,
+    ) -> dict[str, float]:
+        """Metrics; raises WrongWeights unless the engine has tensors with the trainer's
+        fingerprints `marks`, and scores the row (or `ids`) as expected.
+        """
+        compare_weights(await engine.fingerprint(), marks, version=version)
+        [scored] = await engine.logprobs([self.ids if ids is None else ids])
+        return self.judge(Gap.of(scored, expected), version=version)
+
+    def judge(self, gap: Gap, *, version: int) -> dict[str, float]:
+        """The gap after a push as metrics; raises WrongWeights where it is no rounding.
+
+        The first one is the measure where nothing was measured before.
+        """
+        when = f"after the push of version {version}"
+        if self._dtype == "float32":
+            limit = TOLERANCE * max(1.0, gap.depth / _ORDINARY)
+            if not gap.largest <= limit:
+                raise _wrong(when, f"by {gap.largest:.3g} (at most {limit:.3g} allowed in float32)")
+        elif self._measured is None:
+            self._measure(gap, when)
+        else:
+            self._compare(gap, self._measured, when)
+        return gap.metrics()
+
+    def _measure(self, gap: Gap, when: str) -> None:
+        limit = AT_START * max(1.0, gap.depth / _ORDINARY / 10)
+        if not gap.mean <= limit:
+            raise _wrong(
+                when,
+                f"by {gap.mean:.3g} in the mean of {len(self.ids)} tokens (at most {limit:.3g} "
+                f"allowed in {self._dtype}, where both have the same weights)",
+            )
+        self._measured = gap
+        logger.info(
+            "probe: engine and trainer differ by %.3g nats in the mean, 95%% of tokens by at most "
+            "%.3g, %s",
+            gap.mean,
+            gap.p95,
+            when,
         )
-    return {"sync/probe_diff": worst}
+
+    def _compare(self, gap: Gap, measured: Gap, when: str) -> None:
+        grown = max(1.0, gap.depth / max(measured.depth, _ORDINARY))
+        least_mean, least_p95 = LEAST[self._dtype]
+        for what, value, before, least in (
+            ("in the mean", gap.mean, measured.mean, least_mean),
+            ("at the 95th percentile", gap.p95, measured.p95, least_p95),
+        ):
+            limit = TIMES * max(before, least) * grown
+            if not value <= limit:
+                raise _wrong(
+                    when,
+                    f"by {value:.3g} {what} (at most {limit:.3g} allowed in {self._dtype}; "
+                    f"{before:.3g} was measured where both had the same weights)",
+                )
+
+
+def spread_ids(vocabulary: int) -> list[int]:
+    """A row that visits the whole vocabulary's range, so that embedding and head rows differ."""
+    stride = max(vocabulary // SPREAD, 1)
+    return [(7 + index * stride) % vocabulary for index in range(min(SPREAD, vocabulary))]
+
+
+def _wrong(when: str, how: str) -> WrongWeights:
+    return WrongWeights(
+        f"{when} the engine's log-probabilities differ from the trainer's {how}: it does not serve "
+        "the trainer's weights"
+    )
 
 
 def compare_weights(
@@ -82,20 +207,3 @@ def compare_weights(
             f"after the push of version {version} the engine does not serve the trainer's weights: "
             f"{len(wrong)} of {len(engine)} tensors differ ({', '.join(wrong[:3])}{more})"
         )
-
-
-async def prove(
-    engine: Engine,
-    ids: list[int],
-    marks: Mapping[str, float],
-    expected: Sequence[float],
-    *,
-    version: int,
-    dtype: str,
-) -> dict[str, float]:
-    """The metric of `compare`; raises WrongWeights unless the engine has tensors with the trainer's
-    fingerprints `marks`, and scores the row `ids` as expected.
-    """
-    compare_weights(await engine.fingerprint(), marks, version=version)
-    [scored] = await engine.logprobs([ids])
-    return compare(scored, expected, version=version, dtype=dtype)

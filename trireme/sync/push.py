@@ -1,6 +1,7 @@
-"""Push: weights from a trainer to its engines, in this process or over a process group.
+"""Push: weights from a trainer to its engines, in this process, by HTTP or over a process group.
 
-Within one process they are shared, or copied once. Over a group:
+Within one process they are shared, or copied once, in the engine's dtype. By HTTP they go in
+buckets of that dtype too, while the trainer rests: no copy of all of them is made. Over a group:
 
 - The group is made at the first push, and anew when an engine was started again. Both sides wait
   for each other with a time-out that names who did not come.
@@ -12,19 +13,28 @@ Within one process they are shared, or copied once. Over a group:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from trireme.aio import first_failure
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.weight_group import BUCKET_BYTES, TIMEOUT_S, Meeting, WeightGroup, fingerprint
-from trireme.sync.probe import WeightSource, probe_ids, prove
+from trireme.engines.weight_group import (
+    BUCKET_BYTES,
+    TIMEOUT_S,
+    Meeting,
+    WeightGroup,
+    buckets,
+    dtype_named,
+    fingerprint,
+)
+from trireme.sync.probe import Probe, WeightSource
 
 
 class MemorySync:
@@ -38,7 +48,7 @@ class MemorySync:
         *,
         shared: bool,
         dtype: str,
-        vocabulary: int,
+        probe: Probe,
     ) -> None:
         """`shared`: engine and trainer read the same tensors."""
         self._backend = backend
@@ -46,7 +56,7 @@ class MemorySync:
         self._device = device
         self._shared = shared
         self._dtype = dtype
-        self._probe = probe_ids(vocabulary)
+        self._probe = probe
 
     async def push(self, version: int) -> dict[str, float]:
         """Engine at `version`, and proof that it is the trainer's. Raises WrongWeights.
@@ -55,18 +65,90 @@ class MemorySync:
         """
         source, marks, expected = await self._device.run(self._snapshot)
         await self._engine.update_weights(source, version)
-        return await prove(
-            self._engine, self._probe, marks, expected, version=version, dtype=self._dtype
-        )
+        return await self._probe.prove(self._engine, marks, expected, version=version)
 
     def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
         """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
-        expected = self._backend.score([self._probe])[0]
-        weights = self._backend.weights()
+        expected = self._backend.score([self._probe.ids])[0]
         if self._shared:
-            return None, fingerprint(weights, self._dtype), expected
-        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+            return None, fingerprint(self._backend.weights(), self._dtype), expected
+        own = dtype_named(self._dtype)
+        copies = {}
+        for name, tensor in self._backend.weights().items():
+            dtype = own if tensor.is_floating_point() else tensor.dtype
+            copies[name] = tensor.detach().to(dtype, copy=True)
         return copies, fingerprint(copies, self._dtype), expected
+
+
+class HttpSync:
+    """Pushes to rollout servers, a bucket at a time."""
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        engine: RemoteEngine,
+        device: Device,
+        *,
+        dtype: str,
+        probe: Probe,
+    ) -> None:
+        """`dtype` is the engine's: what is sent."""
+        self._backend = backend
+        self._engine = engine
+        self._device = device
+        self._dtype = dtype
+        self._probe = probe
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
+        row = [self._probe.ids]
+        marks, [expected] = await self._deliver(version, lambda: self._backend.score(row))
+        return await self._probe.prove(self._engine, marks, expected, version=version)
+
+    async def give(self, version: int) -> None:
+        """Engines at `version`, without a proof."""
+        await self._deliver(version, list)
+
+    async def _deliver(
+        self, version: int, score: Callable[[], list[list[float]]]
+    ) -> tuple[dict[str, float], list[list[float]]]:
+        """Send and commit; the fingerprints, and what `score` says of the weights that are sent."""
+        await self._engine.servers.connect()
+        loop, given_up = asyncio.get_running_loop(), threading.Event()
+
+        def wait_for(sending: Coroutine[Any, Any, Any]) -> None:
+            future = asyncio.run_coroutine_threadsafe(sending, loop)
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            while not done.wait(0.2):
+                if given_up.is_set():  # the loop may end, and then the future never does
+                    raise RuntimeError("the push was given up")
+            future.result()
+
+        def send() -> tuple[dict[str, float], list[list[float]]]:
+            scores = score()
+            marks: dict[str, float] = {}
+            with closing(self._backend.each_weight(self._dtype)) as weights:
+                noted = _noted(weights, self._dtype, marks)
+                for bucket in buckets(noted, self._engine.bucket_bytes):
+                    wait_for(self._engine.send_weights(bucket))
+            return marks, scores
+
+        try:
+            found = await self._device.run(send)
+        finally:
+            given_up.set()
+        await self._engine.commit_weights(version)
+        return found
+
+
+def _noted(
+    weights: Iterator[tuple[str, Tensor]], dtype: str, marks: dict[str, float]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same, with the fingerprint of each put into `marks`."""
+    for name, tensor in weights:
+        marks.update(fingerprint({name: tensor}, dtype))
+        yield name, tensor
 
 
 class GroupSync:
@@ -79,7 +161,7 @@ class GroupSync:
         device: Device,
         *,
         dtype: str,
-        vocabulary: int,
+        probe: Probe,
         transport: str = "gloo",
         host: str = "127.0.0.1",
         timeout: float = TIMEOUT_S,
@@ -94,7 +176,7 @@ class GroupSync:
         self._host = host
         self._timeout = timeout
         self._bucket_bytes = bucket_bytes
-        self._probe = probe_ids(vocabulary)
+        self._probe = probe
         self._group: WeightGroup | None = None
         self._met: dict[str, str] = {}
         """The engines' instances that are in it."""
@@ -112,12 +194,14 @@ class GroupSync:
             await self._engine.call_all("/engine/group/receive")
 
         send = self._device.run(self._send, group, tell)
-        (marks, expected), _ = await first_failure(send, receive())
+        try:
+            (marks, expected), _ = await first_failure(send, receive())
+        except BaseException:
+            self._group = None  # its members may be at different buckets: they meet anew
+            raise
         await self._engine.call_all("/engine/group/commit", self._engine.as_version(version))
         self._engine.now_at(version)
-        return await prove(
-            self._engine, self._probe, marks, expected, version=version, dtype=self._dtype
-        )
+        return await self._probe.prove(self._engine, marks, expected, version=version)
 
     async def _meet(self) -> WeightGroup:
         """The group, when all have come."""
@@ -145,16 +229,10 @@ class GroupSync:
     ) -> tuple[dict[str, float], list[float]]:
         """Broadcast the weights; their fingerprints, and the probe's scores by them."""
         tell()
-        expected = self._backend.score([self._probe])[0]
+        expected = self._backend.score([self._probe.ids])[0]
         marks: dict[str, float] = {}
-
-        def noted(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                marks.update(fingerprint({name: tensor}, self._dtype))
-                yield name, tensor
-
-        dtype = getattr(torch, self._dtype)
         # closed at once also where sending fails: other trainer ranks go through them meanwhile
-        with closing(self._backend.each_weight()) as weights:
-            group.send(noted(weights), dtype=dtype, bucket_bytes=self._bucket_bytes)
+        with closing(self._backend.each_weight(self._dtype)) as weights:
+            noted = _noted(weights, self._dtype, marks)
+            group.send(noted, bucket_bytes=self._bucket_bytes)
         return marks, expected

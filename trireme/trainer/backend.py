@@ -240,12 +240,15 @@ class Backend:
             return dict(self.each_shard())
         return {name: tensor.cpu() for name, tensor in self.each_weight()}
 
-    def each_weight(self) -> Generator[tuple[str, Tensor]]:
+    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
         """`weights` one after the other, each whole; what is sharded is gathered as it is asked
         for, so that no rank holds them all. The other ranks go through them and drop them.
+
+        `dtype`: what floating point is cast to, before it travels between ranks.
         """
-        self.together(Order("each_weight"), lambda: None)
-        gathered = ((name, whole(tensor)) for name, tensor in self.each_shard())
+        self.together(Order("each_weight", {"dtype": dtype}), lambda: None)
+        to = getattr(torch, dtype or "", None)
+        gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard())
         while (item := self._guarded(lambda: next(gathered, None))) is not None:
             try:
                 yield item
@@ -385,6 +388,10 @@ class Backend:
                 if not math.isfinite(norm):
                     return f"the gradient of experience {batch.eids[sample]} is not finite"
         return "no single experience's gradient is: only their sum overflows"
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

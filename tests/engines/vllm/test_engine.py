@@ -18,8 +18,8 @@ from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.sync.probe import WrongWeights, compare, probe_ids
-from trireme.sync.push import GroupSync, MemorySync
+from trireme.sync.probe import Gap, Probe, WrongWeights
+from trireme.sync.push import GroupSync, HttpSync
 from trireme.trainer.backend import Backend, TrainSettings
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -149,11 +149,12 @@ def test_weights_come_by_a_group_and_by_http_and_are_proved(
 
     async def main(engine: RemoteEngine) -> None:
         device = Device(1)
-        common: dict[str, Any] = {"dtype": "float32", "vocabulary": 99}
+        common: dict[str, Any] = {"dtype": "float32", "probe": Probe(99, "float32")}
         group = GroupSync(trained(folder, 0.1), engine, device, bucket_bytes=4096, **common)
-        memory = MemorySync(trained(folder, 1e-6), engine, device, shared=False, **common)
+        http = HttpSync(trained(folder, 1e-6), engine, device, **common)
+        engine.bucket_bytes = 4096
         assert (await group.push(1))["sync/probe_diff"] < 1e-5
-        assert (await memory.push(2))["sync/probe_diff"] < 1e-5
+        assert (await http.push(2))["sync/probe_diff"] < 1e-5
         assert (await group.push(3))["sync/probe_diff"] < 1e-5
         await engine.update_weights(folder, 4)
         device.close()
@@ -167,15 +168,16 @@ def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> No
 
     async def main(engine: RemoteEngine) -> None:
         device, large = Device(1), trained(folder, 0.1)
-        common: dict[str, Any] = {"dtype": "float32", "vocabulary": 99}
+        common: dict[str, Any] = {"dtype": "float32", "probe": Probe(99, "float32")}
         small = GroupSync(trained(folder, 1e-6), engine, device, **common)
         with pytest.raises(WrongWeights, match=r"1 of 25 tensors differ \(lm_head.weight\)"):
             await small.push(1)
         await engine.update_weights(large.weights(), 2)
-        ids = probe_ids(99)
-        [found] = await engine.logprobs([ids])
+        probe = Probe(99, "float32")
+        [found] = await engine.logprobs([probe.ids])
+        gap = Gap.of(found, large.score([probe.ids])[0])
         with pytest.raises(WrongWeights, match="log-probabilities differ from the trainer's by"):
-            compare(found, large.score([ids])[0], version=2, dtype="float32")
+            probe.judge(gap, version=2)
         device.close()
 
     host = vllm_host(folder, extra_engine_args=worker)

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from trireme.aio import first_failure
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
 from trireme.engines.vllm.options import arguments
-from trireme.engines.weight_group import Meeting
+from trireme.engines.weight_group import Meeting, WeightGroup
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler is another, see vllm/sampler.py
@@ -77,6 +78,8 @@ class VllmEngine:
         self._generated = self._prefilled = self._cached = 0
         self._paused = self._closed = False
         self._failure: BaseException | None = None
+        self._own: WeightGroup | None = None
+        """With our workers, for weights that come by HTTP."""
         self._updating = asyncio.Lock()
         self._scoring = asyncio.Lock()
         self._score_temperature = 1.0
@@ -185,17 +188,7 @@ class VllmEngine:
             await self._renew(version, lambda: self._rpc("trireme_load", str(source)))
             return
         self._examine(set(source))
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        folder = tempfile.mkdtemp(prefix="trireme-weights-", dir=shared)
-        try:
-            from safetensors.torch import save_file
-
-            file = f"{folder}/model.safetensors"
-            whole = {name: tensor.contiguous() for name, tensor in source.items()}
-            await asyncio.to_thread(save_file, whole, file)
-            await self._renew(version, lambda: self._rpc("trireme_load", file))
-        finally:
-            shutil.rmtree(folder)
+        await self._renew(version, lambda: self._hand_out(source))
 
     async def join_group(self, meeting: Meeting) -> None:
         """See server/group_routes.py: each worker comes with a rank of its own."""
@@ -336,6 +329,26 @@ class VllmEngine:
         async with self._updating:
             await self._freeze_and(take)
             await self._go_on(version)
+
+    async def _hand_out(self, tensors: Mapping[str, Tensor]) -> None:
+        """Broadcast them to our workers, a bucket at a time: neither a file nor a shared memory
+        folder, of which a container has 64 MB, holds them all.
+        """
+        if self._own is None:
+            own = WeightGroup(Meeting("127.0.0.1", 0, 1 + self.group_size, 0))
+            meeting = asdict(Meeting("127.0.0.1", own.port, 1 + self.group_size, 1))
+            await first_failure(
+                asyncio.to_thread(own.connect), self._rpc("trireme_join", meeting, "engine")
+            )
+            self._own = own
+        try:
+            await first_failure(
+                asyncio.to_thread(self._own.send, tensors.items()),
+                self._rpc("trireme_receive", "engine"),
+            )
+        except BaseException:
+            self._own = None
+            raise
 
     async def _freeze_and(self, take: Callable[[], Any]) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)

@@ -105,6 +105,7 @@ class TriremeWorker:
                 "Trireme records them cannot be had: expected its V1 model runner"
             )
         self.model_runner.sampler = ContractSampler()
+        self._trireme_groups: dict[str, WeightGroup] = {}
         self._trireme_names = set(names)
         self._trireme_dtype = dtype
         self._trireme_marks: dict[str, float] | None = None
@@ -122,18 +123,19 @@ class TriremeWorker:
         files = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.safetensors"))
         self._trireme_take(_read(files))
 
-    def trireme_join(self, meeting: dict[str, Any]) -> None:
-        """Come to a weight group, each worker with a rank of its own."""
+    def trireme_join(self, meeting: dict[str, Any], leader: str = "trainer") -> None:
+        """Come to a weight group, each worker with a rank of its own. `leader`: whose it is."""
         parallel = self.parallel_config
         # data_parallel_rank is 0 in every replica of a dense model; the index tells them apart
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         place = replica * parallel.world_size + self.rank
-        self._trireme_group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
-        self._trireme_group.connect()
+        group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
+        group.connect()
+        self._trireme_groups[leader] = group
 
-    def trireme_receive(self) -> None:
-        """Take the weights that the trainer broadcasts."""
-        self._trireme_take(self._trireme_group.receive())
+    def trireme_receive(self, leader: str = "trainer") -> None:
+        """Take the weights that it broadcasts."""
+        self._trireme_take(self._trireme_groups[leader].receive())
 
     def trireme_fingerprint(self) -> dict[str, float] | None:
         """See engines/fingerprint.py, of the weights that came last; None before any came."""

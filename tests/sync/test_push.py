@@ -1,0 +1,128 @@
+"""Push by HTTP and through memory: what travels, what is copied, and who waits meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from tests.server.made import on_port, torch_rollouts
+from tests.sync.test_probe_half import realistic
+from tests.trainer.samples import settings
+from trireme.engines.device import Device
+from trireme.engines.remote import RemoteEngine
+from trireme.sync.probe import Probe
+from trireme.sync.push import HttpSync, MemorySync
+from trireme.trainer.backend import Backend
+
+
+def pushed(folder: Path, main: Callable[[HttpSync, RemoteEngine, Device], Awaitable[Any]]) -> None:
+    """`main` with a trainer in bfloat16 and a server of such an engine."""
+
+    async def go() -> None:
+        async with (
+            torch_rollouts(folder, dtype="bfloat16") as rollouts,
+            on_port(rollouts) as url,
+        ):
+            engine, device = RemoteEngine([url]), Device(1)
+            backend = Backend(folder, settings(dtype="bfloat16", max_token_len=512))
+            probe = Probe(backend.module.config.vocab_size, "bfloat16")
+            sync = HttpSync(backend, engine, device, dtype="bfloat16", probe=probe)
+            try:
+                await asyncio.wait_for(main(sync, engine, device), 60)
+            finally:
+                await engine.close()
+                device.close()
+
+    asyncio.run(go())
+
+
+def test_two_bytes_a_weight_travel_by_http_a_bucket_at_a_time(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    async def note(request: httpx.Request) -> None:
+        if request.url.path == "/engine/weights":
+            sizes.append(len(request.content))
+
+    async def main(sync: HttpSync, engine: RemoteEngine, _: Device) -> None:
+        engine._client.event_hooks["request"].append(note)
+        engine.bucket_bytes = 2**17
+        assert (await sync.push(1))["sync/probe_mean"] < 0.1
+        assert engine.health().version == 1
+
+    folder = realistic(tmp_path / "model", 4096)
+    weights = sum(p.numel() for p in Backend(folder, settings()).module.parameters())
+    pushed(folder, main)
+    assert 2 * weights < sum(sizes) < 2.05 * weights
+    assert len(sizes) > 3
+
+
+def test_the_trainer_rests_while_its_weights_are_sent(tmp_path: Path) -> None:
+    async def main(sync: HttpSync, engine: RemoteEngine, device: Device) -> None:
+        order: list[str] = []
+        send = engine.send_weights
+
+        async def slowly(bucket: Mapping[str, Tensor]) -> None:
+            if not order:
+                step = asyncio.ensure_future(device.run(order.append, "train step"))
+                steps.append(step)
+                await asyncio.sleep(0.2)  # long enough for a step that need not wait
+            await send(bucket)
+            order.append("bucket")
+
+        steps: list[asyncio.Future[None]] = []
+        engine.bucket_bytes, engine.send_weights = 2**17, slowly
+        await sync.push(1)
+        await asyncio.gather(*steps)
+        assert order[-1] == "train step" and order.count("bucket") > 3
+
+    pushed(realistic(tmp_path / "model", 4096), main)
+
+
+def test_a_push_that_is_given_up_leaves_the_trainers_device(tmp_path: Path) -> None:
+    async def main(sync: HttpSync, engine: RemoteEngine, device: Device) -> None:
+        asked = asyncio.Event()
+
+        async def never(bucket: Mapping[str, Tensor]) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        engine.send_weights = never
+        push = asyncio.ensure_future(sync.push(1))
+        await asked.wait()
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        assert await asyncio.wait_for(device.run(lambda: 7), 20) == 7
+
+    pushed(realistic(tmp_path / "model", 4096), main)
+
+
+def test_a_copy_in_memory_is_in_the_engines_dtype(tmp_path: Path) -> None:
+    folder = realistic(tmp_path / "model", 512)
+    taken: list[dict[str, Tensor]] = []
+
+    class Engine:
+        """Takes weights, and is never asked for more."""
+
+        async def update_weights(self, source: dict[str, Tensor], version: int) -> None:
+            taken.append(source)
+            raise RuntimeError("enough")
+
+    async def main() -> None:
+        backend, device = Backend(folder, settings()), Device(1)
+        engine: Any = Engine()
+        common: Any = {"dtype": "bfloat16", "probe": Probe(512, "bfloat16")}
+        sync = MemorySync(backend, engine, device, shared=False, **common)
+        with pytest.raises(RuntimeError, match="enough"):
+            await sync.push(1)
+        device.close()
+
+    asyncio.run(main())
+    assert {tensor.dtype for tensor in taken[0].values()} == {torch.bfloat16}
