@@ -102,10 +102,10 @@ async def call_user(function: Callable[..., Any], *args: Any, away: Away | None 
     A plain one runs where `away` takes it; without it, on the event loop.
     """
     if away is None or is_async(function):
-        given = function(*args)
+        result = function(*args)
     else:
-        given = await away(partial(function, *args))
-    return await given if inspect.isawaitable(given) else given
+        result = await away(partial(function, *args))
+    return await result if inspect.isawaitable(result) else result
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -227,22 +227,22 @@ class LoopWatch:
     def _look(self, seconds: float) -> None:
         """Warn, or end the process, where it is a user's code that blocks."""
         frame = sys._current_frames().get(self._ident)
-        part, place = innermost(frame)
-        if part is None or not place:
+        part, line = innermost(frame)
+        if part is None or not line:
             return  # ours: an engine that begins, say
         if self._interrupted and seconds >= INTERRUPT_S:
             said = f"stopped while {part.what} blocked the event loop"
-            self._end(place, frame, said, 130)
+            self._end(line, frame, said, 130)
         elif self._limit is not None and seconds >= self._limit:
-            self._end(place, frame, self._blocking(part, self._limit), 1)
+            self._end(line, frame, self._blocking(part, self._limit), 1)
         elif seconds >= WARN_S and not self._warned:
             self._warned = True
-            get_logger("explorer").warning("%s (%s)", self._blocking(part, seconds), place)
+            get_logger("explorer").warning("%s (%s)", self._blocking(part, seconds), line)
 
-    def _end(self, place: str, frame: FrameType | None, said: str, code: int) -> None:
+    def _end(self, line: str, frame: FrameType | None, said: str, code: int) -> None:
         # a server has no log whose reader wants to see the way there
-        stack = "".join(traceback.format_stack(frame)) if self._limit is not None else f"  {place}"
-        get_logger("explorer").error("%s\n%s", said, stack, extra={"place": place})
+        stack = "".join(traceback.format_stack(frame)) if self._limit is not None else f"  {line}"
+        get_logger("explorer").error("%s\n%s", said, stack, extra={"place": line})
         if sys.stdout.isatty():
             print("\x1b[?25h", end="")  # the cursor, which a live display hides
         sys.stdout.flush()

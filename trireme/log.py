@@ -168,8 +168,8 @@ class ConsoleLines(logging.Handler):
         lines = hide_passwords(record.getMessage()).splitlines() or [""]
         line = "\n".join(lines if getattr(record, "whole", False) else lines[:1])
         more = ""
-        if place := getattr(record, "place", ""):  # where in a user's code
-            more = f"\n  {place}\ndetails: {self.folder / f'{part}.log'}"
+        if where := getattr(record, "place", ""):  # where in a user's code
+            more = f"\n  {where}\ndetails: {self.folder / f'{part}.log'}"
         elif self._seen[kind] == SHOWN_REPEATS:
             more = f" (more of these: {self.folder / f'{part}.log'})"
         # sys.stderr is looked up at each line: a live display puts itself in its place

@@ -122,22 +122,22 @@ def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: An
             raise Refused(f"{what} takes {signature}: expected {expected}") from None
 
 
-def with_place(sentence: str, place: str) -> str:
+def with_place(sentence: str, line: str) -> str:
     """A sentence, and in a line of its own where in the user's code that is."""
-    return f"{sentence}\n  {place}" if place else sentence
+    return f"{sentence}\n  {line}" if line else sentence
 
 
 def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
     """Of a stack that runs: which `UserCode` it is in, and its deepest line that is the user's."""
-    place = ""
+    line = ""
     while frame is not None:
-        if not place and _is_theirs(frame.f_code.co_filename):
-            place = _line(frame.f_code.co_filename, frame.f_lineno)
+        if not line and _is_theirs(frame.f_code.co_filename):
+            line = _line(frame.f_code.co_filename, frame.f_lineno)
         for value in frame.f_locals.values() if not _is_theirs(frame.f_code.co_filename) else ():
             if isinstance(value, UserCode):
-                return value, place
+                return value, line
         frame = frame.f_back
-    return None, place
+    return None, line
 
 
 def _described(error: BaseException) -> str:

@@ -106,9 +106,9 @@ def gdpo(
         for part, weight in zip(reward_parts[member].T, reward_weights, strict=True):
             applies = ~part.isnan()
             if applies.sum() > 1:
-                own = part[applies]
+                measured = part[applies]
                 scored = torch.zeros_like(part)
-                scored[applies] = weight * (own - own.mean()) / (own.std() + epsilon)
+                scored[applies] = weight * (measured - measured.mean()) / (measured.std() + epsilon)
                 summed[member] += scored
     if len(summed) < 2:
         return summed
@@ -280,9 +280,9 @@ def rloo(rewards: Tensor, groups: Tensor, runs: Tensor | None = None) -> Tensor:
     A group of one has A = R.
     """
 
-    def score(member: Tensor, own: Tensor) -> Tensor:
-        n = len(own)
-        return member if n == 1 else (member - own.mean()) * n / (n - 1)
+    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
+        n = len(group_rewards)
+        return member if n == 1 else (member - group_rewards.mean()) * n / (n - 1)
 
     return _each_group(rewards, groups, runs, score)
 
@@ -307,12 +307,12 @@ def opmd(
     if opmd_baseline == "logavgexp" and tau <= 0:
         raise ValueError(f"algorithm.advantage_fn_args.tau is {tau:g}: expected more than 0")
 
-    def score(member: Tensor, own: Tensor) -> Tensor:
-        if len(own) == 1:
+    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
+        if len(group_rewards) == 1:
             return member
         if opmd_baseline == "mean":
-            return member - own.mean()
-        return member - tau * ((own / tau).logsumexp(0) - math.log(len(own)))
+            return member - group_rewards.mean()
+        return member - tau * ((group_rewards / tau).logsumexp(0) - math.log(len(group_rewards)))
 
     return _each_group(rewards, groups, runs, score)
 
@@ -330,8 +330,10 @@ def asymre(
     A group of one has a baseline of 0.
     """
 
-    def score(member: Tensor, own: Tensor) -> Tensor:
-        return member if len(own) == 1 else member - (own.mean() + baseline_shift)
+    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
+        return (
+            member if len(group_rewards) == 1 else member - (group_rewards.mean() + baseline_shift)
+        )
 
     return _each_group(rewards, groups, runs, score)
 
@@ -359,10 +361,10 @@ def rec(
     # The rollouts of a task are exchangeable: the same draw for every batch is as random as any.
     draws = torch.Generator().manual_seed(0)
 
-    def score(member: Tensor, own: Tensor) -> Tensor:
-        out = member - own.mean()
+    def score(member: Tensor, group_rewards: Tensor) -> Tensor:
+        out = member - group_rewards.mean()
         if std_normalize:
-            out = out / (own.std(correction=0) + epsilon)
+            out = out / (group_rewards.std(correction=0) + epsilon)
         if drop == "balance":
             below = (out < 0).nonzero().flatten()
             surplus = max(len(below) - int((out > 0).sum()), 0)

@@ -81,9 +81,9 @@ class Recipe:
             for kind, registry in PARTS.items()
             if (name := getattr(self, kind)) is not None
         }
-        if given := self.options.get("rollout_correction"):
+        if correction := self.options.get("rollout_correction"):
             kind = "rollout_correction"
-            parts[kind] = part_of(kind, kind, rollout_correction, given)
+            parts[kind] = part_of(kind, kind, rollout_correction, correction)
         return parts
 
     @property
@@ -307,10 +307,10 @@ def get_recipe(config: Any) -> Recipe:
     chosen: dict[str, Any] = {"bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True)}
     options = {kind: dict(args) for kind, args in row.options.items()}
     for kind in PARTS:
-        given = getattr(config, kind, None)
-        if given is not None:
-            chosen[kind] = given
-            if given != getattr(row, kind):
+        chosen_part = getattr(config, kind, None)
+        if chosen_part is not None:
+            chosen[kind] = chosen_part
+            if chosen_part != getattr(row, kind):
                 options.pop(kind, None)
         if args := getattr(config, f"{kind}_args", None):
             options[kind] = {**options.get(kind, {}), **args}

@@ -169,8 +169,8 @@ class Claims:
         """
         table = self.table
         unused = and_(table.c.consumed <= 0, table.c.claimed_by.is_(None))
-        own = and_(table.c.id > newest, ~table.c.source.contains("/"))
-        connection.execute(delete(table).where(own, unused))
+        this_explorer = and_(table.c.id > newest, ~table.c.source.contains("/"))
+        connection.execute(delete(table).where(this_explorer, unused))
 
     def release_of(self, connection: Connection, readers: Iterable[str]) -> int:
         """Give back what those readers hold and no checkpoint of theirs may have; how many."""

@@ -71,9 +71,9 @@ class TrainedTokens:
         """Log-probabilities [M] of a part of the batch, as its loss was computed from them."""
         rows = logprobs.detach().float().cpu().split(batch.counts.tolist())
         places = batch.positions.split(batch.counts.tolist())
-        for eid, row, place in zip(batch.eids, rows, places, strict=True):
+        for eid, row, positions in zip(batch.eids, rows, places, strict=True):
             if eid in self._kept:
-                self._found.setdefault(eid, []).append((place, row))
+                self._found.setdefault(eid, []).append((positions, row))
 
     def end(self, step: int) -> None:
         """Write what `step` made of its batch; nothing where it had none."""
@@ -100,7 +100,7 @@ class TrainedTokens:
         self,
         step: int,
         batch: Batch,
-        found: dict[str, list[tuple[Tensor, Tensor]]],
+        rows_by_eid: dict[str, list[tuple[Tensor, Tensor]]],
         kept: frozenset[str],
     ) -> None:
         chosen = [n for n, eid in enumerate(batch.eids) if eid in kept]
@@ -110,7 +110,7 @@ class TrainedTokens:
         positions = part.positions.numpy()
         for n, eid in enumerate(part.eids):
             own = slice(starts[n], starts[n] + part.counts[n])
-            for place, row in found.get(eid, ()):
+            for place, row in rows_by_eid.get(eid, ()):
                 at = np.searchsorted(positions[own], place.numpy())
                 if len(at) and at.max() < part.counts[n]:
                     new[own][at] = row.numpy()

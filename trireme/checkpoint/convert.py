@@ -271,10 +271,10 @@ def _is_step(path: Path) -> bool:
     return STEP_NAME.match(path.name) is not None and path.is_dir()
 
 
-def _copy_own(own: Path, hf: Path) -> None:
+def _copy_own(weights_file: Path, hf: Path) -> None:
     """The trainer's file under the name that others look for."""
     with whole_file(hf / WEIGHTS) as temporary:
-        shutil.copyfile(own, temporary)
+        shutil.copyfile(weights_file, temporary)
     for stale in [hf / INDEX, *(p for p in weight_files(hf) if p.name != WEIGHTS)]:
         stale.unlink(missing_ok=True)  # shards of an export that was never finished
 

@@ -84,8 +84,8 @@ def read_metadata(file: IO[bytes], path: Path) -> Metadata:
         raise ValueError(f"{path} is not read: {error}") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(f"{path} is not read: it holds no metadata of a distributed checkpoint")
-    for place in metadata.storage_data.values():
-        name = place.relative_path
+    for entry in metadata.storage_data.values():
+        name = entry.relative_path
         if PurePath(name).name != name:
             raise ValueError(f"{path} names the file '{name}', which is not one of its folder")
     return metadata

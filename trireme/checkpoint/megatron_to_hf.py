@@ -68,9 +68,9 @@ class _Slice:
 
 def find_megatron(actor: Path) -> Path | None:
     """The folder of a distributed checkpoint in or under a folder; the last iteration's."""
-    for place in (actor, actor / "dist_ckpt"):
-        iterations = sorted(place.glob("iter_*"), key=lambda p: (len(p.name), p.name))
-        for folder in (place, *reversed(iterations)):
+    for root in (actor, actor / "dist_ckpt"):
+        iterations = sorted(root.glob("iter_*"), key=lambda p: (len(p.name), p.name))
+        for folder in (root, *reversed(iterations)):
             if (folder / METADATA).is_file():
                 return folder
             kind = folder / "metadata.json"
@@ -165,7 +165,7 @@ class MegatronWeights:
             if part.stored in self._checkpoint.tensors:
                 self._check_stack(part)
                 return part
-        looked = " or ".join(place.stored for place in places) or "any tensor known for it"
+        looked = " or ".join(candidate.stored for candidate in places) or "any tensor known for it"
         raise ValueError(f"{self._checkpoint.folder} has no {looked}, to make {name} of")
 
     def _check_stack(self, part: _Slice) -> None:

@@ -127,17 +127,17 @@ class Saved:
                 f"{now} it: expected the same, or another name"
             )
 
-    def fill(self, own: Mapping[str, Tensor]) -> None:
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Give the trained weights, or this rank's part of them, what was saved.
 
         Raises ValueError where the names are those of another model.
         """
-        odd = sorted(set(self.weights) ^ set(own))
+        odd = sorted(set(self.weights) ^ set(targets))
         if odd:
             raise ValueError(
                 f"{self.actor} is of another model: {len(odd)} tensors differ, {odd[0]} first"
             )
-        for name, tensor in own.items():
+        for name, tensor in targets.items():
             assign(tensor, self.weights[name])
 
     def optimizer_for(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -15,10 +15,10 @@ LONGEST = 4096
 """Tokens of a conversation, where the model allows as many."""
 
 
-def chat(place: Path, *, system: str | None, temperature: float, max_tokens: int) -> int:
+def chat(folder: Path, *, system: str | None, temperature: float, max_tokens: int) -> int:
     """Reply to the lines of standard input until it ends; returns the exit code."""
     try:
-        model = model_in(place)
+        model = model_in(folder)
     except ValueError as error:
         complain(str(error))
         return 2
@@ -31,15 +31,15 @@ def chat(place: Path, *, system: str | None, temperature: float, max_tokens: int
     return 0
 
 
-def model_in(place: Path) -> Path:
+def model_in(root: Path) -> Path:
     """A model's folder, or the newest model in a run's. Raises ValueError where there is none."""
-    if (place / "config.json").is_file():
-        return place
-    jobs = [place, *sorted(path for path in place.glob("*") if path.is_dir())]
+    if (root / "config.json").is_file():
+        return root
+    jobs = [root, *sorted(path for path in root.glob("*") if path.is_dir())]
     folders = [JobFolder(job).hf_dir(step) for job in jobs for step in JobFolder(job).steps()]
     folders = [folder for folder in folders if (folder / "config.json").is_file()]
     if not folders:
-        raise ValueError(f"{place} holds no model: expected a model's folder, or that of a run")
+        raise ValueError(f"{root} holds no model: expected a model's folder, or that of a run")
     return max(folders, key=lambda folder: (folder / "config.json").stat().st_mtime)
 
 

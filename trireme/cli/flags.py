@@ -221,7 +221,7 @@ class WithEngineFlags(TyperCommand):
 
 
 def _taken(
-    args: Sequence[str], own: Mapping[str, Any], own_flags: Sequence[str]
+    args: Sequence[str], options: Mapping[str, Any], own_flags: Sequence[str]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The flags with their values, and all other words; `own_flags` are a command's own."""
     chosen: dict[str, list[str]] = {}
@@ -230,13 +230,13 @@ def _taken(
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        mine = word.startswith("--") and name not in own
+        mine = word.startswith("--") and name not in options
         tables = (KEYS, _TASKSETS, IDLE, TRANSLATED, own_flags)
         known = mine and any(name in table for table in tables)
         several = (
             name in (*_SEVERAL, *_SERVERS, *own_flags)
             if known
-            else getattr(own.get(name), "multiple", 0)
+            else getattr(options.get(name), "multiple", 0)
         )
         if not known and not (several and word.startswith("--")):
             rest.append(word)
@@ -291,8 +291,8 @@ def overrides(flags: Given, config: Path | None) -> list[str]:
         if name in IDLE:
             typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
     out = [
-        f"{place}.{_TASKSETS[name]}={_value(name, values)}"
-        for place in _tasksets(config)
+        f"{section}.{_TASKSETS[name]}={_value(name, values)}"
+        for section in _tasksets(config)
         for name, values in flags.items()
         if name in _TASKSETS
     ]

@@ -78,16 +78,16 @@ def select(
 
 def read_entries(file: Path) -> Iterator[LogLine]:
     """The records of one file; lines without a time belong to the record before them."""
-    time, level, lines, place = "", "", [], 0
+    time, level, lines, number = "", "", [], 0
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         head = _HEAD.match(line)
         if head:
             if lines:
-                yield LogLine(time, file.stem, place, level, "\n".join(lines))
-            (time, level), lines, place = head.groups(), [], place + 1
+                yield LogLine(time, file.stem, number, level, "\n".join(lines))
+            (time, level), lines, number = head.groups(), [], number + 1
         lines.append(line)
     if lines:
-        yield LogLine(time, file.stem, place, level, "\n".join(lines))
+        yield LogLine(time, file.stem, number, level, "\n".join(lines))
 
 
 def _rank(level: str) -> int:
@@ -110,5 +110,8 @@ def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
         assert log_dir is not None
         jobs = [log_dir]
     places = ("log", "log/*", "*/log", "*/log/*")  # stages, and explorers with names
-    logs = [*jobs, *(own for job in jobs for place in places for own in sorted(job.glob(place)))]
+    logs = [
+        *jobs,
+        *(folder for job in jobs for pattern in places for folder in sorted(job.glob(pattern))),
+    ]
     return [folder for folder in logs if any(folder.glob("*.log"))] or jobs

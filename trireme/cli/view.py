@@ -70,8 +70,8 @@ def view(
 ) -> int:
     """Print samples of a run's data set or of what it stored; the exit code is 1 for an error."""
     try:
-        found = _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
-        samples, cut = list(found.samples), found.cut
+        shown = _samples(folder, config, overrides, url, table, tokenizer, wanted or Wanted())
+        samples, cut = list(shown.samples), shown.cut
     except (ValueError, OSError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,8 +79,8 @@ def view(
         if type(error).__module__.partition(".")[0] != "sqlalchemy":
             raise
         first = str(error).partition("\n")[0]
-        told = hide_passwords(f"{url} is no database to read: {first}")
-        print(f"error: {told}", file=sys.stderr)
+        message = hide_passwords(f"{url} is no database to read: {first}")
+        print(f"error: {message}", file=sys.stderr)
         return 1
     console = Console(soft_wrap=True, highlight=False, no_color=not color)
     if color:
@@ -244,8 +244,8 @@ def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer:
     kinds = [(weight, not weight and token in special)
              for token, weight in zip(ids, weights, strict=True)]  # fmt: skip
     parts = [
-        (tokenizer.decode([ids[place] for place in places]), weight, dim)
-        for (weight, dim), places in groupby(range(len(ids)), key=lambda place: kinds[place])
+        (tokenizer.decode([ids[index] for index in places]), weight, dim)
+        for (weight, dim), places in groupby(range(len(ids)), key=lambda index: kinds[index])
     ]
     trained = sum(weight != 0 for weight in weights)
     return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts, len(ids))
@@ -261,13 +261,17 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
     try:
         inspected = inspect(engine)
         columns = {t: inspected.get_columns(t) for t in inspected.get_table_names()}
-        tables = [t for t, own in columns.items() if any(c["name"] == _BYTES for c in own)]
+        tables = [
+            t
+            for t, table_columns in columns.items()
+            if any(c["name"] == _BYTES for c in table_columns)
+        ]
         if not tables or (table is not None and table not in tables):
             what = f"no table '{table}'" if table else "no experiences"
             raise ValueError(f"{url} has {what}: it has {', '.join(tables) or 'none'}")
         chosen = engine.dialect.identifier_preparer.quote(table or tables[0])
         with engine.connect() as connection:
-            found = _payloads(connection, chosen, wanted)
+            payloads = _payloads(connection, chosen, wanted)
     finally:
         engine.dispose()
     tokenizer = None
@@ -275,7 +279,7 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    for payload in found:
+    for payload in payloads:
         for e in decode(bytes(payload)):
             title = f"{e.eid.uid}, reward {e.reward}, model version {e.version}"
             if tokenizer is not None:
@@ -296,11 +300,11 @@ def _payloads(connection: Any, table: str, wanted: Wanted) -> list[Any]:
         f"ORDER BY {order[wanted.order]} LIMIT :count"
     )
     values = {"count": wanted.count} | ({} if wanted.step is None else {"step": wanted.step})
-    found = [row[0] for row in connection.execute(text(query), values)]
-    if not found:
+    payloads = [row[0] for row in connection.execute(text(query), values)]
+    if not payloads:
         first, last = connection.execute(text(f"SELECT min(batch), max(batch) FROM {table}")).one()
         raise ValueError(_none_there(wanted, first, last))
-    return found
+    return payloads
 
 
 def _none_there(wanted: Wanted, first: Any, last: Any) -> str:
@@ -314,14 +318,14 @@ def _of_lines(path: Path, wanted: Wanted) -> Iterator[Sample]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()][::-1]
     if any(not isinstance(row, dict) or "eid" not in row for row in rows):
         raise ValueError(f"{path} has a line that no run stored: to see a data set, --config")
-    found = [row for row in rows if wanted.step in (None, row.get("step"))]
+    lines = [row for row in rows if wanted.step in (None, row.get("step"))]
     if wanted.order != "newest":
-        found = [row for row in found if row.get("reward") is not None]
-        found.sort(key=lambda row: row["reward"], reverse=wanted.order == "best")
-    if not found:
+        lines = [row for row in lines if row.get("reward") is not None]
+        lines.sort(key=lambda row: row["reward"], reverse=wanted.order == "best")
+    if not lines:
         steps = sorted(row.get("step", 0) for row in rows) or [None]
         raise ValueError(_none_there(wanted, steps[0], steps[-1]))
-    for row in found[: wanted.count]:
+    for row in lines[: wanted.count]:
         title = f"{row.get('eid')}, reward {row.get('reward')}"
         yield _of_texts(title, row.get("prompt"), row.get("response"))
 

@@ -82,11 +82,11 @@ def _wanted(messages: Sequence[Mapping[str, Any]], all_turns: bool) -> dict[int,
     """The places of the replies that are trained, each with its weight."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     weights = {}
-    for place in replies:
-        own = message_weight(messages[place])
-        weight = float(all_turns or place == replies[-1]) if own is None else own
+    for index in replies:
+        asked_weight = message_weight(messages[index])
+        weight = float(all_turns or index == replies[-1]) if asked_weight is None else asked_weight
         if weight:
-            weights[place] = weight
+            weights[index] = weight
     return weights
 
 
@@ -113,10 +113,10 @@ def _by_comparing(
     full = _text(tokenizer, messages, settings)
     out = Rendered([], [])
     done = 0
-    for place, weight in wanted.items():
-        last = place == len(messages) - 1
-        after = full if last else _text(tokenizer, messages[: place + 1], settings)
-        start = _common_length(_text(tokenizer, messages[:place], settings, prompt=True), after)
+    for number, weight in wanted.items():
+        last = number == len(messages) - 1
+        after = full if last else _text(tokenizer, messages[: number + 1], settings)
+        start = _common_length(_text(tokenizer, messages[:number], settings, prompt=True), after)
         if not full.startswith(after) or start < done:
             out.rewritten += 1
             continue
@@ -209,15 +209,15 @@ def _by_blocks(
     places = [index for index, flag in enumerate(mask) if flag]
     weights = [0.0] * len(ids)
     rewritten = begun = 0
-    for place, following in zip(replies, [*replies[1:], len(messages)], strict=True):
+    for number, following in zip(replies, [*replies[1:], len(messages)], strict=True):
         # up to the next reply: what the template drops from this one is gone there too
         last = following == len(messages)
         upto = len(places) if last else sum(_marked(tokenizer, messages[:following], settings)[1])
-        if not last and not full.startswith(_text(tokenizer, messages[: place + 1], settings)):
-            rewritten += place in wanted
+        if not last and not full.startswith(_text(tokenizer, messages[: number + 1], settings)):
+            rewritten += number in wanted
         else:
             for index in places[begun:upto]:
-                weights[index] = wanted.get(place, 0.0)
+                weights[index] = wanted.get(number, 0.0)
         begun = upto
     for index in [i for i, weight in enumerate(weights) if weight]:
         # blocks that leave the end of the turn outside

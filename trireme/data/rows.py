@@ -239,13 +239,13 @@ def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError
             logger.warning("%d lines are no rows and left out; %s", len(broken), broken[0])
         values = [row for _, row in read]
         names = dict.fromkeys(key for row in values for key in row)
-        places = [place for place, _ in read]
+        places = [number for number, _ in read]
         parts.append(Rows(source, values, names, places=places, skipped=len(broken)))
     if len(parts) == 1:
         return parts[0]
     columns = dict.fromkeys(column for part in parts for column in part.columns)
     skipped = sum(part.skipped for part in parts)
-    places = [place for part in parts for place in part._places]
+    places = [number for part in parts for number in part._places]
     whole = [row for part in parts for row in part]
     return Rows(source, whole, columns, places=places, skipped=skipped)
 
@@ -280,9 +280,9 @@ def _read_json(
     else:
         lines = enumerate(text.split("\n"), 1)
         entries = [(f"{path}, line {n}", line) for n, line in lines if line.strip()]
-    for place, entry in entries:
+    for number, entry in entries:
         try:
-            yield place, _object(entry, place)
+            yield number, _object(entry, number)
         except ValueError as error:
             if on_error == "fail":
                 raise

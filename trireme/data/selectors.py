@@ -90,7 +90,7 @@ class RowOrder:
 
     def __getitem__(self, position: int) -> int:
         """The row at a position counted from the start of the run."""
-        epoch, place = divmod(position, self._rows)
+        epoch, index = divmod(position, self._rows)
         if epoch != self._epoch:
             order = self._select(self._rows, epoch, self._seed)
             if len(order) != self._rows:
@@ -98,7 +98,7 @@ class RowOrder:
                     f"the data selector gave {len(order)} rows for an epoch: expected {self._rows}"
                 )
             self._epoch, self._order = epoch, order
-        return int(self._order[place])
+        return int(self._order[index])
 
     def select(self, count: int) -> list[int]:
         """See Selection."""

@@ -149,7 +149,7 @@ class Taskset:
             )
         self._selection.load_state(state.get("selector", state))
 
-    def task(self, step: int, place: int, row_index: int) -> Task:
+    def task(self, step: int, task_id: int, row_index: int) -> Task:
         """One row as a task of an explore step."""
         row = self.rows[row_index]
         # each task gets dictionaries of its own: a workflow may write into them
@@ -162,7 +162,7 @@ class Taskset:
             format_args=self._format,
             is_eval=self.is_eval,
             batch_id=step,
-            task_id=place,
+            task_id=task_id,
             index={"index": row_index, "taskset_id": self.taskset_id},
             **fields,
         )
@@ -302,16 +302,16 @@ class Mixture:
                 f"the state of {len(states)}: a resumed run needs the same"
             )
         self._step = int(state["step"])
-        for taskset, own in zip(self.tasksets, states, strict=True):
-            taskset.load_state(own)
+        for taskset, taskset_state in zip(self.tasksets, states, strict=True):
+            taskset.load_state(taskset_state)
 
     def _taskset_at(self, position: int) -> int:
         """The taskset at a position counted from the start of the run."""
         import numpy as np
 
-        epoch, place = divmod(position, self._size)
+        epoch, index = divmod(position, self._size)
         if epoch != self._epoch:
             order = np.repeat(np.arange(len(self.tasksets)), [len(t) for t in self.tasksets])
             np.random.default_rng(epoch).shuffle(order)
             self._epoch, self._order = epoch, order.tolist()
-        return self._order[place]
+        return self._order[index]

@@ -24,13 +24,13 @@ def with_slips(solution: str, source: random.Random) -> str:
     """A worked solution as the pupil writes it, line by line, the last result after `####`."""
     results: list[int] = []
 
-    def work(found: re.Match[str]) -> str:
-        left = results[-1] if results else int(found[1])
-        result: int = _OPERATORS[found[2]](left, int(found[3]))
+    def work(equation: re.Match[str]) -> str:
+        left = results[-1] if results else int(equation[1])
+        result: int = _OPERATORS[equation[2]](left, int(equation[3]))
         if result > SURE_UP_TO and source.random() < SLIP_RATE:
             result -= 1
         results.append(max(result, 1))  # a slip before may leave less than there is to take
-        return f"{left} {found[2]} {found[3]} = {results[-1]}"
+        return f"{left} {equation[2]} {equation[3]} = {results[-1]}"
 
     *lines, _ = solution.split("\n")
     worked = [_EQUATION.sub(work, line) for line in lines]

@@ -201,13 +201,13 @@ class Engine(Protocol):
 _NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
-def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
+def with_options(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
     """`base` with the options of one call; None leaves an option as it is.
 
     Raises ValueError, naming the option, for one that there is not, or a value of another type or
     out of its range.
     """
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in overrides.items() if value is not None}
     if not options:
         return base
     for name in options:

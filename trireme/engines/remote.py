@@ -84,11 +84,11 @@ class RemoteEngine:
         """See Engine. Of an aborted request nothing comes back."""
         self._check()
         body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
-        told = None if on_token is None else _without_repeats(on_token)
-        found = await self._ask_while(key, lambda url: self._generate(url, body, told))
-        if found is None:
+        report = None if on_token is None else _without_repeats(on_token)
+        answers = await self._ask_while(key, lambda url: self._generate(url, body, report))
+        if answers is None:
             return [Completion([], [], [], [], "aborted") for _ in range(sampling.n)]
-        completions = [_completion(c) for c in found]
+        completions = [_completion(c) for c in answers]
         self._prefilled += len(ids)
         self._generated += sum(len(c.ids) for c in completions)
         # new weights may have come from another process
@@ -108,10 +108,10 @@ class RemoteEngine:
         options = dataclasses.asdict(sampling)
         body = {"infer_requests": [dict(request)], "request_config": options, "key": list(key)}
         body["loss_scale"] = loss_scale
-        found = await self._ask_while(key, lambda url: self._post(url, "/infer/", body))
-        if found is None:
+        response = await self._ask_while(key, lambda url: self._post(url, "/infer/", body))
+        if response is None:
             raise RuntimeError(f"rollout {key} was aborted")
-        return found
+        return response
 
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
@@ -152,11 +152,11 @@ class RemoteEngine:
 
     async def fingerprint(self) -> dict[str, float] | None:
         """See Engine. Raises RuntimeError where the servers have different weights."""
-        found = await self.get_all("/engine/fingerprint")
-        for url, other in zip(self.urls[1:], found[1:], strict=True):
-            if other != found[0]:
+        marks = await self.get_all("/engine/fingerprint")
+        for url, other in zip(self.urls[1:], marks[1:], strict=True):
+            if other != marks[0]:
                 raise RuntimeError(f"{url} has other weights than {self.urls[0]}")
-        return found[0]
+        return marks[0]
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -174,8 +174,8 @@ class RemoteEngine:
         """POST to every server, to each its own body, or to all the one or none that is given."""
         self._check()
         await self.connect()
-        own = bodies if len(bodies) == len(self.urls) else (bodies or ({},)) * len(self.urls)
-        pairs = zip(self.urls, own, strict=True)
+        each_body = bodies if len(bodies) == len(self.urls) else (bodies or ({},)) * len(self.urls)
+        pairs = zip(self.urls, each_body, strict=True)
         return await self._all(self._post(url, path, body) for url, body in pairs)
 
     def as_version(self, version: int) -> dict[str, Any]:
@@ -202,7 +202,9 @@ class RemoteEngine:
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine; ends this client's requests, nobody else's."""
-        mine = [c for c, own in self._calls.items() if own[: len(key)] == key and not c.done()]
+        mine = [
+            c for c, call_key in self._calls.items() if call_key[: len(key)] == key and not c.done()
+        ]
         for call in mine:
             call.cancel()
         return len(mine)
@@ -256,12 +258,12 @@ class RemoteEngine:
             call.cancel()
             del self._calls[call]
 
-    async def _generate(self, url: str, body: dict[str, Any], told: Restarts | None) -> Any:
+    async def _generate(self, url: str, body: dict[str, Any], restarts: Restarts | None) -> Any:
         """Completions as the server sends them, asked for together with others."""
         if url not in self._outboxes:
             self._outboxes[url] = Outbox(self._client, url, lambda found: self._judge(url, found))
         outbox = self._outboxes[url]
-        return await self._heard(url, "/engine/stream", outbox.ask(body, told and told()))
+        return await self._heard(url, "/engine/stream", outbox.ask(body, restarts and restarts()))
 
     async def _post(self, url: str, path: str, body: Any) -> Any:
         sent: dict[str, Any] = {"json": body}
@@ -291,11 +293,11 @@ class RemoteEngine:
 
     async def _all(self, calls: Iterator[Coroutine[Any, Any, Any]]) -> list[Any]:
         """All of them end before the first failure is raised."""
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for one in found:
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for one in answers:
             if isinstance(one, BaseException):
                 raise one
-        return found
+        return answers
 
 
 Restarts = Callable[[], OnToken]
@@ -306,15 +308,15 @@ def _without_repeats(on_token: OnToken) -> Restarts:
     """Tells each token once, also where a server that was lost has told some of them: another one
     samples the same, since a generation's random stream is its own.
     """
-    told: Counter[int] = Counter()
+    reported: Counter[int] = Counter()
 
     def again() -> OnToken:
         come: Counter[int] = Counter()
 
         def one(sample: int, token: int, logprob: float, others: dict[int, float]) -> None:
             come[sample] += 1
-            if come[sample] > told[sample]:
-                told[sample] += 1
+            if come[sample] > reported[sample]:
+                reported[sample] += 1
                 on_token(sample, token, logprob, others)
 
         return one

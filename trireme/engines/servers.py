@@ -84,12 +84,12 @@ class Outbox:
                     await got.aread()
                 self._check(got)
                 async for line in got.aiter_lines():
-                    found = json.loads(line)
-                    _, answer, on_token = batch[found["index"]]
-                    if "token" not in found:
-                        _settle(answer, found)
+                    event = json.loads(line)
+                    _, answer, on_token = batch[event["index"]]
+                    if "token" not in event:
+                        _settle(answer, event)
                     elif on_token is not None and not answer.done():
-                        sample, token, logprob, others = found["token"]
+                        sample, token, logprob, others = event["token"]
                         on_token(sample, token, logprob, {int(k): v for k, v in others.items()})
         except asyncio.CancelledError:
             failure = asyncio.CancelledError()
@@ -139,14 +139,14 @@ def _batches(waiting: Asked) -> Iterator[Asked]:
         yield batch
 
 
-def _settle(answer: asyncio.Future[Any], found: dict[str, Any]) -> None:
+def _settle(answer: asyncio.Future[Any], reply: dict[str, Any]) -> None:
     if answer.done():
         return
-    if "error" in found:
-        kind = ValueError if found["status"] == 400 else RuntimeError
-        answer.set_exception(kind(found["error"]))
+    if "error" in reply:
+        kind = ValueError if reply["status"] == 400 else RuntimeError
+        answer.set_exception(kind(reply["error"]))
     else:
-        answer.set_result(found.get("completions"))
+        answer.set_result(reply.get("completions"))
 
 
 logger = get_logger("engine")
@@ -199,9 +199,9 @@ class Servers:
         """The server of a key's task; another one, or a wait, while that has no weights."""
         while not (here := [u for u in self.urls if u not in self.gone and u not in self.bare]):
             await self._bell.wait()
-        place = zlib.crc32(repr(key[:2]).encode())
-        own = self.urls[place % len(self.urls)]
-        return own if own in here else here[place % len(here)]
+        number = zlib.crc32(repr(key[:2]).encode())
+        url = self.urls[number % len(self.urls)]
+        return url if url in here else here[number % len(here)]
 
     def judge(self, url: str, response: httpx.Response, version: int) -> None:
         """Raise where an answer is not this server's, or not good."""
@@ -284,19 +284,19 @@ class Servers:
         """Find out whether a server is well."""
         instance = self.instances.get(url)
         try:
-            found = await self._client.get(f"{url}/health", timeout=LOOK_S)
+            response = await self._client.get(f"{url}/health", timeout=LOOK_S)
         except httpx.TransportError as error:
             self.lost(url, instance, f"is gone: {error or type(error).__name__}")
             return
-        if found.status_code != 200:
-            self.lost(url, instance, f"has failed: {_message(found)}")
+        if response.status_code != 200:
+            self.lost(url, instance, f"has failed: {_message(response)}")
 
     async def _connect(self, url: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while True:
             try:
                 response = await self._client.get(f"{url}/engine/health", timeout=LOOK_S)
-                found = response.json()
+                facts = response.json()
                 break
             except (httpx.TransportError, ValueError) as error:
                 odd = isinstance(error, httpx.UnsupportedProtocol)
@@ -312,12 +312,12 @@ class Servers:
                 f"{url} is no rollout server of ours, or refuses us: {_message(response)}"
             )
         self.instances[url] = response.headers[INSTANCE]
-        self.multi_turn = found["multi_turn"]
-        if self._seed is not None and found["seed"] != self._seed:
+        self.multi_turn = facts["multi_turn"]
+        if self._seed is not None and facts["seed"] != self._seed:
             logger.warning(
                 "%s samples with seed %s and the run has %s: other samples than in one process",
                 url,
-                found["seed"],
+                facts["seed"],
                 self._seed,
             )
 

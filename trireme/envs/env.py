@@ -90,24 +90,28 @@ class OpenEnv:
             )
 
 
-def after_reset(given: Any) -> Seen:
+def after_reset(returned: Any) -> Seen:
     """Of what `reset` returned."""
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping | None):
-        return Seen(given[0], info=given[1] or {})
-    return Seen(given)
+    if (
+        isinstance(returned, tuple)
+        and len(returned) == 2
+        and isinstance(returned[1], Mapping | None)
+    ):
+        return Seen(returned[0], info=returned[1] or {})
+    return Seen(returned)
 
 
-def after_step(given: Any) -> Seen:
+def after_step(returned: Any) -> Seen:
     """Of what `step` returned: four values (gym, TextWorld) or five (gymnasium).
 
     Raises TypeError for anything else.
     """
-    if not isinstance(given, tuple) or len(given) not in (4, 5):
+    if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise TypeError(
-            f"the environment's step returned {given!r:.80}: expected (observation, reward, done, "
+            f"the environment's step returned {returned!r:.80}: expected (observation, reward, done, "
             "info), or (observation, reward, terminated, truncated, info)"
         )
-    observation, reward, *ended, info = given
+    observation, reward, *ended, info = returned
     return Seen(observation, float(reward or 0.0), any(map(bool, ended)), info or {})
 
 

@@ -307,8 +307,8 @@ def shared_pool(factory: str, *, workers: int = 2, timeout_s: float = 60.0) -> E
     return pool
 
 
-def _pair(given: Any) -> tuple[Any, ...]:
+def _pair(returned: Any) -> tuple[Any, ...]:
     """`(observation, info)` of what `reset` returned; JSON has made a list of the tuple."""
-    if isinstance(given, list) and len(given) == 2 and isinstance(given[1], dict | None):
-        return given[0], given[1] or {}
-    return given, {}
+    if isinstance(returned, list) and len(returned) == 2 and isinstance(returned[1], dict | None):
+        return returned[0], returned[1] or {}
+    return returned, {}

@@ -320,9 +320,9 @@ class Explorer:
                 raise RolloutsFailed(sentence, first.trace)
         for cause, failed in causes.items():
             if cause not in self._lost.causes:
-                place = failed[0].fault.place
+                line = failed[0].fault.place
                 text = told(failed, wanted, when)  # each its own: repeats of one are not shown
-                logger.warning(f"{text} ({place})" if place else text)
+                logger.warning(f"{text} ({line})" if line else text)
         self._lost.add(wanted, causes)
 
     async def _submit_evaluation(self, step: int) -> None:
@@ -332,14 +332,14 @@ class Explorer:
 
     async def _finish_evaluation(self, step: int) -> Evaluation:
         """Collect and report an evaluation that was submitted."""
-        found, example = {}, None
+        evaluation, example = {}, None
         started = self._evaluation_started.pop(step)
         for taskset in self.eval_tasksets:
             outcomes = await self.scheduler.results(f"{step}/{taskset.name}")
             metrics = evaluation_metrics(outcomes, repeat_times=taskset.repeat_times)
             when = f"evaluation '{taskset.name}' at step {step}"
             self._look_at_failures(when, outcomes, limit=1.0)
-            found[taskset.name] = metrics
+            evaluation[taskset.name] = metrics
             example = example or _example(outcomes)
             if self._evaluated is not None:
                 await self._evaluated.write([e for o in outcomes for e in o.rollouts])
@@ -350,9 +350,9 @@ class Explorer:
             logger.info("evaluation '%s' at step %d: %s", taskset.name, step, shown)
             self.report(self.eval_prefix, step, named)
         if self.first_evaluation is None and step == 0:
-            self.first_evaluation, self.first_example = found, example
-        self.last_evaluation, self.last_example = found, example
-        return found
+            self.first_evaluation, self.first_example = evaluation, example
+        self.last_evaluation, self.last_example = evaluation, example
+        return evaluation
 
     def _load_own_state(self) -> None:
         """Go on where an explorer without a trainer beside it left off."""

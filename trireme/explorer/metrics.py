@@ -37,7 +37,9 @@ def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     attempts = [attempt for outcome in outcomes for attempt in outcome.attempts]
     if attempts:  # what a rollout spends on the model, and on all else that its workflow does
         metrics["time/model/mean"] = statistics.fmean(model for _, model in attempts)
-        metrics["time/environment/mean"] = statistics.fmean(all_ - own for all_, own in attempts)
+        metrics["time/environment/mean"] = statistics.fmean(
+            all_ - in_model for all_, in_model in attempts
+        )
     return metrics
 
 

@@ -289,7 +289,7 @@ def is_apart(experience: Experience, task: Task) -> bool:
 
 
 def stamp(
-    found: list[Experience], task: Task, runs: list[int], spec: WorkflowSpec
+    experiences: list[Experience], task: Task, runs: list[int], spec: WorkflowSpec
 ) -> list[Experience]:
     """Give each experience its id: batch and task here, the run ours (a repeatable workflow's own),
     the steps its own where they differ, else their places.
@@ -297,7 +297,7 @@ def stamp(
     A repeatable workflow that names `eid.task` `<task_id>-<word>` makes a group of its own of that.
     """
     by_run: dict[tuple[int | str, int], list[Experience]] = {}
-    for e in found:
+    for e in experiences:
         apart = spec.can_repeat and is_apart(e, task)
         run = e.eid.run if spec.can_repeat else runs[0]
         by_run.setdefault((e.eid.task if apart else task.task_id, run), []).append(e)
@@ -311,7 +311,7 @@ def stamp(
             e.info.setdefault("model_version", e.version)
             if group == task.task_id:
                 e.info["task_index"] = dict(task.index)
-    return found
+    return experiences
 
 
 def drop(call: asyncio.Future[Any]) -> None:

@@ -273,8 +273,8 @@ def fingerprint(files: Iterable[Path]) -> str | None:
     return digest.hexdigest()
 
 
-def _files(place: Path) -> list[Path]:
+def _files(path: Path) -> list[Path]:
     """The file itself, or a folder's visible files."""
-    if place.is_file():
-        return [place]
-    return sorted(p for p in place.iterdir() if p.is_file() and not p.name.startswith("."))
+    if path.is_file():
+        return [path]
+    return sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))

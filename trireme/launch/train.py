@@ -204,11 +204,11 @@ def _plain(value: Any) -> Any:
 
 def _columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Which columns hold prompt and truth, as far as a row shows it."""
-    found = {
+    columns = {
         key: next((name for name in names if name in row), None)
         for key, names in (("prompt_key", PROMPTS), ("response_key", TRUTHS))
     }
-    return {key: name for key, name in found.items() if name is not None}
+    return {key: name for key, name in columns.items() if name is not None}
 
 
 def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | None:
@@ -229,7 +229,7 @@ def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | 
 
 def _in_thread(plans: list[Plan]) -> Summary:
     """Run the stages in a thread. KeyboardInterrupt: it was asked to end, and has ended."""
-    stop, found, failed = Stop(), list[Summary](), list[BaseException]()
+    stop, summaries, failed = Stop(), list[Summary](), list[BaseException]()
     ended = threading.Event()  # an interrupted `Thread.join` takes a thread that lives for ended
 
     def work() -> None:
@@ -237,7 +237,7 @@ def _in_thread(plans: list[Plan]) -> Summary:
         try:
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
                 console.note(note)
-            found.append(run_stages(plans, console=console, stop=stop))
+            summaries.append(run_stages(plans, console=console, stop=stop))
         except BaseException as error:
             failed.append(error)
         finally:
@@ -257,9 +257,9 @@ def _in_thread(plans: list[Plan]) -> Summary:
         raise KeyboardInterrupt(stop.what_is_left().replace("command", "call")) from None
     if failed:
         raise failed[0]
-    if not found:
+    if not summaries:
         raise KeyboardInterrupt(
             f"not ended after {stop.limit:g} s (cluster.stop_timeout): it waits for "
             f"{stop.waits_for()}"
         )
-    return found[0]
+    return summaries[0]

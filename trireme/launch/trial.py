@@ -164,7 +164,7 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
         shown = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         yield f"  {message.get('role', '?'):<10} {shown}"
     yield "  token     id  trained  logprob  text"
-    for is_trained, places in groupby(range(size), key=lambda place: bool(e.mask[place])):
+    for is_trained, places in groupby(range(size), key=lambda index: bool(e.mask[index])):
         span = list(places)
         if is_trained:
             for at in span:

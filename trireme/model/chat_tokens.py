@@ -131,13 +131,13 @@ class ChatTokens:
                 "the model's tokenizer has no chat template, so it cannot chat: "
                 "set model.chat_template_path, or let the workflow call generate"
             )
-        given = [dict(message) for message in messages]
+        copies = [dict(message) for message in messages]
         try:
-            text = self._apply([_with_objects(message) for message in given], tools, generate)
+            text = self._apply([_with_objects(message) for message in copies], tools, generate)
         except Exception as error:  # the template is the model's code
-            if any(message.get("tool_calls") for message in given):
+            if any(message.get("tool_calls") for message in copies):
                 with suppress(Exception):  # some want a call's arguments as text
-                    return self._apply(given, tools, generate) + prefix
+                    return self._apply(copies, tools, generate) + prefix
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(
                 f"the chat template refuses a conversation of {roles:.200}: "
@@ -362,8 +362,10 @@ def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[st
     for name in NOT_TEXT:
         if task.raw_task.get(name):
             raise ValueError(f"the row's column '{name}' is not empty: only text is supported")
-    own = prompt is not None and prompt is task.raw_task.get("messages")
-    column = "column 'messages'" if own else f"column '{task.prompt_key}' (format.prompt_key)"
+    from_column = prompt is not None and prompt is task.raw_task.get("messages")
+    column = (
+        "column 'messages'" if from_column else f"column '{task.prompt_key}' (format.prompt_key)"
+    )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not messages:
         raise ValueError(

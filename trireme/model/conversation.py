@@ -81,10 +81,10 @@ def inserted(parent: Call, ids: Sequence[int], content: str, *, index: int) -> C
 def text_before(call: Call) -> str:
     """What stands in the reply before the call's own part of it."""
     content = str((call.reply or {}).get("content") or "")
-    own = call.completion.text
-    if not content.endswith(own):  # calls stand apart
-        own = call.shown or ""
-    return content.removesuffix(own)
+    sampled = call.completion.text
+    if not content.endswith(sampled):  # calls stand apart
+        sampled = call.shown or ""
+    return content.removesuffix(sampled)
 
 
 def token_starts(call: Call, decode: Decode) -> list[int]:

@@ -372,14 +372,14 @@ class Model:
         self.recorder.add(inserted(parent, rest, content, index=newest))
 
     def _prompt(
-        self, given: list[dict[str, Any]], tools: Sequence[Any] | None
+        self, messages: list[dict[str, Any]], tools: Sequence[Any] | None
     ) -> tuple[Call | None, Prompt, bool]:
         """The recorded call that a conversation continues, if any, the ids behind it, and whether
         its beginning is known, be it that the template has rewritten it since.
         """
-        known = self.recorder.by_messages(given, tools)
+        known = self.recorder.by_messages(messages, tools)
         prompt = self.chat_tokens.prompt(
-            given, tools, known.recorded() if known else None, most=self.max_model_len
+            messages, tools, known.recorded() if known else None, most=self.max_model_len
         )
         if prompt.extends:
             return known, prompt, True

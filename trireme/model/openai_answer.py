@@ -172,10 +172,10 @@ async def _ask(
     return replies
 
 
-def _prompts(given: Any) -> list[str | list[int]]:
+def _prompts(prompt: Any) -> list[str | list[int]]:
     """One or several prompts, each a text or ids."""
-    several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-    return given if several else [given]
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
 
 
 class _Chunks:

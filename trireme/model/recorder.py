@@ -190,15 +190,15 @@ def _retries(call: Call, other: Call) -> bool:
     return other is not call and other.extended and other.inserted == call.inserted
 
 
-def _same(given: Message, recorded: Message | None) -> bool:
+def _same(message: Message, recorded: Message | None) -> bool:
     """Whether two messages say the same; the white space around a reply does not count."""
-    if recorded is None or given["role"] != recorded["role"]:
+    if recorded is None or message["role"] != recorded["role"]:
         return False
-    if given == recorded:
+    if message == recorded:
         return True
-    if given["role"] != "assistant":
+    if message["role"] != "assistant":
         return False
-    one, two = dict(given), dict(recorded)
+    one, two = dict(message), dict(recorded)
     texts = (one.pop("content", None) or "", two.pop("content", None) or "")
     calls = (_plain_calls(one.pop("tool_calls", None)), _plain_calls(two.pop("tool_calls", None)))
     return (

@@ -87,12 +87,12 @@ def format_of(name: str | None, template: str = "") -> ToolFormat:
         known = [FORMATS.get(one) for one in FORMATS.built_in()]
         marked = (f for f in known if any(mark in template for mark in f.marks))
         return next(marked, FORMATS.get("hermes"))
-    found: Any = FORMATS.get(name)
-    if isinstance(found, ToolFormat):
-        return found
-    if not inspect.isroutine(found):
-        raise ValueError(f"tool_call_parser '{name}' is {found!r:.40}: expected a function")
-    return ToolFormat(found)
+    known: Any = FORMATS.get(name)
+    if isinstance(known, ToolFormat):
+        return known
+    if not inspect.isroutine(known):
+        raise ValueError(f"tool_call_parser '{name}' is {known!r:.40}: expected a function")
+    return ToolFormat(known)
 
 
 @tool_format(
@@ -176,12 +176,12 @@ def mistral(text: str, tools: Sequence[Any]) -> Read:
             calls.append(_of_json(named[1], part[named.end() :]))
             continue
         try:
-            found, _ = json.JSONDecoder().raw_decode(part.strip())
+            parsed, _ = json.JSONDecoder().raw_decode(part.strip())
         except NO_JSON:
             calls.append(ToolCall("", {}, error=CUT))
             continue
-        given = found if isinstance(found, list) else [found]
-        calls += [call_of_json(json.dumps(one)) for one in given]
+        objects = parsed if isinstance(parsed, list) else [parsed]
+        calls += [call_of_json(json.dumps(one)) for one in objects]
     return before, calls
 
 
@@ -244,18 +244,18 @@ def llama3_json(text: str, tools: Sequence[Any]) -> Read:
     calls: list[ToolCall] = []
     while rest.startswith("{"):
         try:
-            found, end = json.JSONDecoder().raw_decode(rest)
+            parsed, end = json.JSONDecoder().raw_decode(rest)
         except NO_JSON:
             if not calls and _LLAMA_BEGUN.match(rest) is None:
                 return text, []
             return "", [*calls, ToolCall("", {}, error=CUT)]
-        named = found.get("function", found) if isinstance(found, dict) else {}
+        named = parsed.get("function", parsed) if isinstance(parsed, dict) else {}
         if not isinstance(named, dict) or "name" not in named:
             break
-        given = [named[key] for key in ("parameters", "arguments") if key in named]
-        if not given:
+        arguments = [named[key] for key in ("parameters", "arguments") if key in named]
+        if not arguments:
             break
-        calls.append(call_of_json(json.dumps({"name": named["name"], "arguments": given[0]})))
+        calls.append(call_of_json(json.dumps({"name": named["name"], "arguments": arguments[0]})))
         rest = rest[end:].lstrip("; \n")
     return ("" if calls else text), calls
 
@@ -306,36 +306,36 @@ def read_tool_calls(text: str) -> tuple[list[ToolCall], int]:
 def call_of_json(text: str) -> ToolCall:
     """The call `{"name", "arguments"}`; with an `error` where the text is none."""
     try:
-        given = json.loads(text)
+        call = json.loads(text)
     except NO_JSON as error:
         return ToolCall("", {}, error=f"the call is no JSON: {error}")
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, error="the call must be a JSON object with `name` and `arguments`")
-    arguments = given.get("arguments") or {}
+    arguments = call.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = object_or_text(arguments)
-    return ToolCall(given["name"], arguments)
+    return ToolCall(call["name"], arguments)
 
 
 def object_or_text(text: str) -> Any:
     """A JSON object, else the text as it is."""
     try:
-        given = json.loads(text)
+        value = json.loads(text)
     except NO_JSON:
         return text
-    return given if isinstance(given, dict) else text
+    return value if isinstance(value, dict) else text
 
 
 def _of_json(name: str, arguments: str) -> ToolCall:
     """A call whose arguments are JSON, which nothing but its own end closes."""
     try:
-        given, _ = json.JSONDecoder().raw_decode(arguments.strip())
+        value, _ = json.JSONDecoder().raw_decode(arguments.strip())
     except NO_JSON as error:
         unfinished = getattr(error, "pos", 0) >= len(arguments.strip()) or not _balanced(arguments)
         return ToolCall(name, {}, error=CUT if unfinished else f"the call is no JSON: {error}")
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         return ToolCall(name, {}, error="the call's arguments must be a JSON object")
-    return ToolCall(name, given)
+    return ToolCall(name, value)
 
 
 def _balanced(text: str) -> bool:
@@ -362,8 +362,8 @@ def _kinds(schema: Any) -> set[str]:
     """The types that a schema allows, those of its alternatives too, but for null."""
     if not isinstance(schema, Mapping):
         return set()
-    own = schema.get("type", ["any"] if "$ref" in schema else [])
-    kinds = {own} if isinstance(own, str) else set(own)
+    types = schema.get("type", ["any"] if "$ref" in schema else [])
+    kinds = {types} if isinstance(types, str) else set(types)
     for key in ("anyOf", "oneOf", "allOf"):
         kinds.update(*map(_kinds, schema.get(key) or ()))
     return kinds - {"null"}
@@ -417,5 +417,5 @@ def sampled_text(call: Call, form: ToolFormat, decode: Callable[[Sequence[int]],
     if c.stop_reason == "stop" and not isinstance(c.stop, str):
         ids = ids[:-1]
     text = decode(ids)
-    place = text.rfind(c.stop) if isinstance(c.stop, str) else -1
-    return text if place < 0 else text[:place]
+    cut = text.rfind(c.stop) if isinstance(c.stop, str) else -1
+    return text if cut < 0 else text[:cut]

@@ -219,8 +219,8 @@ def open_trackers(
     suffix = f"-{part}" if part else ""
 
     def open_one(name: str) -> Apart:
-        key, made, own = name + suffix, TRACKERS.get(name), _options(kinds, name, args)
-        told = TrackedRun(
+        key, made, options = name + suffix, TRACKERS.get(name), _options(kinds, name, args)
+        tracked = TrackedRun(
             run.folder, run.project, run.group, run.name + suffix, run.config, ids.get(key)
         )
 
@@ -230,7 +230,7 @@ def open_trackers(
 
         if inspect.isfunction(made):
             return Apart(name, lambda: Callback(made), started)
-        return Apart(name, lambda: made(told, **own), started)
+        return Apart(name, lambda: made(tracked, **options), started)
 
     return [open_one(name) for name in kinds if name != "tensorboard"]
 

@@ -69,11 +69,11 @@ class Pipeline:
         for operator in self.operators:
             if operator.name == PASS_RATES:
                 self.pass_rates = pass_rates(kept)
-            kept, found = await operator(kept)
-            metrics |= {f"{operator.name}/{name}": value for name, value in found.items()}
+            kept, measured = await operator(kept)
+            metrics |= {f"{operator.name}/{name}": value for name, value in measured.items()}
         metrics["not_finite"] = float(_not_finite(kept))
-        kept, found = self.recipe.advantages(kept)
-        metrics |= found | {"made": float(len(experiences)), "kept": float(len(kept))}
+        kept, measured = self.recipe.advantages(kept)
+        metrics |= measured | {"made": float(len(experiences)), "kept": float(len(kept))}
         groups = group_by(kept, "task")
         if self.operators:
             tasks = group_by(experiences, "task")
@@ -108,31 +108,33 @@ def _not_finite(experiences: Sequence[Experience]) -> int:
     return len(bad)
 
 
-def make_task_operators(given: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Operator]:
+def make_task_operators(operators: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Operator]:
     """Operators by name with their options. Raises ValueError naming the key of a wrong one."""
     return [
         make_operator(TASK_OPERATORS, name, args, f"{KEY}[{index}]")
-        for index, (name, args) in enumerate(given)
+        for index, (name, args) in enumerate(operators)
     ]
 
 
 def prepared(
-    rows: Rows, given: Sequence[tuple[str, Mapping[str, Any]]], folder: Path, name: str
+    rows: Rows, operators: Sequence[tuple[str, Mapping[str, Any]]], folder: Path, name: str
 ) -> Rows:
     """The rows after all operators: made now, or by an earlier start of this run with the same.
 
     Raises ValueError where none is left, OperatorFailed where an operator fails.
     """
-    cache_key = json.dumps([rows.source, len(rows), *map(list, given)], sort_keys=True, default=str)
+    cache_key = json.dumps(
+        [rows.source, len(rows), *map(list, operators)], sort_keys=True, default=str
+    )
     path = folder / f"{name}-{hashlib.sha256(cache_key.encode()).hexdigest()[:12]}.jsonl"
     if not path.exists():
-        found = [dict(row) for row in rows]
-        for operator in make_task_operators(given):
-            found = _apply(operator, found)
-            logger.info("task operator '%s' left %d rows", operator.name, len(found))
-        if not found:
+        changed = [dict(row) for row in rows]
+        for operator in make_task_operators(operators):
+            changed = _apply(operator, changed)
+            logger.info("task operator '%s' left %d rows", operator.name, len(changed))
+        if not changed:
             raise ValueError(f"{rows.source}: {KEY} left none of its {len(rows)} rows")
-        _write(path, found)
+        _write(path, changed)
     return load_rows(path)
 
 

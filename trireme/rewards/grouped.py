@@ -79,10 +79,10 @@ class Judge:
                 f"reward_fn_args.weights has {len(weights)} numbers: expected {len(funcs)}, one "
                 "for each of funcs"
             )
-        split = [_options(given) for given in funcs]
+        split = [_options(reward) for reward in funcs]
         names = [f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f, _ in split]
-        own = [_weight(name, opts) for name, (_, opts) in zip(names, split, strict=True)]
-        used = own if weights is None else [*map(_number_of, names, weights)]
+        own_weights = [_weight(name, opts) for name, (_, opts) in zip(names, split, strict=True)]
+        used = own_weights if weights is None else [*map(_number_of, names, weights)]
         if used and not any(used):
             raise ValueError(
                 f"the weights of the rewards {', '.join(names)} are all 0: expected one that is not"
@@ -129,19 +129,19 @@ class Judge:
             *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
         )
         totals, parts = [], []
-        for place in range(len(rows)):
-            own = [numbers[place] for numbers in per_function]
-            used = [w * v for w, v in zip(self.weights, own, strict=True) if v is not None]
-            infos = rows[place].infos
+        for index in range(len(rows)):
+            values = [numbers[index] for numbers in per_function]
+            used = [w * v for w, v in zip(self.weights, values, strict=True) if v is not None]
+            infos = rows[index].infos
             if "total_reward" in infos:  # the environment's own
                 used.append(float(infos["total_reward"]))
             if not used:
                 raise ValueError(
-                    f"no reward function applies to rollout {place} of task {task.task_id}: "
+                    f"no reward function applies to rollout {index} of task {task.task_id}: "
                     f"{', '.join(self.names) or 'there is none'} gave None"
                 )
             totals.append(math.fsum(used))
-            named = [(n, v) for n, v in zip(self.names, own, strict=True) if v is not None]
+            named = [(n, v) for n, v in zip(self.names, values, strict=True) if v is not None]
             more = [m for _, v in named if isinstance(v, Value) for m in v.metrics.items()]
             parts.append(dict(more) | {f"rewards/{n}": float(v) for n, v in named})
         return totals, parts
@@ -199,12 +199,12 @@ def _needs_workdir(reward: Callable[..., Any]) -> bool:
     return wanted is not None and wanted.default is wanted.empty
 
 
-def _options(given: Any) -> tuple[Any, dict[str, Any]]:
-    if not isinstance(given, Mapping):
-        return given, {}
-    if "name" not in given:
-        raise ValueError(f"a reward is {dict(given)}: expected a name, or a section with a `name`")
-    return given["name"], {name: value for name, value in given.items() if name != "name"}
+def _options(reward: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(reward, Mapping):
+        return reward, {}
+    if "name" not in reward:
+        raise ValueError(f"a reward is {dict(reward)}: expected a name, or a section with a `name`")
+    return reward["name"], {name: value for name, value in reward.items() if name != "name"}
 
 
 def _weight(name: str, options: dict[str, Any]) -> float:
@@ -347,25 +347,28 @@ async def reward_group(
     for experience in sorted(experiences, key=lambda e: (e.eid.run, e.eid.step)):
         name = experience.eid.run, experience.info.get("request_id")
         trajectories.setdefault(name, []).append(experience)
-    rows = [_as_row(own) for own in trajectories.values()]
+    rows = [_as_row(trajectory) for trajectory in trajectories.values()]
     rewards, parts = await judge.rewards(task, rows, models)
-    for own, reward, found in zip(trajectories.values(), rewards, parts, strict=True):
-        for experience in own:
+    for trajectory, reward, named_parts in zip(trajectories.values(), rewards, parts, strict=True):
+        for experience in trajectory:
             # a prompt that was too long keeps its reward of 0
             experience.reward = reward if experience.reward is None else experience.reward
-            experience.metrics.update(found)
+            experience.metrics.update(named_parts)
             experience.info["reward_parts"] = {
-                name: (found[f"rewards/{name}"], weight)
+                name: (named_parts[f"rewards/{name}"], weight)
                 for name, weight in zip(judge.names, judge.weights, strict=True)
-                if f"rewards/{name}" in found
+                if f"rewards/{name}" in named_parts
             }
 
 
-def _as_row(own: Sequence[Experience]) -> Row:
+def _as_row(trajectory: Sequence[Experience]) -> Row:
     """A trajectory as the rewards see it: its last dialogue, and all that it sampled."""
-    last = own[-1]
+    last = trajectory[-1]
     sampled = [
-        token for e in own if e.versions is not None for token in e.tokens[e.versions >= 0].tolist()
+        token
+        for e in trajectory
+        if e.versions is not None
+        for token in e.tokens[e.versions >= 0].tolist()
     ]
     said = last.info.get("completion", last.response_text)
     return Row(
@@ -375,5 +378,7 @@ def _as_row(own: Sequence[Experience]) -> Row:
         infos=dict(last.info.get("rollout_infos") or {}),
         tokens=sampled,
         request_id=str(last.info.get("request_id", "")),
-        parts=[{"messages": e.messages, "completion": e.info.get("completion")} for e in own],
+        parts=[
+            {"messages": e.messages, "completion": e.info.get("completion")} for e in trajectory
+        ],
     )

@@ -169,9 +169,9 @@ def stream_router(rollouts: Rollouts) -> APIRouter:
     router = APIRouter(prefix="/engine", route_class=JsonRoute)
     streams: dict[str, Tasks] = {}
 
-    async def generate(request: GenerateBody, told: Told) -> list[Completion]:
+    async def generate(request: GenerateBody, on_token: Told) -> list[Completion]:
         sampling = with_options(Sampling(), request.sampling)
-        more: Any = {"on_token": told} if request.tokens else {}
+        more: Any = {"on_token": on_token} if request.tokens else {}
         key = as_key(request.key)
         return await rollouts.engine.generate(request.ids, sampling, key=key, **more)
 

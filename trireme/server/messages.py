@@ -171,12 +171,12 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
-def _tool_use(call: Mapping[str, Any], given: Any) -> dict[str, Any]:
+def _tool_use(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
     return {
         "type": "tool_use",
         "id": call["id"],
         "name": call["function"]["name"],
-        "input": given,
+        "input": arguments,
     }
 
 

@@ -212,11 +212,11 @@ async def _body(request: Request, kind: type[Wire]) -> dict[str, Any]:
     return body
 
 
-def _whole(path: str, found: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+def _whole(path: str, completion: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
     """A chat completion in the form of the path."""
     if path.endswith("/messages"):
-        return messages.message_of(found)
-    return responses.response_of(found, body) if path.endswith("/responses") else found
+        return messages.message_of(completion)
+    return responses.response_of(completion, body) if path.endswith("/responses") else completion
 
 
 async def _all_of(

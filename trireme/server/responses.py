@@ -61,15 +61,15 @@ def chat_body(body: Mapping[str, Any], before: Sequence[dict[str, Any]]) -> dict
     return chat
 
 
-def response_of(found: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def response_of(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     """A chat completion as a response."""
-    choice = found["choices"][0]
+    choice = completion["choices"][0]
     output = []
     if choice["message"]["content"]:
         output.append(_message(choice["message"]["content"]))
     makers = {name: (space, tool) for name, space, tool in _tools(body)}
     output += [_call(call, makers) for call in choice["message"].get("tool_calls") or ()]
-    return _response(found, body, output, choice["finish_reason"], found["usage"])
+    return _response(completion, body, output, choice["finish_reason"], completion["usage"])
 
 
 async def events_of(
@@ -241,7 +241,7 @@ def _call(
 
 
 def _response(
-    found: Mapping[str, Any], body: Mapping[str, Any], output: Any, ended: Any, usage: Any
+    completion: Mapping[str, Any], body: Mapping[str, Any], output: Any, ended: Any, usage: Any
 ) -> dict[str, Any]:
     cut = ended == "length"
     status = "in_progress" if ended is None else "incomplete" if cut else "completed"
@@ -253,10 +253,10 @@ def _response(
         "total_tokens": usage["total_tokens"],
     }
     return {
-        "id": found["id"],
+        "id": completion["id"],
         "object": "response",
         "created_at": 0,
-        "model": found["model"],
+        "model": completion["model"],
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

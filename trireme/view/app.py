@@ -171,10 +171,10 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
 def create_app(page: Page, token: str) -> ASGIApp:
     """The whole server."""
 
-    def answer(found: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Response]:
+    def answer(look_up: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             try:
-                value = found(request.query_params)
+                value = look_up(request.query_params)
             except ValueError as error:
                 return _as_json({"error": str(error)}, request, 400)
             except (OSError, sqlite3.Error) as error:
@@ -272,17 +272,17 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         cookie = COOKIE.format(port=(scope.get("server") or ("", 0))[1])
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        known = any(self._is(text) for text in (given, bearer, request.cookies.get(cookie, "")))
+        known = any(self._is(text) for text in (token, bearer, request.cookies.get(cookie, "")))
         if not known:
             text = "This page needs its token: open the whole URL that trireme view printed.\n"
             await Response(text, 401, media_type="text/plain")(scope, receive, send)
             return
-        if given and scope["path"] == "/":  # out of the address line, and of the browser's history
+        if token and scope["path"] == "/":  # out of the address line, and of the browser's history
             response = RedirectResponse("/", 303)
-            if self._is(given):  # who has a cookie keeps it where an old URL has another token
+            if self._is(token):  # who has a cookie keeps it where an old URL has another token
                 response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)
             return

@@ -51,11 +51,11 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
     for row in rows:
         if row["kind"] == "train" and (experience := tokens.experience(row["eid"])) is not None:
             row |= {"messages": experience.messages, "tools": experience.tools}
-    found: dict[str, Any] = {}
+    token_views: dict[str, Any] = {}
     for kind in ("train", "eval", "data"):
         for eid in [row["eid"] for row in rows if row["kind"] == kind][:MOST_TOKENS]:
             try:
-                found[f"{kind} {eid}"] = tokens.of(eid, kind)
+                token_views[f"{kind} {eid}"] = tokens.of(eid, kind)
             except ValueError:  # no copy of its tokens was kept
                 continue
     facts = {
@@ -71,7 +71,7 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
         "meanings": page.meanings({"run": run.name}),
         "about": about(run),
         "rollouts": rows,
-        "tokens": found,
+        "tokens": token_views,
         "facts": facts,
     }
 

@@ -179,13 +179,13 @@ class RolloutIndex:
             text_end=end,
         )
 
-    def _add(self, row: dict[str, Any], **place: int) -> None:
+    def _add(self, row: dict[str, Any], **fields: int) -> None:
         eid = str(row["eid"])
         group, run = _group_and_run(eid)
         reward = row.get("reward")
         values = {
             "step": int(row["step"]),
-            "task": self._tasks.code(task_of(row, KINDS[place["kind"]])),
+            "task": self._tasks.code(task_of(row, KINDS[fields["kind"]])),
             "group": self._groups.code(group),
             "run": run,
             "reward": math.nan if reward is None else float(reward),
@@ -193,8 +193,8 @@ class RolloutIndex:
             "version": -1 if row.get("model_version") is None else int(row["model_version"]),
             "cut": int(row.get("stop_reason") == "length" or bool(row.get("truncate_status"))),
         }
-        self._places[f"{KINDS[place['kind']]} {eid}"] = len(self._columns["offset"])
-        for name, value in (values | place).items():
+        self._places[f"{KINDS[fields['kind']]} {eid}"] = len(self._columns["offset"])
+        for name, value in (values | fields).items():
             self._columns[name].append(value)
 
     def _read_database(self) -> None:
@@ -268,16 +268,19 @@ class RolloutIndex:
 
     def _holding(self, text: str, columns: dict[str, np.ndarray[Any, Any]]) -> Any:
         """Which rollouts have a text in prompt or reply."""
-        found = np.zeros(len(columns["offset"]), bool)
+        holding = np.zeros(len(columns["offset"]), bool)
         for source in self._sources:
-            own = np.flatnonzero(
+            candidates = np.flatnonzero(
                 (columns["kind"] == KINDS.index(source.kind)) & (columns["offset"] >= 0)
             )
-            if not len(own) or not source.path.exists():
+            if not len(candidates) or not source.path.exists():
                 continue
-            starts = columns["offset"][own]
-            begins, ends = starts + columns["text"][own], starts + columns["text_end"][own]
-            found[own[_lines_holding(source.path, text, starts, begins, ends)]] = True
+            starts = columns["offset"][candidates]
+            begins, ends = (
+                starts + columns["text"][candidates],
+                starts + columns["text_end"][candidates],
+            )
+            holding[candidates[_lines_holding(source.path, text, starts, begins, ends)]] = True
         if (columns["offset"] < 0).any():
             query = (
                 "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
@@ -286,31 +289,34 @@ class RolloutIndex:
             like = "%" + re.sub(r"([%_\\])", r"\\\1", text) + "%"
             with closing(open_read_only(self.buffer / DATABASE)) as database:
                 ids = [-key for (key,) in database.execute(query, [like, like])]
-            found |= np.isin(columns["offset"], ids)
-        return found
+            holding |= np.isin(columns["offset"], ids)
+        return holding
 
     def rows(self, places: Sequence[int] | Selection) -> list[dict[str, Any]]:
         """The whole lines at these places, each with its kind, task and group."""
         with self._lock:
-            return [self._row(int(place)) for place in places]
+            return [self._row(int(number)) for number in places]
 
-    def _row(self, place: int) -> dict[str, Any]:
-        place -= self._first
-        if place < 0:
+    def _row(self, index: int) -> dict[str, Any]:
+        index -= self._first
+        if index < 0:
             raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
-        own = {name: values[place] for name, values in self._columns.items()}
-        if own["offset"] < 0:
-            row = self._database_row(-own["offset"])
+        fields = {name: values[index] for name, values in self._columns.items()}
+        if fields["offset"] < 0:
+            row = self._database_row(-fields["offset"])
         else:
-            with self._sources[own["kind"]].path.open("rb") as file:
-                file.seek(own["offset"])
-                row = json.loads(file.read(own["size"]), parse_constant=_no_number)
-        if _group_and_run(str(row["eid"])) != (self._groups.names[own["group"]], own["run"]):
+            with self._sources[fields["kind"]].path.open("rb") as file:
+                file.seek(fields["offset"])
+                row = json.loads(file.read(fields["size"]), parse_constant=_no_number)
+        if _group_and_run(str(row["eid"])) != (
+            self._groups.names[fields["group"]],
+            fields["run"],
+        ):
             raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
-        row["kind"] = KINDS[own["kind"]]
-        row["task"] = self._tasks.names[own["task"]]
-        row["group"] = self._groups.names[own["group"]]
-        row["cut"] = bool(own["cut"])
+        row["kind"] = KINDS[fields["kind"]]
+        row["task"] = self._tasks.names[fields["task"]]
+        row["group"] = self._groups.names[fields["group"]]
+        row["cut"] = bool(fields["cut"])
         return row
 
     def _database_row(self, key: int) -> dict[str, Any]:
@@ -319,28 +325,28 @@ class RolloutIndex:
             "FROM experiences WHERE id = ?"
         )
         with closing(open_read_only(self.buffer / DATABASE)) as database:
-            found = database.execute(query, [key]).fetchone()
-        if found is None:
+            record = database.execute(query, [key]).fetchone()
+        if record is None:
             raise ValueError(f"row {key} of {DATABASE} is gone: the copy was cut or rewound")
         names = ("eid", "step", "reward", "model_version", "prompt", "response")
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, record, strict=True))
 
     def row(self, kind: str, eid: str) -> dict[str, Any]:
         """One rollout by its id. Raises ValueError where there is none."""
         with self._lock:
-            place = self._places.get(f"{kind} {eid}")
-            if place is None:
+            index = self._places.get(f"{kind} {eid}")
+            if index is None:
                 raise ValueError(f"there is no rollout '{eid}' of kind '{kind}' in {self.buffer}")
-            return self._row(self._first + place)
+            return self._row(self._first + index)
 
     def facts(self) -> dict[str, Any]:
         """What the page's filters offer: how many of each kind, and the steps of each."""
         kinds, steps = self.column("kind"), self.column("step")
         out: dict[str, Any] = {}
         for number, kind in enumerate(KINDS):
-            own = steps[kinds == number]
-            if len(own):
-                out[kind] = {"count": len(own), "steps": np.unique(own).tolist()}
+            kind_steps = steps[kinds == number]
+            if len(kind_steps):
+                out[kind] = {"count": len(kind_steps), "steps": np.unique(kind_steps).tolist()}
         return out
 
 
@@ -381,7 +387,7 @@ def _lines_holding(
     path: Path, text: str, starts: Selection, begins: Selection, ends: Selection
 ) -> list[int]:
     """Which lines of a file have `text` in the prompt or the reply between `begins` and `ends`."""
-    found: list[int] = []
+    holding: list[int] = []
     needle = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
     at_line, begin, end = starts.tolist(), begins.tolist(), ends.tolist()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -392,19 +398,19 @@ def _lines_holding(
             low = data[base : end[last - 1]].lower()
             line, at = first, low.find(needle)
             while at >= 0:
-                place = base + at
-                line = bisect_right(at_line, place, line, last) - 1
-                if begin[line] <= place < end[line]:
-                    own = (begin[line] - base, end[line] - base)
-                    in_text = _lies_in_text(low, own, at, len(needle))
+                position = base + at
+                line = bisect_right(at_line, position, line, last) - 1
+                if begin[line] <= position < end[line]:
+                    text_span = (begin[line] - base, end[line] - base)
+                    in_text = _lies_in_text(low, text_span, at, len(needle))
                     if in_text or _says(data[begin[line] : end[line]], text):
-                        found.append(line)
+                        holding.append(line)
                     line += 1  # one is enough
                     at = low.find(needle, at_line[line] - base) if line < last else -1
                 else:
                     at = low.find(needle, at + 1)
             first = last
-    return found
+    return holding
 
 
 def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool:

@@ -166,10 +166,10 @@ def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 def warnings_of(run: RunFolder) -> list[dict[str, Any]]:
     """What the watchdog has said, each cause once."""
-    found: list[dict[str, Any]] = []
+    warnings: list[dict[str, Any]] = []
     for path in sorted((run.folder / "monitor").glob("**/watchdog*.json")):
-        found += json.loads(path.read_text(encoding="utf-8"))
-    return found
+        warnings += json.loads(path.read_text(encoding="utf-8"))
+    return warnings
 
 
 def stage_of(run: RunFolder) -> dict[str, Any] | None:

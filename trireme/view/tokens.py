@@ -80,17 +80,17 @@ class Tokens:
         for path in sorted(self._buffer.glob("*.db")):
             with closing(open_read_only(path)) as database:
                 try:
-                    found = database.execute(
+                    record = database.execute(
                         f"SELECT experience_bytes FROM {TABLE} WHERE msg_id = ?", [eid]
                     ).fetchone()
                 except sqlite3.OperationalError as error:
                     if "no such table" not in str(error):
                         raise
                     continue  # a database of something else
-            if found is not None:
+            if record is not None:
                 from trireme.serialize import decode  # loads torch
 
-                return next(e for e in decode(found[0]) if e.eid.uid == eid)
+                return next(e for e in decode(record[0]) if e.eid.uid == eid)
         return None
 
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:
@@ -139,8 +139,8 @@ def _add_learned(rows: dict[str, Any], learned: Mapping[str, Any]) -> None:
 
 def _spread(total: int, at: Sequence[int], values: Sequence[Any], rest: Any = None) -> list[Any]:
     out = [rest] * total
-    for place, value in zip(at, values, strict=True):
-        out[place] = value
+    for index, value in zip(at, values, strict=True):
+        out[index] = value
     return out
 
 

@@ -254,12 +254,12 @@ def reward_of(output: str) -> tuple[float, dict[str, float]]:
     """
     last = output.rstrip().rpartition("\n")[2].strip()
     try:
-        found = json.loads(last)
+        answer = json.loads(last)
     except ValueError:
-        found = None
-    named = found if isinstance(found, Mapping) else {"reward": found}
-    given = named.get("reward")
-    if given is None or isinstance(given, str | list | Mapping):
+        answer = None
+    named = answer if isinstance(answer, Mapping) else {"reward": answer}
+    reward = named.get("reward")
+    if reward is None or isinstance(reward, str | list | Mapping):
         raise ProgramFailed(
             f"the program said no reward: its last line is {last!r:.80}; expected a number, or "
             'JSON like {"reward": 1.0}; or set default_reward_fn_type of the taskset'
@@ -269,7 +269,7 @@ def reward_of(output: str) -> tuple[float, dict[str, float]]:
         for name, value in named.items()
         if name != "reward" and isinstance(value, int | float)
     }
-    return number(given, "the program gave the reward", ProgramFailed), parts
+    return number(reward, "the program gave the reward", ProgramFailed), parts
 
 
 NOWHERE = Address("", "", lambda: None)

@@ -95,12 +95,12 @@ def resolve(name: Any) -> list[_Split]:
     return [_split_of(SCALES.get(part)) for part in parts if part not in _TURNS]
 
 
-def _split_of(found: Any) -> _Split:
-    if isinstance(found, type):
-        found = found()
-    method = getattr(found, "get_loss_scale", None)
+def _split_of(scale: Any) -> _Split:
+    if isinstance(scale, type):
+        scale = scale()
+    method = getattr(scale, "get_loss_scale", None)
     if method is None:
-        return lambda reply, last: found(reply)
+        return lambda reply, last: scale(reply)
 
     def split(reply: str, last: bool) -> Pieces:
         context = {"context_type": ContextType.RESPONSE, "is_last_round": last, "query": None}

@@ -34,7 +34,7 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> list[str]:
     _load_trinity()
     from_environment = os.environ.get("TRINITY_PLUGIN_DIRS", "").split(os.pathsep)
     places = dict.fromkeys(str(path) for path in (*paths, *filter(None, from_environment)))
-    loaded = [_load_file(file) for place in places for file in _files(Path(place))]
+    loaded = [_load_file(file) for path in places for file in _files(Path(path))]
     for entry in entry_points(group=ENTRY_POINTS):
         _guarded(f"package entry point '{entry.name}' ({entry.value})", entry.load)
         loaded.append(entry.value)
@@ -69,14 +69,14 @@ def _load_trinity() -> None:
             setattr(module, attribute, registry)
 
 
-def _files(place: Path) -> Iterator[Path]:
+def _files(path: Path) -> Iterator[Path]:
     """The Python files that a path names."""
-    if place.is_dir():
-        yield from sorted(file for file in place.glob("*.py") if file.name != "__init__.py")
-    elif place.is_file():
-        yield place
+    if path.is_dir():
+        yield from sorted(file for file in path.glob("*.py") if file.name != "__init__.py")
+    elif path.is_file():
+        yield path
     else:
-        raise ConfigError([Problem("plugins", f"has {place}: there is no such file or folder")])
+        raise ConfigError([Problem("plugins", f"has {path}: there is no such file or folder")])
 
 
 def _load_file(file: Path) -> str:

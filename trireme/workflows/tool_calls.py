@@ -65,19 +65,19 @@ class Tool:
         return next(iter(properties), "input")
 
 
-def python_tool(given: str | Callable[..., Any]) -> Tool:
+def python_tool(tool: str | Callable[..., Any]) -> Tool:
     """A tool of a function, by name, path or itself; a plain one runs in a thread.
 
     Raises ValueError where its signature or docstring does not say what the model has to know.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
-    function: Any = TOOLS.get(given) if isinstance(given, str) else given
+    function: Any = TOOLS.get(tool) if isinstance(tool, str) else tool
     try:
         schema = get_json_schema(function)
     except Exception as error:  # it has several kinds, without a base of their own
         raise ValueError(
-            f"tool {given!r} has no JSON schema ({error}): give it type hints, and a docstring "
+            f"tool {tool!r} has no JSON schema ({error}): give it type hints, and a docstring "
             "with `Args:` and a line for each argument"
         ) from error
 
@@ -310,8 +310,8 @@ class ToolCallScheduler(MultiTurnScheduler):
         if not asked.react and self.style == "new_turn":
             messages += [_message(c, a) for c, a in zip(asked.calls, answers, strict=True)]
             return infer_request
-        own, whole = str(result.message.content or ""), str(messages[-1]["content"])
-        kept = whole[: len(whole) - len(own) + asked.upto]
+        reply_text, whole = str(result.message.content or ""), str(messages[-1]["content"])
+        kept = whole[: len(whole) - len(reply_text) + asked.upto]
         if asked.react:
             kept, shown = kept.rstrip(), f"\nObservation: {answers[0]}\n"
         else:
@@ -346,13 +346,17 @@ class ToolCallScheduler(MultiTurnScheduler):
         return await asyncio.wait_for(tool.call(arguments), self.timeout)
 
 
-def _of_message(given: Mapping[str, Any]) -> ToolCall:
+def _of_message(call_message: Mapping[str, Any]) -> ToolCall:
     """A call of OpenAI's form."""
-    function = given.get("function") or given
+    function = call_message.get("function") or call_message
     call = call_of_json(json.dumps(dict(function), default=str))
     if isinstance(call.arguments, str):
-        return ToolCall(call.name, {}, given.get("id"), f"no JSON object: {call.arguments!r:.80}")
-    return ToolCall(call.name, call.arguments, given.get("id"), call.error or given.get("error"))
+        return ToolCall(
+            call.name, {}, call_message.get("id"), f"no JSON object: {call.arguments!r:.80}"
+        )
+    return ToolCall(
+        call.name, call.arguments, call_message.get("id"), call.error or call_message.get("error")
+    )
 
 
 def _message(call: ToolCall, answer: str) -> dict[str, Any]:

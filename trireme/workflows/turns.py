@@ -51,12 +51,12 @@ class Ended:
     infos: dict[str, Any] = field(default_factory=dict)
 
 
-def dialogues(name: str, found: Any, given: Given, recorder: Recorder) -> list[Ended]:
+def dialogues(name: str, returned: Any, calls: Given, recorder: Recorder) -> list[Ended]:
     """What an overridden `run` of the scheduler `name` returned.
 
     Raises TypeError for anything but RolloutOutputs with messages and a choice.
     """
-    outputs = list(found) if isinstance(found, list | tuple) else [found]
+    outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     if not outputs:
         raise TypeError(f"{name}.run returned an empty list: expected RolloutOutputs")
     ended = []
@@ -72,19 +72,19 @@ def dialogues(name: str, found: Any, given: Given, recorder: Recorder) -> list[E
                 "response"
             )
         choice = output.response.choices[0]
-        call = _call_of(name, choice, given)
+        call = _call_of(name, choice, calls)
         infos = {"num_turns": len(outputs), **output.rollout_infos}
         earlier = _earlier(output.messages, call, recorder)
         ended.append(Ended(output.messages, choice, call, earlier, infos))
     return ended
 
 
-def _call_of(name: str, choice: RolloutResponseChoice, given: Given) -> Call:
+def _call_of(name: str, choice: RolloutResponseChoice, calls: Given) -> Call:
     """The recorded call of a choice. Raises ValueError where the model did not give it."""
-    for known, call in given:
+    for known, call in calls:
         if known is choice:
             return call
-    for known, call in reversed(given):  # a copy of it
+    for known, call in reversed(calls):  # a copy of it
         if choice.token_ids and known.token_ids == choice.token_ids:
             return call
     raise ValueError(
@@ -240,10 +240,10 @@ class _Trajectory:
         scheduler = self._scheduler
         if isinstance(scheduler, _OneTurn):
             return True
-        told = await self._call(scheduler.on_turn_end, request, choice, turn)
-        told = self._mapping("on_turn_end", told or {})
-        self._add_infos(told.get("rollout_infos"))
-        done = told.get("done")
+        verdict = await self._call(scheduler.on_turn_end, request, choice, turn)
+        verdict = self._mapping("on_turn_end", verdict or {})
+        self._add_infos(verdict.get("rollout_infos"))
+        done = verdict.get("done")
         if done is None:
             done = await self._call(scheduler.check_finished, request, choice, turn)
         if not isinstance(done, bool | int):
@@ -263,36 +263,39 @@ class _Trajectory:
         returned = await self._call(self._scheduler.step, request, choice, turn)
         if isinstance(returned, RolloutInferRequest):
             returned = {"infer_request": returned}
-        told = self._mapping("step", returned)
-        following = told.get("infer_request")
+        changes = self._mapping("step", returned)
+        following = changes.get("infer_request")
         if not isinstance(following, RolloutInferRequest):
             raise TypeError(
                 f"{self._name}.step returned {type(following).__name__}: expected a "
                 "RolloutInferRequest, or a dict with one as 'infer_request'"
             )
-        for key in set(told) - set(_STEP_KEYS):
+        for key in set(changes) - set(_STEP_KEYS):
             raise TypeError(
                 f"{self._name}.step returned a dict with '{key}': expected some of "
                 f"{', '.join(_STEP_KEYS)}"
             )
-        self._add_infos(told.get("rollout_infos"))
-        self._record_edit(before, following.messages, told)
+        self._add_infos(changes.get("rollout_infos"))
+        self._record_edit(before, following.messages, changes)
         return following
 
     def _record_edit(
         self,
         before: list[dict[str, Any]],
         after: Sequence[Mapping[str, Any]],
-        told: Mapping[str, Any],
+        changes: Mapping[str, Any],
     ) -> None:
         """Where `step` changed the reply itself, by its text or by ids, say so to the recorder."""
-        ids, weights = _flat(told.get("response_token_ids")), _flat(told.get("response_loss_mask"))
+        ids, weights = (
+            _flat(changes.get("response_token_ids")),
+            _flat(changes.get("response_loss_mask")),
+        )
         if weights is not None and (ids is None or len(ids) != len(weights)):
             raise ValueError(
                 f"{self._name}.step returned a response_loss_mask of {len(weights)} entries for "
                 f"{'no' if ids is None else len(ids)} response_token_ids: expected one for each"
             )
-        logprobs = _flat(told.get("rollout_logprobs"))
+        logprobs = _flat(changes.get("rollout_logprobs"))
         trained = None if weights is None else sum(1 for weight in weights if weight)
         if logprobs and trained is not None and len(logprobs) != trained:
             raise ValueError(
@@ -339,10 +342,10 @@ def _tool_calls(reply: Reply, model: Model) -> list[dict[str, Any]] | None:
         return None
     text = sampled_text(reply.call, form, model.chat_tokens.decode)
     _, calls = form.read(text, reply.call.tools)
-    found = [message_of(call) for call in calls]
-    for wire, call in zip(found, calls, strict=True):
+    wire_calls = [message_of(call) for call in calls]
+    for wire, call in zip(wire_calls, calls, strict=True):
         wire["error"] = call.error
-    return found or None
+    return wire_calls or None
 
 
 def _choice(reply: Reply, model: Model) -> RolloutResponseChoice:

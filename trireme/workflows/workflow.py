@@ -119,39 +119,41 @@ def resolve(workflow: Any) -> WorkflowSpec:
     return _of_function(name, workflow_object)
 
 
-def check_experiences(found: Any, name: str, runs: Sequence[int] | None = None) -> list[Experience]:
+def check_experiences(
+    returned: Any, name: str, runs: Sequence[int] | None = None
+) -> list[Experience]:
     """What a workflow returned, if it is what it has to be; `runs` where it repeats by itself."""
-    if inspect.iscoroutine(found):
-        found.close()
+    if inspect.iscoroutine(returned):
+        returned.close()
         raise WrongExperience(
             f"workflow '{name}' returned a coroutine: a method that awaits nothing has called one "
             "that is `async def`; make it `async def` too, and await it"
         )
-    if not isinstance(found, list | tuple):
-        given = repr(found) if found is None or isinstance(found, int | float) else ""
+    if not isinstance(returned, list | tuple):
+        shown = repr(returned) if returned is None or isinstance(returned, int | float) else ""
         raise WrongExperience(
-            f"workflow '{name}' returned {given or type(found).__name__}: expected a list of "
+            f"workflow '{name}' returned {shown or type(returned).__name__}: expected a list of "
             "Experience; end with `return model.experiences(reward=...)`"
         )
-    for index, experience in enumerate(found):
+    for index, experience in enumerate(returned):
         if not isinstance(experience, Experience):
             raise WrongExperience(
                 f"workflow '{name}' returned a list with {type(experience).__name__} "
                 f"at place {index}: expected Experience"
             )
         _check_numbers(experience, f"workflow '{name}' returned an experience (place {index})")
-    if not found:
+    if not returned:
         raise NoExperience(
             f"workflow '{name}' returned no experience: expected one at least; a call of the model "
             "that was not awaited is not recorded"
         )
-    if runs is not None and {e.eid.run for e in found} != set(runs):
+    if runs is not None and {e.eid.run for e in returned} != set(runs):
         raise WrongExperience(
             f"workflow '{name}' can repeat and returned the runs "
-            f"{sorted({e.eid.run for e in found})}: expected {list(runs)}, one for each rollout "
+            f"{sorted({e.eid.run for e in returned})}: expected {list(runs)}, one for each rollout "
             "(eid=EID(run=run_id_base + i))"
         )
-    return list(found)
+    return list(returned)
 
 
 def _check_numbers(experience: Experience, whose: str) -> None:

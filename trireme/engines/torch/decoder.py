@@ -330,8 +330,8 @@ class Decoder:
                 request.alternatives.append(dict(best))
             try:
                 if request.on_token is not None:
-                    told = request.alternatives[-1] if request.alternatives else {}
-                    request.on_token(tokens[row], logprobs[row], told)
+                    alternatives = request.alternatives[-1] if request.alternatives else {}
+                    request.on_token(tokens[row], logprobs[row], alternatives)
                 ended = request.add(
                     tokens[row], logprobs[row], sampler[row], self.version, self.tokenizer
                 )

@@ -174,9 +174,9 @@ def _folder() -> Path:
     except RuntimeError:  # there is no home folder
         folder = Path(tempfile.gettempdir(), f"trireme-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    if not private or found.st_uid != os.getuid():
+    status = folder.lstat()
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    if not private or status.st_uid != os.getuid():
         raise OSError(f"{folder} is not a private folder of this user")
     return folder
 

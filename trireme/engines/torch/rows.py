@@ -225,10 +225,10 @@ class Where:
 
     def to_rows(self, x: Tensor, num_keys: int) -> Tensor:
         """The way back: -> [B, K, group, W], zeros where a row shares nothing."""
-        members, place = self._members()
+        members, index = self._members()
         slots, most = members.shape
         out = x.view(slots, num_keys, most, -1, x.shape[-1]).transpose(1, 2)
-        out = out.reshape(slots * most, num_keys, -1, x.shape[-1])[place]
+        out = out.reshape(slots * most, num_keys, -1, x.shape[-1])[index]
         return out if self._even_shared else out * (self.shared > 0)[:, None, None, None]
 
     def _members(self) -> tuple[Tensor, Tensor]:

@@ -94,25 +94,25 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
     """Overwrite the weights in place. Raises ValueError, and changes nothing, where names or
     shapes are others, or numbers are not finite.
     """
-    given = _read(Path(source)) if isinstance(source, str | Path) else dict(source)
-    own = module.state_dict()
-    pointers = {own[name].data_ptr() for name in given if name in own}
-    missing = [n for n, t in own.items() if n not in given and t.data_ptr() not in pointers]
-    foreign = [name for name in given if name not in own]
+    weights = _read(Path(source)) if isinstance(source, str | Path) else dict(source)
+    state = module.state_dict()
+    pointers = {state[name].data_ptr() for name in weights if name in state}
+    missing = [n for n, t in state.items() if n not in weights and t.data_ptr() not in pointers]
+    foreign = [name for name in weights if name not in state]
     if missing or foreign:
         raise ValueError(
             f"these weights are not of this model: {len(missing)} tensors are missing "
             f"({', '.join(missing[:3])}), {len(foreign)} are not known ({', '.join(foreign[:3])})"
         )
-    for name, tensor in given.items():
-        if own[name].shape != tensor.shape:
+    for name, tensor in weights.items():
+        if state[name].shape != tensor.shape:
             raise ValueError(
-                f"weight '{name}' is {list(tensor.shape)}: expected {list(own[name].shape)}"
+                f"weight '{name}' is {list(tensor.shape)}: expected {list(state[name].shape)}"
             )
-    refuse_unusable({n: t for n, t in given.items() if own[n].is_floating_point()})
+    refuse_unusable({n: t for n, t in weights.items() if state[n].is_floating_point()})
     with torch.no_grad():
-        for name, tensor in given.items():
-            own[name].copy_(tensor)
+        for name, tensor in weights.items():
+            state[name].copy_(tensor)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -133,13 +133,13 @@ def _assign(root: nn.Module, name: str, tensor: Tensor) -> None:
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """End-of-sequence ids of the generation configuration, the model's and the tokenizer's."""
-    found: set[int] = set()
+    token_ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for owner in (generation, model.config, tokenizer):
         ids = getattr(owner, "eos_token_id", None)
         if ids is not None:
-            found.update(ids if isinstance(ids, list | tuple) else [ids])
-    return found
+            token_ids.update(ids if isinstance(ids, list | tuple) else [ids])
+    return token_ids
 
 
 def end_tokens_of(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -107,7 +107,7 @@ class VllmEngine:
         options = dict(options or {})
         sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
-        given = arguments(
+        engine_arguments = arguments(
             model,
             max_model_len=max_model_len,
             dtype=dtype,
@@ -118,14 +118,16 @@ class VllmEngine:
         parallel = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
         # vLLM's batch sizes follow from it: by default they are the smallest, 128 requests at once
         context = import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
-        llm = core.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**given), usage_context=context)
+        llm = core.AsyncLLM.from_engine_args(
+            vllm.AsyncEngineArgs(**engine_arguments), usage_context=context
+        )
         engine = cls(
             llm,
             model=model,
             tokenizer=tokenizer,
             max_model_len=max_model_len,
             seed=seed,
-            group_size=math.prod(given.get(name, 1) for name in parallel),
+            group_size=math.prod(engine_arguments.get(name, 1) for name in parallel),
             keep_kv=keep_kv,
             sleeps=sleeps,
             sockets=sockets,
@@ -295,12 +297,12 @@ class VllmEngine:
     def _take(self, request: Request, part: Any, on_token: OnToken | None) -> bool:
         """Add what is new; whether the request has ended by it."""
         rows = part.logprobs
-        for place, token in enumerate(part.token_ids):
-            begin, end = rows.start_indices[place], rows.end_indices[place]
+        for index, token in enumerate(part.token_ids):
+            begin, end = rows.start_indices[index], rows.end_indices[index]
             pairs = list(zip(rows.token_ids[begin:end], rows.logprobs[begin:end], strict=True))
-            (_, logprob), (mark, own), *best = pairs
+            (_, logprob), (mark, sampler_logprob), *best = pairs
             alternatives = dict(best[: request.sampling.logprobs])
-            ended = request.add(token, logprob, own, -1 - mark, self._tokenizer)
+            ended = request.add(token, logprob, sampler_logprob, -1 - mark, self._tokenizer)
             self._generated += 1
             if request.sampling.logprobs:
                 request.alternatives.append(alternatives)
@@ -400,14 +402,14 @@ class VllmEngine:
 
 def tensor_names(path: str | Path) -> set[str]:
     """Names in a folder's safetensors files, or in one file, read from their heads."""
-    place = Path(path)
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    location = Path(path)
+    files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
     names: set[str] = set()
     for file in files:
-        with safe_open(file, framework="pt") as found:
-            names |= set(found.keys())
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
     return names
 
 

@@ -27,12 +27,12 @@ def arguments(
     chunked prefill, which would rewind random streams that cannot be rewound there. It has no sleep
     mode there.
     """
-    given = dict(options)
-    extra = given.pop("extra_engine_args", None) or {}
+    arguments = dict(options)
+    extra = arguments.pop("extra_engine_args", None) or {}
     if on_cpu:
-        given.pop("gpu_memory_utilization", None)
-        given.pop("enable_sleep_mode", None)
-        given |= {
+        arguments.pop("gpu_memory_utilization", None)
+        arguments.pop("enable_sleep_mode", None)
+        arguments |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": CPU_CACHE_BYTES,
@@ -47,6 +47,6 @@ def arguments(
         "skip_tokenizer_init": True,
         "worker_extension_cls": WORKER,
         "disable_log_stats": True,
-        **given,
+        **arguments,
         **extra,
     }

@@ -27,9 +27,9 @@ def find_games(root: Path, split: str) -> list[Path]:
     return [game.resolve() for game in games]
 
 
-def data_folder(given: str | None) -> Path:
+def data_folder(folder: str | None) -> Path:
     """The folder that was given, else $ALFWORLD_DATA. Raises ValueError saying what to do."""
-    path = given or os.environ.get("ALFWORLD_DATA")
+    path = folder or os.environ.get("ALFWORLD_DATA")
     if not path:
         raise ValueError(f"ALFWORLD_DATA is not set: {HOW}")
     if not Path(path).is_dir():

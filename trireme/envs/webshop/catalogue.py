@@ -201,8 +201,8 @@ def _prices(pricing: str | None) -> list[float]:
     return [float(re.sub(r"[^\d.]", "", piece)) for piece in pricing.split("$")[1:]][:2]
 
 
-def _options(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for name, values in given.items():
+def _options(groups: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, values in groups.items():
         if values is not None:
             texts = (v["value"].strip().replace("/", " | ").lower() for v in values)
             yield name.lower(), tuple(texts)

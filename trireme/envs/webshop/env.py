@@ -67,19 +67,19 @@ class Shop:
         """The index; made when the first query comes."""
         return Search(self.products)
 
-    def session(self, given: int | str | None, prefix: str = "") -> ShopSession:
+    def session(self, name: int | str | None, prefix: str = "") -> ShopSession:
         """A session on the first page. Its goal is that of its number, else drawn by weight; a
         known key keeps its goal.
 
         Raises IndexError past the last goal.
         """
-        if given is None:
-            given = "".join(self._source.choices("abcdefghijklmnopqrstuvwxyz", k=10))
-        key = f"{prefix}{given}"
+        if name is None:
+            name = "".join(self._source.choices("abcdefghijklmnopqrstuvwxyz", k=10))
+        key = f"{prefix}{name}"
         if key not in self.sessions:
-            number = given if isinstance(given, int) else draw(self._steps, self._source)
+            number = name if isinstance(name, int) else draw(self._steps, self._source)
             if number >= len(self.goals):
-                raise IndexError(f"session {given}: the shop has {len(self.goals)} goals")
+                raise IndexError(f"session {name}: the shop has {len(self.goals)} goals")
             self.sessions[key] = self.goals[number]
         return ShopSession(key, self.sessions[key])
 

@@ -46,13 +46,13 @@ class ShopSession:
         said = "+".join(self.keywords)
         if self.product is None:
             return f"{SITE}/search_results/{self.key}/{said}/{self.page}"
-        place = f"{self.key}/{self.product.asin}"
+        item = f"{self.key}/{self.product.asin}"
         if self.view == "item":
-            return f"{SITE}/item_page/{place}/{said}/{self.page}/{json.dumps(self.options)}"
+            return f"{SITE}/item_page/{item}/{said}/{self.page}/{json.dumps(self.options)}"
         if self.view == "done":
-            return f"{SITE}/done/{place}/{self.options}"
+            return f"{SITE}/done/{item}/{self.options}"
         view = self.view.capitalize()
-        return f"{SITE}/item_sub_page/{place}/{said}/{self.page}/{view}/{self.options}"
+        return f"{SITE}/item_sub_page/{item}/{said}/{self.page}/{view}/{self.options}"
 
 
 Kind = Literal["text", "heading", "instruction", "button", "link", "option", "value"]
@@ -114,10 +114,10 @@ def nodes(
         yield from map(Node, (product.category, product.query, product.product_category))
 
 
-def rich_text(found: Sequence[Node]) -> str:
+def rich_text(nodes: Sequence[Node]) -> str:
     """`text_rich`: buttons are marked, and what was clicked is said first."""
     lines = ""
-    for node in found:
+    for node in nodes:
         text = node.text
         if node.kind in _BEFORE:
             mark = "clicked button" if node.clicked else "button"
@@ -141,26 +141,26 @@ _MARKUP: dict[Kind, str] = {
 }
 
 
-def plain_text(found: Sequence[Node]) -> str:
+def plain_text(nodes: Sequence[Node]) -> str:
     """`text`: nothing but the words."""
-    return " [SEP] ".join(node.text.strip() for node in found if node.seen)
+    return " [SEP] ".join(node.text.strip() for node in nodes if node.seen)
 
 
-def html(found: Sequence[Node]) -> str:
+def html(nodes: Sequence[Node]) -> str:
     """`html`: our own markup, with the original's ids and classes of what can be used."""
-    lines = [_MARKUP[n.kind].format(text=escape(n.text), name=escape(n.name)) for n in found]
-    if any(node.text == "Search" and node.kind == "button" for node in found):
+    lines = [_MARKUP[n.kind].format(text=escape(n.text), name=escape(n.name)) for n in nodes]
+    if any(node.text == "Search" and node.kind == "button" for node in nodes):
         lines.insert(-1, '<input id="search_input" type="text" name="search_query">\n')
     head = "<!DOCTYPE html>\n<html>\n<head><title>WebShop</title></head>\n<body>\n"
     return f"{head}{''.join(lines)}</body>\n</html>\n"
 
 
-def clickables(session: ShopSession, found: Sequence[Node]) -> list[str]:
+def clickables(session: ShopSession, nodes: Sequence[Node]) -> list[str]:
     """What can be clicked, in lower case, buttons and products before options, each once."""
     if session.view == "done":
         return []
-    buttons = [node.text.lower() for node in found if node.kind in ("button", "link")]
-    options = [node.text for node in found if node.kind == "option"]
+    buttons = [node.text.lower() for node in nodes if node.kind in ("button", "link")]
+    options = [node.text for node in nodes if node.kind == "option"]
     return list(dict.fromkeys([*buttons, *options]))
 
 

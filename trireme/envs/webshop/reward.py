@@ -121,21 +121,21 @@ def simple_nouns(text: str) -> list[str]:
     return [w for w in re.findall(r"[a-z]+", text.lower()) if len(w) > 2 and w not in STOP_WORDS]
 
 
-def noun_tagger(given: str | Nouns = "auto") -> Nouns:
+def noun_tagger(nouns: str | Nouns = "auto") -> Nouns:
     """A function of one's own; `simple`; the name of a spaCy model; or `auto`: the original's model
     where it is installed, else the simple one. Raises ValueError where a named model is not there.
     """
-    if callable(given):
-        return given
-    if given == "simple":
+    if callable(nouns):
+        return nouns
+    if nouns == "simple":
         return simple_nouns
     try:
-        tagger = extra("spacy", "spaCy").load("en_core_web_sm" if given == "auto" else given)
+        tagger = extra("spacy", "spaCy").load("en_core_web_sm" if nouns == "auto" else nouns)
     except (ModuleNotFoundError, OSError) as error:
-        if given == "auto":
+        if nouns == "auto":
             return simple_nouns
         raise ValueError(
-            f"nouns is '{given}': expected auto, simple, or a model of spaCy that is installed "
+            f"nouns is '{nouns}': expected auto, simple, or a model of spaCy that is installed "
             f"(pip install spacy; python -m spacy download en_core_web_sm) [{error}]"
         ) from error
     kinds = ("PNOUN", "NOUN", "PROPN")

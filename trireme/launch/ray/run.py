@@ -55,13 +55,13 @@ async def run_on_ray(
     try:
         with (
             open_run(plan, model_path, device, console) as (stage, monitored),
-            cluster(plan) as own,
+            cluster(plan) as started_here,
         ):
             stop.listen()  # Ray takes SIGTERM for itself
             actors = Actors(stage)
             stop.gently, stop.waits_for = actors.stop_training, actors.doing
             try:
-                await actors.start(may_grow=not own)
+                await actors.start(may_grow=not started_here)
                 result = await actors.run(measure_end, stop)
                 result.warnings = monitored.warnings()
             finally:
@@ -288,7 +288,7 @@ def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
     """
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = 1
-    given = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_FORWARDED)
@@ -297,11 +297,11 @@ def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
     }
     if plan.device == "cuda":
         threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
-        if trains and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(given):
+        if trains and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
             # micro-batches differ in size; the name that every torch knows
-            given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, *filter(os.path.isdir, sys.path[:1])])),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        **given,
+        **variables,
     }
