@@ -108,8 +108,8 @@ def after_step(returned: Any) -> Seen:
     """
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise TypeError(
-            f"the environment's step returned {returned!r:.80}: expected (observation, reward, done, "
-            "info), or (observation, reward, terminated, truncated, info)"
+            f"the environment's step returned {returned!r:.80}: expected (observation, reward, "
+            "done, info), or (observation, reward, terminated, truncated, info)"
         )
     observation, reward, *ended, info = returned
     return Seen(observation, float(reward or 0.0), any(map(bool, ended)), info or {})

@@ -87,12 +87,12 @@ def format_of(name: str | None, template: str = "") -> ToolFormat:
         known = [FORMATS.get(one) for one in FORMATS.built_in()]
         marked = (f for f in known if any(mark in template for mark in f.marks))
         return next(marked, FORMATS.get("hermes"))
-    known: Any = FORMATS.get(name)
-    if isinstance(known, ToolFormat):
-        return known
-    if not inspect.isroutine(known):
-        raise ValueError(f"tool_call_parser '{name}' is {known!r:.40}: expected a function")
-    return ToolFormat(known)
+    named: Any = FORMATS.get(name)
+    if isinstance(named, ToolFormat):
+        return named
+    if not inspect.isroutine(named):
+        raise ValueError(f"tool_call_parser '{name}' is {named!r:.40}: expected a function")
+    return ToolFormat(named)
 
 
 @tool_format(
