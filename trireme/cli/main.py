@@ -12,6 +12,25 @@ from typing import Annotated, Optional
 
 import typer
 
+from trireme.cli.arguments import (
+    AsyncEngine,
+    EngineType,
+    Keys,
+    Ks,
+    ModelLength,
+    OpenBrowser,
+    OptionalConfig,
+    PageFile,
+    PageHost,
+    PageKey,
+    PagePort,
+    PluginDirs,
+    ServerKey,
+    ServerKeyFile,
+    TaskFiles,
+    ToolCallParser,
+    Words,
+)
 from trireme.cli.flags import WithEngineFlags, WithFlags, yaml_and_keys
 from trireme.cli.rlhf import WithAllFlags
 from trireme.log import LEVELS
@@ -23,30 +42,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Words = Annotated[
-    Optional[list[str]],  # noqa: UP045 (typer evaluates it on Python 3.10)
-    typer.Argument(
-        metavar="[YAML] [KEY=VALUE]...",
-        help="The run's YAML, and keys to override, such as trainer.grad_clip=0.5.",
-    ),
-]
-Keys = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the YAML to override."),
-]
 FLAGS_HELP = (
     "ms-swift's flags work too: --multi_turn_scheduler, --max_turns, --loss_scale, "
     "--reward_funcs A B, --external_plugins FILE, --vllm_server_base_url URL and others: "
     "docs/ms_swift.md"
 )
-PluginDirs = Annotated[
-    Optional[list[Path]],  # noqa: UP045
-    typer.Option("--plugin-dir", help="A folder of *.py files to load first; may be repeated."),
-]
-OptionalConfig = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -181,6 +181,53 @@ def debug(
     raise typer.Exit(command(config, keys, plugin_dir or [], **options))
 
 
+@app.command(name="eval")
+def eval_command(
+    model: Annotated[
+        list[str],
+        typer.Option(
+            "--model",
+            "-m",
+            help="The folder of a model or a run, an id, or a rollout server; may be repeated.",
+        ),
+    ],
+    words: Words = None,
+    config: OptionalConfig = None,
+    tasks: TaskFiles = None,
+    workflow: Annotated[Optional[str], typer.Option(help="With --tasks.")] = None,  # noqa: UP045
+    reward: Annotated[Optional[str], typer.Option(help="With --tasks.")] = None,  # noqa: UP045
+    prompt_key: Annotated[str, typer.Option("--prompt-key", help="With --tasks.")] = "question",
+    response_key: Annotated[str, typer.Option("--response-key", help="With --tasks.")] = "answer",
+    rollouts: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--rollouts", "-n", min=1, help="Of each task; by default the YAML's."),
+    ] = None,
+    k: Ks = None,
+    temperature: Annotated[Optional[float], typer.Option(min=0.0)] = None,  # noqa: UP045
+    max_tokens: Annotated[Optional[int], typer.Option("--max-tokens", min=1)] = None,  # noqa: UP045
+    success: Annotated[float, typer.Option(help="The least value that passes.")] = 1.0,
+    out: Annotated[Optional[Path], typer.Option(help="A JSON file.")] = None,  # noqa: UP045
+    plugin_dir: PluginDirs = None,
+) -> None:
+    """Measure models on task sets, and compare them.
+
+    It prints means and pass@k with intervals of 95 % confidence, and of several models the
+    difference of each to the first over the same tasks.
+    """
+    from trireme.cli.eval import EvalOptions, evaluate_models
+    from trireme.cli.run import add_plugin_dirs
+
+    config, keys = yaml_and_keys(config, words, {})
+    if (config is None) == (not tasks):
+        raise typer.BadParameter("expected a YAML with eval_tasksets, or --tasks, and not both")
+    add_plugin_dirs(plugin_dir or [])
+    options = EvalOptions(
+        model, config, keys, tasks or (), workflow, reward, prompt_key, response_key,
+        rollouts, k or (), temperature, max_tokens, success, out,
+    )  # fmt: skip
+    raise typer.Exit(evaluate_models(options))
+
+
 @app.command()
 def convert(
     checkpoint_dir: Annotated[
@@ -213,50 +260,6 @@ def convert(
     from trireme.cli.convert import convert as command
 
     raise typer.Exit(command(checkpoint_dir, base_model_dir, dtype, max_shard_gb))
-
-
-ServerKey = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--api-key",
-        "--api_key",
-        help="The key of clients, visible in the process list; or set TRIREME_API_KEY.",
-    ),
-]
-ServerKeyFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key."),
-]
-EngineType = Annotated[
-    str,
-    typer.Option("--dtype", "--torch_dtype", help="auto, float32, bfloat16 or float16."),
-]
-ModelLength = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        "--max-model-len",
-        "--max_model_len",
-        "--vllm_max_model_len",
-        min=2,
-        help="Tokens with the prompt.",
-    ),
-]
-ToolCallParser = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(
-        "--tool-call-parser",
-        "--tool_call_parser",
-        help="The format of tool calls, or a function's path; by default the template's.",
-    ),
-]
-AsyncEngine = Annotated[
-    str,
-    typer.Option(
-        "--use_async_engine",
-        "--vllm_use_async_engine",
-        help="true: no request waits for the slowest one of its batch.",
-    ),
-]
 
 
 @app.command(cls=WithEngineFlags)
@@ -377,26 +380,6 @@ def log(
         command(log_dir, config, keyword=keyword, level=level, last=last, pattern=pattern,
                 color=not no_color)
     )  # fmt: skip
-
-
-PageFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--html", help="Write the page and its data to one file, and exit."),
-]
-PageHost = Annotated[
-    str, typer.Option("--host", help="The address to bind to; beyond loopback a key is required.")
-]
-PagePort = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one."),
-]
-PageKey = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--api-key-file", help="A file with the page's key, instead of TRIREME_API_KEY."),
-]
-OpenBrowser = Annotated[
-    bool, typer.Option("--open/--no-open", help="Open the browser, on a machine with a desktop.")
-]
 
 
 @app.command()

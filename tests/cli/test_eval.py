@@ -1,0 +1,76 @@
+"""`trireme eval`: what models do on task sets, with the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trireme.cli.main import app
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(app, ["eval", *words])
+
+
+def test_two_models_are_measured_and_compared(tasks: Path, tmp_path: Path, tiny_dir: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def share_of_fs(task, answer):\n    return answer.count('f') / max(len(answer), 1)\n"
+    )
+    out = tmp_path / "out.json"
+    done = call(
+        *(
+            "--tasks",
+            f"sums={tasks}",
+            "--workflow",
+            "simple_workflow",
+            "--plugin-dir",
+            str(tmp_path),
+        ),
+        *("--reward", "mine:share_of_fs", "--model", str(tiny_dir), "-m", str(tiny_dir)),
+        *("-n", "4", "-k", "1", "-k", "4", "--success", "0.01", "--max-tokens", "8"),
+        *("--out", str(out), "model.max_prompt_tokens=40"),
+    )
+    assert done.exit_code == 0, done.output
+    lines = [re.split(r"  +", line.strip()) for line in done.output.splitlines()]
+    names = [line[3] for line in lines if line[0] == str(tiny_dir) and len(line) == 6]
+    assert names == ["reward mean@4", "pass@1", "pass@4"] * 2
+    # the same weights and seed: nothing between them
+    [gap] = [line for line in lines if line[:2] == ["sums", "reward mean@4"]]
+    assert gap[2:] == ["+0.000", "+0.000 to +0.000", "1.000"]
+    first, second = json.loads(out.read_text())
+    assert first == second and len(first["values"]) == 4
+    mean = sum(sum(values) / 4 for values in first["values"]) / 4
+    assert first["estimates"]["reward mean@4"]["mean"] == pytest.approx(mean)
+    assert all(len(values) == 4 for values in first["values"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "expected a YAML with eval_tasksets, or --tasks"),
+        (("--tasks", "TASKS", "-k", "3", "-n", "2"), "-k 3: expected at most 2"),
+        (("--tasks", "TASKS", "--reward", "none_such"), "unknown"),
+        (("--tasks", "/no.jsonl"), "/no.jsonl"),
+        (("--tasks", "TASKS", "--model", "http://127.0.0.1:1"), "whose tokenizer it shares"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    words: tuple[str, ...], sentence: str, tasks: Path, tiny_dir: Path
+) -> None:
+    given = [str(tasks) if word == "TASKS" else word for word in words]
+    done = call("--model", str(tiny_dir), *given)
+    assert done.exit_code == 2
+    assert sentence in re.sub(r"[│╭╮╰╯─\n]+ *", " ", done.output), done.output

@@ -1,0 +1,200 @@
+"""`trireme eval`: models on task sets, with pass@k, mean@n, their confidence, and a comparison."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trireme.config import ConfigError, Plan
+from trireme.explorer.scores import difference, estimate, pass_at
+from trireme.files import write_json
+
+if TYPE_CHECKING:
+    from trireme.launch.evaluation import Evaluated
+
+LONGEST = 2048
+"""Tokens of prompt and reply together, without a YAML and where the model allows as many."""
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The command's flags."""
+
+    models: Sequence[str]
+    """Folders of models or runs, ids on the hub, or addresses of rollout servers."""
+    config: Path | None = None
+    keys: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    workflow: str | None = None
+    reward: str | None = None
+    prompt_key: str = "question"
+    response_key: str = "answer"
+    rollouts: int | None = None
+    ks: Sequence[int] = ()
+    temperature: float | None = None
+    max_tokens: int | None = None
+    success: float = 1.0
+    out: Path | None = None
+
+
+def evaluate_models(options: EvalOptions) -> int:
+    """Try each model, print the table; returns the exit code."""
+    from trireme.cli.run import ENVIRONMENT, complain
+    from trireme.launch.evaluation import evaluate
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        with tempfile.TemporaryDirectory(prefix="trireme-eval-") as root:
+            plans = [_plan(model, options, Path(root)) for model in options.models]
+            found: list[list[Evaluated]] = []
+            for model, plan in zip(options.models, plans, strict=True):
+                print(f"{model} ...", file=sys.stderr, flush=True)
+                found.append(evaluate(plan, rollouts=options.rollouts))
+        print("\n".join(_report(options, found)), flush=True)
+        if options.out is not None:
+            write_json(options.out, _values(options, found))
+    except ValueError as error:
+        complain(str(error))
+        return 2
+    except (RuntimeError, OSError, ImportError) as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
+    """What tries one model. Raises ConfigError with all that is wrong."""
+    from trireme.cli.chat import model_in
+    from trireme.config.load import load_config
+    from trireme.launch.check import checked
+
+    path = options.config
+    keys = ["mode=bench", "stages=[]", f"checkpoint_root_dir={root}", "explorer.eval_interval=1"]
+    if path is None:
+        path = root / "eval.yaml"
+        path.write_text(yaml.safe_dump(_tree(options)), encoding="utf-8")
+    if "://" in model:
+        if options.config is None and not any(
+            k.startswith("model.model_path=") for k in options.keys
+        ):
+            raise ValueError(
+                f"--model {model} is a server: expected a YAML, or model.model_path=FOLDER, "
+                "whose tokenizer it shares"
+            )
+        urls = yaml.safe_dump([model], default_flow_style=True).strip()
+        keys += ["explorer.rollout_model.engine_type=remote"]
+        keys += [f"explorer.rollout_model.base_urls={urls}"]
+    else:
+        place = Path(model)
+        keys.append(f"model.model_path={model_in(place).resolve() if place.is_dir() else model}")
+    for name in ("temperature", "max_tokens"):
+        if (value := getattr(options, name)) is not None:
+            key = "max_response_tokens" if name == "max_tokens" else name
+            keys.append(f"model.{key}={value}")
+    config = load_config(path, [*keys, *options.keys])
+    if not config.buffer.explorer_input.eval_tasksets:
+        raise ConfigError([_no_tasks(options)])
+    for taskset in config.buffer.explorer_input.eval_tasksets:
+        n = options.rollouts or taskset.repeat_times
+        if options.ks and max(options.ks) > n:
+            raise ValueError(
+                f"-k {max(options.ks)}: expected at most {n}, the rollouts of a task (-n)"
+            )
+    return checked(config).plans[-1]
+
+
+def _no_tasks(options: EvalOptions) -> Any:
+    from trireme.config import Problem
+
+    where = f"{options.config} has no" if options.config else "there are no --tasks, and no"
+    return Problem("", f"{where} buffer.explorer_input.eval_tasksets: expected tasks to try")
+
+
+def _tree(options: EvalOptions) -> dict[str, Any]:
+    """The configuration that the flags say."""
+    columns = {"prompt_key": options.prompt_key, "response_key": options.response_key}
+    names = [name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks]
+    inputs: dict[str, Any] = {
+        "default_workflow_type": options.workflow or "math_workflow",
+        "eval_tasksets": [
+            {"name": name or Path(path).stem, "path": path, "format": columns}
+            for name, path in names
+        ],
+    }
+    if options.reward:
+        inputs["default_reward_fn_type"] = options.reward
+    model = {"max_prompt_tokens": LONGEST // 2, "max_response_tokens": LONGEST // 2}
+    return {"name": "eval", "model": model, "buffer": {"explorer_input": inputs}}
+
+
+def _report(options: EvalOptions, found: Sequence[Sequence[Evaluated]]) -> list[str]:
+    """The table, and of two models or more the difference of each to the first."""
+    head = ["model", "taskset", "tasks", "measure", "estimate", "95 % interval"]
+    rows = [head]
+    for model, tasksets in zip(options.models, found, strict=True):
+        for one in tasksets:
+            for name, values in _measures(options, one).items():
+                seen = estimate(values)
+                interval = f"{seen.low:.3f} to {seen.high:.3f}"
+                rows.append(
+                    [model, one.taskset, str(len(values)), name, f"{seen.mean:.3f}", interval]
+                )
+    lines = _table(rows)
+    for model, tasksets in zip(options.models[1:], found[1:], strict=True):
+        lines += ["", f"{model} compared with {options.models[0]}, over the same tasks"]
+        rows = [["taskset", "measure", "difference", "95 % interval", "p"]]
+        for first, second in zip(found[0], tasksets, strict=True):
+            ours = _measures(options, second)
+            for name, values in _measures(options, first).items():
+                gap = difference(values, ours[name])
+                interval = f"{gap.low:+.3f} to {gap.high:+.3f}"
+                rows.append([first.taskset, name, f"{gap.mean:+.3f}", interval, f"{gap.p:.3f}"])
+        lines += _table(rows)
+    for model, tasksets in zip(options.models, found, strict=True):
+        for one in tasksets:
+            for why, count in one.failures.most_common(3):
+                lines.append(f"{model}, {one.taskset}: {count} rollouts failed and count 0: {why}")
+    return lines
+
+
+def _measures(options: EvalOptions, one: Evaluated) -> dict[str, list[float]]:
+    """Name -> a value of each task. Raises ValueError for a k of more rollouts than there are."""
+    n = max(len(values) for values in one.values)
+    out = {f"{one.measure} mean@{n}": [sum(values) / len(values) for values in one.values]}
+    for k in options.ks or ([] if n == 1 else [1, n]):
+        out[f"pass@{k}"] = [pass_at(k, values, options.success) for values in one.values]
+    return out
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _values(options: EvalOptions, found: Sequence[Sequence[Evaluated]]) -> list[Mapping[str, Any]]:
+    """Everything that was measured, for --out."""
+    return [
+        {
+            "model": model,
+            **asdict(one),
+            "estimates": {
+                name: asdict(estimate(values)) for name, values in _measures(options, one).items()
+            },
+        }
+        for model, tasksets in zip(options.models, found, strict=True)
+        for one in tasksets
+    ]

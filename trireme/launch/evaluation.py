@@ -1,0 +1,103 @@
+"""Evaluation: tries the evaluation tasksets of a plan with one model, and keeps every value."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from trireme.config import Plan
+from trireme.engines.device import Device
+from trireme.engines.engine import Engine
+from trireme.engines.make import make_torch_engine
+from trireme.explorer.metrics import runs_of
+from trireme.explorer.runner import Outcome
+from trireme.launch.data import make_eval_tasksets, make_text
+from trireme.launch.engine_host import engine_hosts, start_all, stop_all
+from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, make_remote_engine
+from trireme.launch.rollout import make_scheduler
+
+MEASURES = ("accuracy", "reward")
+"""What a rollout is worth: the first of these that rollouts have."""
+
+
+@dataclass
+class Evaluated:
+    """What one model did on one taskset."""
+
+    taskset: str
+    measure: str
+    values: list[list[float]] = field(default_factory=list)
+    """Of each task, one a rollout; a rollout that failed has 0."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Why, and how often."""
+
+
+def evaluate(plan: Plan, *, rollouts: int | None = None) -> list[Evaluated]:
+    """Try every task of the plan's evaluation tasksets `rollouts` times (their own number).
+
+    Raises ValueError where there is no such taskset.
+    """
+    return asyncio.run(_evaluate(plan, rollouts))
+
+
+async def _evaluate(plan: Plan, rollouts: int | None) -> list[Evaluated]:
+    tasksets = make_eval_tasksets(plan)
+    if not tasksets:
+        raise ValueError("buffer.explorer_input.eval_tasksets is empty: there is nothing to try")
+    disable_progress_bar()
+    os.environ.update(plan.config.explorer.env_vars)
+    text = make_text(plan, plan.model_path)
+    async with AsyncExitStack() as held:
+        device = Device()
+        held.callback(device.close)
+        hosts = engine_hosts(plan, plan.model_path, Path(plan.job_dir) / "log")
+        held.push_async_callback(stop_all, hosts)
+        await start_all(hosts)
+        engine: Engine
+        if urls := tuple(host.url for host in hosts) or plan.engine_urls:
+            key = hosts[0].key if hosts else plan.engine_key
+            engine = make_remote_engine(plan, urls, key)
+        else:
+            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
+        held.push_async_callback(engine.close)
+        others = make_auxiliary(plan, device)
+        for other in others:
+            if isinstance(other, Auxiliary):
+                held.push_async_callback(other.engine.close)
+        scheduler = make_scheduler(plan, plan.model_path, engine, text, None, auxiliary=others)
+        held.push_async_callback(scheduler.close)
+        scheduler.start()
+        names = [f"0/{taskset.name}" for taskset in tasksets]
+        for name, taskset in zip(names, tasksets, strict=True):
+            tasks = taskset.all()
+            if rollouts is not None:
+                tasks = [dataclasses.replace(task, repeat_times=rollouts) for task in tasks]
+            await scheduler.submit(name, tasks)
+        return [
+            _evaluated(taskset.name, await scheduler.results(name))
+            for name, taskset in zip(names, tasksets, strict=True)
+        ]
+
+
+def _evaluated(name: str, outcomes: list[Outcome]) -> Evaluated:
+    """The values of a taskset's rollouts. Raises RuntimeError where every one has failed."""
+    rows = [runs_of(outcome.rollouts) for outcome in outcomes]
+    failures = Counter(str(one.fault) for outcome in outcomes for one in outcome.failures)
+    known = {key for runs in rows for run in runs for key in run}
+    if not known:
+        raise RuntimeError(f"{name}: every rollout failed: {failures.most_common(1)[0][0]}")
+    measure = next((key for key in MEASURES if key in known), None)
+    if measure is None:
+        raise RuntimeError(f"{name}: the workflow gives neither accuracy nor reward")
+    values = []
+    for outcome, runs in zip(outcomes, rows, strict=True):
+        own = [run[measure] for run in runs if measure in run]
+        values.append(own + [0.0] * (outcome.task.repeat_times - len(own)))
+    return Evaluated(name, measure, values, failures)
