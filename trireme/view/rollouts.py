@@ -270,17 +270,14 @@ class RolloutIndex:
         """Which rollouts have a text in prompt or reply."""
         holding = np.zeros(len(columns["offset"]), bool)
         for source in self._sources:
-            candidates = np.flatnonzero(
+            rows = np.flatnonzero(
                 (columns["kind"] == KINDS.index(source.kind)) & (columns["offset"] >= 0)
             )
-            if not len(candidates) or not source.path.exists():
+            if not len(rows) or not source.path.exists():
                 continue
-            starts = columns["offset"][candidates]
-            begins, ends = (
-                starts + columns["text"][candidates],
-                starts + columns["text_end"][candidates],
-            )
-            holding[candidates[_lines_holding(source.path, text, starts, begins, ends)]] = True
+            starts = columns["offset"][rows]
+            begins, ends = starts + columns["text"][rows], starts + columns["text_end"][rows]
+            holding[rows[_lines_holding(source.path, text, starts, begins, ends)]] = True
         if (columns["offset"] < 0).any():
             query = (
                 "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
@@ -308,10 +305,7 @@ class RolloutIndex:
             with self._sources[fields["kind"]].path.open("rb") as file:
                 file.seek(fields["offset"])
                 row = json.loads(file.read(fields["size"]), parse_constant=_no_number)
-        if _group_and_run(str(row["eid"])) != (
-            self._groups.names[fields["group"]],
-            fields["run"],
-        ):
+        if _group_and_run(str(row["eid"])) != (self._groups.names[fields["group"]], fields["run"]):
             raise ValueError(f"{self.buffer} was written anew meanwhile: ask again")
         row["kind"] = KINDS[fields["kind"]]
         row["task"] = self._tasks.names[fields["task"]]
