@@ -18,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trireme.config.memory import LOGIT_NUMBERS
+from trireme.engines.torch.linear import QuickLinear, linear
 from trireme.trainer.attention import select
+
+_BLOCK = 1 << 14
+"""Rows of the head's gradient that are computed at once: all of them would be held twice."""
 
 
 class Scale(NamedTuple):
@@ -74,7 +78,7 @@ def score_entries(
             for c in chunks
         ]
         rows = torch.cat(parts, dim=1)
-    elif type(head) is nn.Linear:
+    elif type(head) in (nn.Linear, QuickLinear):
         given = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
         rows = torch.stack(_LinearHead.apply(*given))
     else:  # with an adapter, say
@@ -181,11 +185,10 @@ class _LinearHead(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_raw.sum(0)
             d_raw = d_raw.to(ctx.dtype)
-            d_nodes[c.nodes] = d_raw @ cast
-            if d_weight is not None and d_weight.dtype == d_raw.dtype:
-                d_weight.addmm_(d_raw.T, states)
-            elif d_weight is not None:
-                d_weight += d_raw.T @ states
+            d_nodes[c.nodes] = linear(d_raw, cast.T)
+            if d_weight is not None:
+                for at in range(0, len(d_weight), _BLOCK):
+                    d_weight[at : at + _BLOCK] += linear(d_raw[:, at : at + _BLOCK].T, states.T)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
         return d_nodes, d_weight, d_bias, None, None, None, None, None
@@ -193,7 +196,7 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     def _logits(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias = None if bias is None else bias.to(weight.dtype)
-        raw = torch.nn.functional.linear(states.to(weight.dtype), weight, bias)
+        raw = linear(states.to(weight.dtype), weight, bias)
         return ctx.scale.of(raw)
 
 

@@ -18,6 +18,7 @@ from transformers.utils import logging as verbosity
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import FileRows, assign
 from trireme.config.lookup import read_shapes, weight_files
+from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
 from trireme.trainer.head import score_entries
@@ -46,6 +47,7 @@ def load_model(
         path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
     )
     model.to(torch.device(device)).eval()  # pyright: ignore[reportArgumentType]
+    quicken(model)
     if dtype == torch.float32:
         prove_packed(model)
     else:
@@ -75,6 +77,7 @@ def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
     if set(model.state_dict()) != names or not own <= set(tensor_files(path)):
         return None
     model.set_attn_implementation(attention.NAME)
+    quicken(model)
     return model.eval()
 
 

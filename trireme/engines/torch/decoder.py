@@ -367,10 +367,10 @@ class Decoder:
     def _park(self, request: Request) -> None:
         """Keep a finished row's keys and values for a prompt that goes on from it."""
         if self.prefixes.max_tokens and request.cached:
-            saved = self.store.take(self.active.index(request), request.cached - request.shared)
+            parts = [self.store.row(self.active.index(request), request.cached - request.shared)]
             if request.shared:
-                first = self.prompts.store.take(request.slot, request.shared)
-                saved = [torch.cat(pair, 1) for pair in zip(first, saved, strict=True)]
+                parts.insert(0, self.prompts.store.row(request.slot, request.shared))
+            saved = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
             self.prefixes.add(request.ids[: request.cached], saved)
 
     def _remove(self, gone: Sequence[Request]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.engines.sampling import inverse_cdf
+from trireme.engines.torch.linear import GRID, linear
 from trireme.engines.torch.native import NativeOps
 from trireme.engines.torch.rows import Pass, RowStore, Where
 from trireme.log import get_logger
@@ -157,18 +158,20 @@ class Lean:
         """Logits [B, V] after one more token in each of rows 0 .. B-1."""
         ops, eps, width = self._ops, self._eps, self._width
         tables = self._angles(where.longest + where.longest_shared)
-        x = self._embed(tokens)
+        rows, idle = len(tokens), -len(tokens) % GRID
+        x = self._embed(F.pad(tokens, (0, idle)))
         delta = None
         for number, layer in enumerate(self._layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
-            q = F.linear(hidden, *layer.q).view(len(x), -1, width)
-            k = F.linear(hidden, *layer.k).view(len(x), -1, width)
-            v = F.linear(hidden, *layer.v).view(len(x), -1, width)
+            q = linear(hidden, *layer.q)[:rows].view(rows, -1, width)
+            k = linear(hidden, *layer.k)[:rows].view(rows, -1, width)
+            v = linear(hidden, *layer.v)[:rows].view(rows, -1, width)
             q = ops.rotate(q, layer.q_norm, tables, where.positions, eps)
             k = ops.rotate(k, layer.k_norm, tables, where.positions, eps)
             out = ops.attend(q, k, v, number, where, self._scale, store, prompts)
-            x, delta = self._mlp(x, F.linear(out.view(len(x), -1), *layer.o), layer)
-        return F.linear(ops.add_norm(x, delta, self._norm, eps), *self._head)
+            out = F.pad(out.view(rows, -1), (0, 0, 0, idle))
+            x, delta = self._mlp(x, linear(out, *layer.o), layer)
+        return linear(ops.add_norm(x, delta, self._norm, eps), *self._head)[:rows]
 
     def read(
         self,
@@ -188,25 +191,25 @@ class Lean:
         delta = None
         for number, layer in enumerate(self._layers):
             hidden = ops.add_norm(x, delta, layer.norm, eps)
-            k = F.linear(hidden, *layer.k).view(len(x), -1, width)
-            v = F.linear(hidden, *layer.v).view(len(x), -1, width)
+            k = linear(hidden, *layer.k).view(len(x), -1, width)
+            v = linear(hidden, *layer.v).view(len(x), -1, width)
             k = ops.rotate(k, layer.k_norm, tables, one.write_at, eps)
             keys, values = store.layer(number, k[:, :, None])
             keys[one.write_row, :, one.write_at] = k
             values[one.write_row, :, one.write_at] = v
             if number == len(self._layers) - 1 and not logits:
                 return None
-            q = F.linear(hidden, *layer.q).view(len(x), -1, width)
+            q = linear(hidden, *layer.q).view(len(x), -1, width)
             q = ops.rotate(q, layer.q_norm, tables, one.write_at, eps)
             out = self._attend(q, k, v, keys, values, one, new=not any(starts))
-            x, delta = self._mlp(x, F.linear(out.reshape(len(x), -1), *layer.o), layer)
-        return F.linear(ops.add_norm(x, delta, self._norm, eps), *self._head)
+            x, delta = self._mlp(x, linear(out.reshape(len(x), -1), *layer.o), layer)
+        return linear(ops.add_norm(x, delta, self._norm, eps), *self._head)
 
     def _mlp(self, x: Tensor, delta: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """The residual, and what is still to be added to it."""
         hidden = self._ops.add_norm(x, delta, layer.mlp_norm, self._eps)
-        gated = self._ops.silu_times(F.linear(hidden, *layer.gate), F.linear(hidden, *layer.up))
-        return x, F.linear(gated, *layer.down)
+        gated = self._ops.silu_times(linear(hidden, *layer.gate), linear(hidden, *layer.up))
+        return x, linear(gated, *layer.down)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, one: Pass, *, new: bool
@@ -301,7 +304,11 @@ def _unlike(model: PreTrainedModel) -> str | None:
         return "it has sliding windows"
     if 2 * len(base.rotary_emb.inv_freq) != base.layers[0].self_attn.head_dim:
         return "only a part of each head is rotated"
-    others = {type(m).__name__ for m in model.modules() if _projects(m)} - {"Linear", "Embedding"}
+    others = {type(m).__name__ for m in model.modules() if _projects(m)} - {
+        "Linear",
+        "QuickLinear",
+        "Embedding",
+    }
     return f"it has layers of {', '.join(sorted(others))}" if others else None
 
 

@@ -67,12 +67,12 @@ class RowStore:
             else:
                 tensor[targets, :, :length] = tensor[source, :, :length].clone()
 
-    def take(self, row: int, length: int) -> list[Tensor]:
-        """A copy of a row's first tokens: keys and values of each layer."""
-        return [t[row, :, :length].clone() for t in (*self.keys, *self.values)]
+    def row(self, row: int, length: int) -> list[Tensor]:
+        """Views of a row's first tokens: keys and values of each layer."""
+        return [t[row, :, :length] for t in (*self.keys, *self.values)]
 
     def put(self, row: int, saved: list[Tensor], length: int) -> None:
-        """Write the first `length` tokens of what `take` gave into a row."""
+        """Write the first `length` tokens of what `row` gave into a row."""
         self.layer(len(saved) // 2 - 1, saved[0][None])
         for tensor, old in zip((*self.keys, *self.values), saved, strict=True):
             tensor[row, :, :length] = old[:, :length]

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from trireme.engines.torch import rows
+from trireme.engines.torch.linear import quicken
 from trireme.engines.weight_group import refuse_unusable
 
 # Layers that attend to tokens by position and to nothing else.
@@ -57,6 +58,7 @@ def load_shell(
         trust_remote_code=trust_remote_code,
     )
     model.to(device)  # pyright: ignore[reportArgumentType]
+    quicken(model)
     return model.eval().requires_grad_(False)
 
 
@@ -72,6 +74,7 @@ def share_shell(module: PreTrainedModel) -> PreTrainedModel:
         _assign(shell, name, parameter)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         _assign(shell, name, buffer)
+    quicken(shell)
     return shell.eval()
 
 

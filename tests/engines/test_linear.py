@@ -1,0 +1,114 @@
+"""Products by oneDNN: the same as torch's, gradients included, wherever they are used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trireme.engines.torch import linear as module
+from trireme.engines.torch.linear import QuickLinear, linear, quicken
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor where oneDNN is the quicker one."""
+    if not HAS_ONEDNN:
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(module, "is_quicker", lambda: True)
+
+
+def multiplied_by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the first factors of all products from here on."""
+    shapes: list[tuple[int, ...]] = []
+    multiply = module._multiply
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(module, "_multiply", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("shape", [(40,), (3, 17), (1, 200)])
+@pytest.mark.parametrize(("width", "out"), [(128, 384), (384, 128), (130, 199)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_values_and_gradients_are_those_of_float64(
+    shape: tuple[int, ...], width: int, out: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = multiplied_by_onednn(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, dy = (
+        torch.randn(*size, generator=generator)
+        for size in ((*shape, width), (out, width), (out,), (*shape, out))
+    )
+    given = [x, weight, bias] if biased else [x, weight]
+    for tensor in given:
+        tensor.requires_grad_()
+    linear(*given).backward(dy)
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    F.linear(*wide).backward(dy.double())
+    torch.testing.assert_close(linear(*given).double(), F.linear(*wide), rtol=1e-5, atol=1e-4)
+    for tensor, expected in zip(given, wide, strict=True):
+        assert tensor.grad is not None and expected.grad is not None
+        torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=1e-5, atol=1e-4)
+    assert len(shapes) == 4  # forward, dx, dW; forward
+
+
+def test_what_needs_no_gradient_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = multiplied_by_onednn(monkeypatch)
+    x, weight = torch.randn(40, 128, requires_grad=True), torch.randn(128, 128)
+    linear(x, weight).sum().backward()
+    assert x.grad is not None and weight.grad is None
+    assert len(shapes) == 2
+    with torch.no_grad():
+        assert not linear(x, weight).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "why"),
+    [
+        (16, torch.float32, "few rows"),
+        (40, torch.float64, "another dtype"),
+        (40, torch.bfloat16, "another dtype"),
+    ],
+)
+def test_everything_else_is_left_to_torch(
+    rows: int, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = multiplied_by_onednn(monkeypatch)
+    x, weight = torch.randn(rows, 128, dtype=dtype), torch.randn(128, 128, dtype=dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight)), why
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x.float(), weight.float()).dtype == torch.bfloat16
+    assert not shapes
+
+
+def test_every_linear_layer_of_a_model_is_quickened_with_checkpointing_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = multiplied_by_onednn(monkeypatch)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128, bias=False))
+    quick = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128, bias=False))
+    quick.load_state_dict(plain.state_dict())
+    quicken(quick)
+    assert [type(m) for m in quick if not isinstance(m, nn.SiLU)] == [QuickLinear] * 2
+    assert quick.state_dict().keys() == plain.state_dict().keys()
+    x = torch.randn(50, 128)
+    plain(x).square().sum().backward()
+    again: Tensor = checkpoint(quick, x, use_reentrant=False)
+    again.square().sum().backward()
+    for one, other in zip(quick.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-3)
+    assert len(shapes) == 2 + 2 + 3  # once, once again, and backward without a dx for the input
+
+
+def test_equal_products_are_equal_bit_for_bit() -> None:
+    x, weight = torch.randn(300, 384), torch.randn(198, 384)
+    assert torch.equal(linear(x, weight), linear(x.clone(), weight.clone()))

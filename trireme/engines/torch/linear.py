@@ -1,0 +1,109 @@
+"""Linear: float32 products on a CPU by oneDNN where it is twice as fast as torch's choice, MKL.
+
+torch multiplies float32 matrices by MKL, which leaves AVX-512 aside on AMD's processors; oneDNN,
+which torch contains as well, uses it on all. Where the processor is not such a one, or the matrix
+is small, products are torch's own. Both sum in float32, in orders of their own: results differ in
+the last bits, so that byte-equal runs need processors of one maker. TRIREME_NATIVE=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GRID = 16
+"""oneDNN prepares itself for each shape that it meets (0.3 ms) and keeps 1,024 of them: whoever
+multiplies ever other numbers of rows, row by row of a decode step, rounds them up to this."""
+_LEAST_ROWS, _LEAST_WEIGHTS = 17, 1 << 14
+"""Below them the call costs more than it saves."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] by weight [N, K], plus bias [N]: [..., N], with gradients where they are asked
+    for.
+    """
+    if not _suits(x, weight):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Linear.apply(x, weight, bias)
+    return _multiply(x, weight, bias)
+
+
+def quicken(model: nn.Module) -> None:
+    """Let the linear layers of a model multiply by `linear`."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = QuickLinear
+
+
+class QuickLinear(nn.Linear):
+    """nn.Linear by `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See nn.Linear."""
+        return linear(input, self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W' + b; dx = dy W, dW = dy' x, db = the sum of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = _multiply(dy, weight.t(), None) if wanted[0] else None
+        dw = _transposed_product(dy_rows, x_rows) if wanted[1] else None
+        return dx, dw, dy_rows.sum(0) if wanted[2] else None
+
+
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [T, N], b [T, K] -> a' b [N, K]. oneDNN copies the first factor: it is the smaller one."""
+    if a.shape[1] <= b.shape[1]:
+        return _multiply(a.t(), b.t(), None)
+    return _multiply(b.t(), a.t(), None).t()
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is to multiply these."""
+    return (
+        x.dtype is torch.float32
+        and weight.dtype is torch.float32
+        and weight.numel() >= _LEAST_WEIGHTS
+        and x.numel() >= _LEAST_ROWS * weight.shape[-1]
+        and x.device.type == weight.device.type == "cpu"
+        and type(x) in (Tensor, nn.Parameter)
+        and type(weight) in (Tensor, nn.Parameter)
+        and not torch.is_autocast_enabled("cpu")
+        and is_quicker()
+    )
+
+
+@cache
+def is_quicker() -> bool:
+    """Whether this processor is AMD's, with AVX-512, and torch has oneDNN's operator."""
+    if os.environ.get("TRIREME_NATIVE") == "0" or not hasattr(torch.ops, "mkldnn"):
+        return False
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+        known = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    except OSError:
+        return False
+    return known and "AuthenticAMD" in words and "avx512f" in words
