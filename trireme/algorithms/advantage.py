@@ -1,4 +1,4 @@
-"""Advantage: computes how much better each rollout did than its group.
+"""Advantage: computes how much better each rollout did than its group (grpo, rloo, opmd, remax).
 
 Functions `(rewards [N], groups [N], *, options) -> advantages [N]`; NaN says: leave this one out of
 training. Further arguments that a function may name: `runs` and `steps` [N], the numbers in the

@@ -1,4 +1,4 @@
-"""Policy loss: computes what each trained token contributes before averaging.
+"""Policy loss: computes the loss of each trained token (ppo, cispo, sapo, sft), before averaging.
 
 Functions of flat tokens `(logprobs, old_logprobs, advantages, ..., *, options) -> loss [M]`, or a
 pair of it and a dict of [M] tensors whose means are reported as `actor/<name>`. Masking and

@@ -1,4 +1,4 @@
-"""Recipes: which parts an algorithm is made of, and what they come to with the YAML's options.
+"""Recipes: lays the YAML's options over an algorithm's parts; users register algorithms here.
 
 `get_recipe` lays what the YAML says over a row of the table (table.py) and checks it against the
 parts' signatures. A recipe is all that explorer (advantages) and trainer (loss) know of an

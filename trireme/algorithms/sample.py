@@ -1,4 +1,4 @@
-"""Sample: chooses the experiences of the next train step.
+"""Sample: chooses the experiences of the next train step: order, staleness, an expert's share.
 
 Functions `(buffer, num, version, auxiliary, *, options)`, awaited, that return the experiences and
 metrics; they name of the four what they need. `version` is that of the newest weights the engine

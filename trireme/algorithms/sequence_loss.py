@@ -1,4 +1,4 @@
-"""Sequence loss: computes policy losses over whole samples, or over pairs of them.
+"""Sequence loss: computes losses over whole samples (gspo), or over pairs of them (dpo).
 
 Each token gets the loss of its sample, so that `seq-mean-token-mean` gives the mean over samples.
 Such a loss is one of all tokens of a sample alike: loss weights other than 0 and 1 are refused.

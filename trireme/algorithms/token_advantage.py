@@ -1,4 +1,4 @@
-"""Token advantage: computes advantages of single tokens, in the trainer.
+"""Token advantage: computes advantages of single tokens, in the trainer (GAE, reinforce++).
 
 Functions of flat tokens `(token_rewards, values, ..., sample_ids, *, options)` that return the
 advantages [M], or a pair of them and the returns [M] that a critic learns. Marked `in_trainer`.

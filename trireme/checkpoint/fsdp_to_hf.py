@@ -1,4 +1,4 @@
-"""FSDP shards: joins the tensors of `model_world_size_W_rank_R.pt` in a single process.
+"""FSDP shards: joins them, `model_world_size_W_rank_R.pt`, into whole tensors in one process.
 
 A shard holds, under the model's own names, either DTensors, whose mesh and placements say which
 box of the tensor it is, or plain tensors: parts along dimension 0, in the order of the ranks, or

@@ -1,4 +1,4 @@
-"""Megatron checkpoints: the weights of a GPT model in torch_dist format, by Hugging Face names.
+"""Megatron checkpoints: reads a GPT model in torch_dist format by Hugging Face names.
 
 How many ranks wrote it, and how they split the model, does not matter: the format stores whole
 tensors in pieces. Layers are stored by number, or stacked along a first dimension. Fused there:

@@ -1,4 +1,4 @@
-"""Check: what a configuration comes to, and all that is wrong with it; nothing is started."""
+"""Check: `trireme check`: prints what a configuration comes to, and all that is wrong with it."""
 
 from __future__ import annotations
 

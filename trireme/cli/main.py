@@ -1,4 +1,4 @@
-"""Command line: which commands there are and what each takes.
+"""Command line: declares every `trireme` command with its options and help texts.
 
 What they do is imported when they are called, so that `--help` is there at once.
 """

@@ -1,4 +1,4 @@
-"""Formats: turn a row of a data set into an experience to be trained on.
+"""Formats: turn a row of a data set into an experience for SFT.
 
 Which columns a row is read from: those that `format` names; else the first of `messages`,
 `message`, `prompt` + `response`, `question` + `answer` that the data set has; a `tokens` column

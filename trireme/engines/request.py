@@ -1,4 +1,4 @@
-"""Request: follows one sample from its prompt to its completion."""
+"""Request: follows one sample from its prompt to its end: stop strings, end tokens, lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: what a batch's outcomes come to: numbers, causes of failure, and tasks' pass rates.
+"""Metrics: computes a batch's rollout and evaluation metrics, failures by cause, and pass rates.
 
 Invariant of the pass rates: a step is drawn with those of the steps up to the last synchronisation,
 never with those that happened to be there: in a run whose styles keep a beat, and in one that goes

@@ -1,4 +1,4 @@
-"""Rollout: makes the runners of a plan, whose workflows call its engine."""
+"""Rollout: makes the scheduler and runners of a plan, with the sampling options of its tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: makes a plan's trained models, on one rank or several, and the push of their weights.
+"""Training: makes a plan's backend and critic, on one rank or several, and the synchronizer.
 
 Whatever starts the processes of several ranks (Ray, a launcher of subprocesses, torchrun) needs to
 tell each only the plan, the model and its `RankSpec`.

@@ -1,4 +1,4 @@
-"""Recorder: which calls were made, and which of them continue which.
+"""Recorder: records a rollout's calls to the model, and which of them continue which.
 
 Calls form trees. A call's parent is the one whose ids (prompt and reply) its prompt begins with, so
 that a path from a root down is one conversation, token for token as it was sampled.

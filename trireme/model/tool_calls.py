@@ -1,4 +1,4 @@
-"""Tool calls: how models write them, one format a family, read by name or as the template says.
+"""Tool calls: reads them out of a model's reply, one format a family, by name or by the template.
 
 Invariants:
 - What a family's template renders of a call, its format reads. Text is read with its special

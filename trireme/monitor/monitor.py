@@ -1,4 +1,4 @@
-"""Monitor: writes a run's metrics, step by step.
+"""Monitor: writes a run's metrics to `metrics.jsonl` and its trackers, step by step.
 
 Invariants:
 - `metrics.jsonl` has one whole line a step and part: `keep_until` takes away what a resumed run

@@ -1,4 +1,4 @@
-"""ORM: rewards that see the rollouts of a task together, in the forms of ms-swift and TRL.
+"""ORM: reward functions that see a task's rollouts together, in the forms of ms-swift and TRL.
 
 A class is called with `completions` (the last reply of each rollout, in run order) and a keyword
 for each column of the data set's row (a list, the row's value once a rollout), and with `messages`,

@@ -1,4 +1,4 @@
-"""App: the rollout server's HTTP face, put together, and the server that stands before it.
+"""App: puts the rollout server's HTTP routes together, and runs uvicorn before them.
 
 What a client got wrong is a 4xx that names it; a 5xx is ours, an answer that is no JSON included.
 """

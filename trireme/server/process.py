@@ -1,4 +1,4 @@
-"""Process: an engine behind a server, as a child of the program that uses it.
+"""Process: starts an engine behind a server as a child process, and ends it with its parent.
 
 `python -m trireme.server.process FD` reads its settings as one line of JSON from standard input,
 `EngineSpec` among them, writes one line of JSON to the file descriptor FD when it serves (`url`) or

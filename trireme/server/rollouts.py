@@ -1,4 +1,4 @@
-"""Rollouts: what the server does with requests: plays each through the one loop, on its engine.
+"""Rollouts: plays the requests of trainers turn by turn on the server's engine.
 
 With the asynchronous engine every trajectory goes on as soon as its own reply is there. In batch
 mode a turn begins when all trajectories of the request have ended the turn before.

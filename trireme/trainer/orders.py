@@ -1,4 +1,4 @@
-"""Orders: rank 0 tells all ranks what to do next, and finds out when one of them does not.
+"""Orders: rank 0 tells all ranks what to do next, and sees by a heartbeat when one is lost.
 
 An order is announced in the store, where the others look for it however long rank 0 is idle; the
 experiences that belong to it go through the group. Each rank keeps a counter moving in the store,

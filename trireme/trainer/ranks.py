@@ -1,4 +1,4 @@
-"""Ranks: the processes that train one model together, and the one that does so alone.
+"""Ranks: the processes that train one model together: where they meet, FSDP2 shards, fair shares.
 
 They meet at a small store (TCP) that rank 0 keeps; tensors travel through a torch.distributed
 group, and what they tell each other is JSON and plain bytes, never pickle. FSDP2 spreads models

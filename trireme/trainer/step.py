@@ -1,4 +1,4 @@
-"""Step: turns a batch of experiences into one optimizer step.
+"""Step: turns a batch of experiences into a loss and one optimizer step, with its metrics.
 
 The loss is policy loss - entropy_coef * entropy + kl_coef * KL, each weighted per token over the
 whole batch. There is one optimizer step a batch, so that the log-probabilities that the sampler

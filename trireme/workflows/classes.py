@@ -1,4 +1,4 @@
-"""Classes: the class form of a workflow, which many users have.
+"""Classes: the base class of workflows that users write as a class.
 
 A class gives `run`, as a plain method or as `async def run` (`run_async` is the same by another
 name). Its `model` is a BlockingModel: `chat` in a plain method, `await chat_async` in the other.

@@ -1,4 +1,4 @@
-"""Gym: workflows over environments that say by themselves what an answer is worth.
+"""Gym: workflows over environments that give the reward themselves (gymnasium, sudoku, textarena).
 
 The prompt column is the episode's seed (gym, textarena), the number of the layout (household) or of
 the puzzle (sudoku); the reward is the sum of the environment's. A reasoning gym asks one question.

@@ -1,4 +1,4 @@
-"""Single turn: one prompt, one reply, one reward.
+"""Single turn: the built-in workflows of one prompt, one reply and one reward (math, RM, RULER).
 
 Subclasses change `format_messages`, `default_reward`, `default_system_prompt` or `reward_fn`.
 """

@@ -1,4 +1,4 @@
-"""Workflow: what the Runner calls for a rollout, whatever form the user has written it in.
+"""Workflow: adapts a user's workflow, function or class, to one form, and checks what it returns.
 
 At the core a workflow is an async function `(task, model) -> list[Experience]`. A plain function
 and the classes of `classes.py` are adapted to it: where their code is synchronous it is `blocking`,

@@ -1,4 +1,4 @@
-"""Lean: a second forward pass for the plain families, over the module's own tensors.
+"""Lean: a faster forward pass of our own for Llama-like models, over the module's own tensors.
 
 Where a model is not one of them, or the two passes disagree on a few rows when it is loaded, the
 decoder calls transformers' module. What is quicker here:

@@ -1,4 +1,4 @@
-"""Shell: the engine's own module over weights: loaded from a folder, or the trainer's very tensors.
+"""Shell: makes the engine's module over weights from a folder, or over the trainer's own tensors.
 
 Configuration, attention and train/eval flags are the shell's; the parameters may be shared. Which
 token ids end a reply of a model is read here too.
