@@ -43,7 +43,37 @@ _ALFWORLD = {
 }
 _WEBSHOP = {"WebShopWorkflow": "trireme.workflows.webshop"}
 
+_CLASSES = "trireme.algorithms.classes"
+_LOSS = {"PolicyLossFn": _CLASSES, "POLICY_LOSS_FN": "trireme.registry:POLICY_LOSSES"}
+_ADVANTAGE = {
+    "AdvantageFn": _CLASSES,
+    "GroupAdvantage": _CLASSES,
+    "ADVANTAGE_FN": "trireme.registry:ADVANTAGES",
+}
+_KL = {"KLFn": _CLASSES, "KL_FN": "trireme.registry:KLS"}
+_ALGORITHM = {"AlgorithmType": _CLASSES, "ALGORITHM_TYPE": "trireme.registry:ALGORITHMS"}
+_MATHS = {name: _WORKFLOW[name] for name in ("MathBoxedWorkflow", "AsyncMathBoxedWorkflow")}
+_CONSTANTS = ("RunningStatus", "StorageType", "SyncMethod", "SyncStyle", "PLUGIN_DIRS_ENV_VAR")
+
 NAMES: dict[str, dict[str, str]] = {
+    "trinity.algorithm": {
+        **_LOSS,
+        **_ADVANTAGE,
+        **_KL,
+        **_ALGORITHM,
+        "ENTROPY_LOSS_FN": "trireme.registry:ENTROPIES",
+        "SAMPLE_STRATEGY": "trireme.registry:SAMPLES",
+    },
+    "trinity.algorithm.advantage_fn": _ADVANTAGE,
+    "trinity.algorithm.advantage_fn.advantage_fn": _ADVANTAGE,
+    "trinity.algorithm.algorithm": _ALGORITHM,
+    "trinity.algorithm.kl_fn": _KL,
+    "trinity.algorithm.kl_fn.kl_fn": _KL,
+    "trinity.algorithm.policy_loss_fn": _LOSS,
+    "trinity.algorithm.policy_loss_fn.policy_loss_fn": _LOSS,
+    "trinity.algorithm.utils": dict.fromkeys(
+        ("aggregate_loss", "masked_mean", "masked_sum"), _CLASSES
+    ),
     "trinity.buffer": {},
     "trinity.buffer.operators": {
         "EXPERIENCE_OPERATORS": "trireme.registry:OPERATORS",
@@ -51,6 +81,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ExperienceOperatorV1": "trireme.pipeline.operators:ExperienceOperator",
     },
     "trinity.common": {},
+    "trinity.common.constants": dict.fromkeys(_CONSTANTS, "trinity.common"),
     "trinity.common.config": {"Config": "trireme.config", "load_config": "trireme.config"},
     "trinity.common.experience": dict.fromkeys(
         ("EID", "Experience", "group_by"), "trireme.experience"
@@ -60,6 +91,7 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.rewards": _REWARDS,
     "trinity.common.rewards.reward_fn": _REWARDS,
     "trinity.common.workflows": _WORKFLOW | _STEP_WISE | _ALFWORLD | _WEBSHOP,
+    "trinity.common.workflows.customized_math_workflows": _MATHS,
     "trinity.common.workflows.envs": {},
     "trinity.common.workflows.envs.alfworld": _ALFWORLD,
     "trinity.common.workflows.envs.alfworld.alfworld_workflow": {

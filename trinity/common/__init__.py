@@ -1,1 +1,38 @@
-"""Import paths of tasks, experiences, workflows and rewards."""
+"""Import paths of tasks, experiences, workflows and rewards; and Trinity's constants."""
+
+from enum import Enum
+
+PLUGIN_DIRS_ENV_VAR = "TRINITY_PLUGIN_DIRS"
+
+
+class SyncMethod(str, Enum):  # noqa: UP042 (printed as Trinity prints it)
+    """How weights reach the explorer."""
+
+    NCCL = "nccl"
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
+class SyncStyle(str, Enum):  # noqa: UP042
+    """Who decides when they do."""
+
+    FIXED = "fixed"
+    EXPLORER_DRIVEN = "explorer_driven"
+    TRAINER_DRIVEN = "trainer_driven"
+    FULLY_ASYNC = "fully_async"
+
+
+class StorageType(str, Enum):  # noqa: UP042
+    """Where rows and experiences are."""
+
+    QUEUE = "queue"
+    SQL = "sql"
+    FILE = "file"
+
+
+class RunningStatus(str, Enum):  # noqa: UP042
+    """What a part of a run does."""
+
+    RUNNING = "running"
+    REQUIRE_SYNC = "require_sync"
+    STOPPED = "stopped"

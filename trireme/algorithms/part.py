@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
+from trireme.algorithms.classes import as_function
 from trireme.config.options import checked_options, checked_value
 from trireme.registry import Registry, refuse_unknown_options
 from trireme.usercode import UserCode
@@ -81,7 +82,7 @@ class Part:
 
 def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] | None) -> Part:
     """The part called `name` with `args` over its defaults. ValueError for an unknown one."""
-    function = registry.get(name)
+    function = as_function(kind, registry.get(name))
     if not callable(function):
         raise ValueError(
             f"algorithm.{kind} '{name}' is not a function but {type(function).__name__}"

@@ -7,8 +7,9 @@ algorithm.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import EllipsisType
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trireme.algorithms.assign import assign_advantages, reward_metrics
+from trireme.algorithms.classes import AlgorithmType
 from trireme.algorithms.kl import LOSS_AGG_MODES, weights
 from trireme.algorithms.part import Part, make_part, part_of
 from trireme.algorithms.policy_loss import rollout_correction
@@ -32,6 +34,7 @@ from trireme.registry import (
     POLICY_LOSSES,
     SAMPLES,
     Registry,
+    refuse_unknown_options,
 )
 
 PARTS = {
@@ -191,6 +194,8 @@ class Recipe:
         groups = part.before if part.marked("in_trainer") else part
         if groups is None:
             return experiences, reward_metrics(experiences)
+        if groups.marked("of_experiences"):
+            return groups.function(experiences, **groups.options)
         duplicate = bool(part.settings["duplicate_experiences"])
         return assign_advantages(groups, experiences, duplicate=duplicate)
 
@@ -291,9 +296,29 @@ def algorithm(
 def row_of(algorithm_type: str) -> Recipe:
     """An algorithm as it is registered. Raises ValueError for an unknown one."""
     row = ALGORITHMS.get(algorithm_type)
+    if inspect.isclass(row) and issubclass(row, AlgorithmType):
+        row = _of_class(algorithm_type, row)
     if not isinstance(row, Recipe):
         raise ValueError(f"algorithm.algorithm_type '{algorithm_type}' is not a Recipe: {row!r}")
     return row
+
+
+def _of_class(name: str, kind: type[AlgorithmType]) -> Recipe:
+    """The recipe of an algorithm in the class form. Raises ValueError for a key that it is not."""
+    keys = dict(kind.default_config())
+    schemas: dict[str, Schema] = {"experience": "experience", "sft": "sft", "dpo": "dpo"}
+    schema = schemas.get(kind.schema)
+    if schema is None:
+        raise ValueError(
+            f"algorithm '{name}' has the schema '{kind.schema}': expected experience, sft or dpo"
+        )
+    size = keys.pop("repeat_times", 1)
+    options = {part: keys.pop(f"{part}_args", None) for part in PARTS}
+    known = {field.name for field in fields(Recipe)}
+    refuse_unknown_options(f"default_config of algorithm '{name}'", keys, known)
+    keys.setdefault("policy_loss_fn", "ppo")
+    given = {part: args for part, args in options.items() if args}
+    return Recipe(name, **keys, schema=schema, group_size=size or 1, options=given)
 
 
 def get_recipe(config: Any) -> Recipe:

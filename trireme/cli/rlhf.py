@@ -10,7 +10,6 @@ import typer
 import yaml
 
 from trireme.cli.flags import Given, WithFlags, overrides
-from trireme.files import write_text
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
@@ -29,6 +28,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     missing or cannot be.
     """
     from trireme.config.load import with_overrides
+    from trireme.files import write_text
 
     kind = flags.get("rlhf_type", ["grpo"])[0]
     if kind != "grpo":

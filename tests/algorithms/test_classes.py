@@ -1,0 +1,122 @@
+"""Plug-ins in the class form of Trinity-RFT come to the numbers of the same part as a function."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.test_every_algorithm import _step
+from trireme.algorithms.recipes import get_recipe, row_of
+from trireme.experience import EID, Experience
+from trireme.registry import ADVANTAGES, ALGORITHMS, KLS, POLICY_LOSSES
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As users of Trinity-RFT write them; registered for one test."""
+    for registry in (ADVANTAGES, ALGORITHMS, KLS, POLICY_LOSSES):
+        monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE, KL_FN, AlgorithmType, KLFn
+    from trinity.algorithm.advantage_fn import GroupAdvantage
+    from trinity.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
+    from trinity.algorithm.utils import aggregate_loss
+
+    @POLICY_LOSS_FN.register_module("their_ppo")
+    class TheirPPO(PolicyLossFn):
+        def __init__(self, backend="verl", clip=0.1, loss_agg_mode="token-mean"):
+            super().__init__(backend=backend)
+            self.clip, self.mode = clip, loss_agg_mode
+
+        def __call__(self, logprob, old_logprob, action_mask, advantages, **kwargs):
+            ratio = torch.exp(logprob - old_logprob)
+            clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+            loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+            return aggregate_loss(loss, action_mask, self.mode), {"ratio": ratio.mean().item()}
+
+        @classmethod
+        def default_args(cls):
+            return {"clip": 0.2}
+
+    @ADVANTAGE_FN.register_module("their_mean")
+    class TheirMean(GroupAdvantage):
+        def __init__(self, scale=1.0):
+            self.scale = scale
+
+        def calculate_group_advantage(self, group_id, exps):
+            mean = sum(e.reward for e in exps) / len(exps)
+            for e in exps:
+                e.advantages = (e.reward - mean) * self.scale * e.action_mask
+                e.returns = e.advantages.clone()
+            return exps, {"group_mean": mean}
+
+    @KL_FN.register_module("their_k1")
+    class TheirK1(KLFn):
+        def calculate_kl(self, logprob, ref_logprob, old_logprob=None):
+            return logprob - ref_logprob
+
+    @ALGORITHM_TYPE.register_module("theirs")
+    class Theirs(AlgorithmType):
+        schema = "experience"
+
+        @classmethod
+        def default_config(cls):
+            return {"repeat_times": 4, "advantage_fn": "their_mean", "policy_loss_fn": "their_ppo",
+                    "kl_loss_fn": "their_k1"}  # fmt: skip
+
+    return SimpleNamespace(**locals())
+
+
+def _recipe(name: str, **given: Any) -> Any:
+    return get_recipe(SimpleNamespace(algorithm_type=name, **given))
+
+
+def test_an_algorithm_of_classes_has_the_gradient_of_the_same_functions(
+    plugin: Any, tiny_dir: Any
+) -> None:
+    ours = _recipe(
+        "grpo",
+        policy_loss_fn_args={"clip_ratio_c": 1e6},
+        kl_loss_fn="k1",
+        kl_loss_fn_args={"kl_coef": 0.1},
+    )
+    theirs = _recipe("theirs", kl_loss_fn_args={"kl_coef": 0.1})
+    assert theirs.group_size == 4 and theirs.needs_reference
+    for length in (10_000, 40):  # whole, and cut into micro-batches
+        expected, plain = _step(tiny_dir, ours, share=True, length=length)
+        found, metrics = _step(tiny_dir, theirs, share=True, length=length)
+        assert metrics["actor/pg_loss"] == pytest.approx(plain["actor/pg_loss"], abs=1e-5)
+        assert metrics["actor/ratio"] > 0
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
+
+
+def test_an_advantage_class_sets_what_experiences_learn(plugin: Any) -> None:
+    given = [
+        Experience([1, 2, 3], prompt_length=1, reward=reward, eid=EID(1, 0, run))
+        for run, reward in enumerate((0.0, 1.0))
+    ]
+    recipe = _recipe("theirs", advantage_fn_args={"scale": 4.0})
+    kept, metrics = recipe.advantages(given)
+    advantages = [e.advantages.tolist() for e in kept if e.advantages is not None]
+    assert advantages == [[0, -2, -2], [0, 2, 2]] and metrics == {"group_mean": 0.5}
+
+
+def test_options_and_forms_that_cannot_be_are_told(plugin: Any) -> None:
+    with pytest.raises(ValueError, match=r"has no option 'clipp' .did you mean 'clip'"):
+        _ = _recipe("grpo", policy_loss_fn="their_ppo", policy_loss_fn_args={"clipp": 1}).parts
+    plugin.Theirs.schema = "task"
+    with pytest.raises(ValueError, match="schema 'task': expected experience, sft or dpo"):
+        row_of("theirs")
+    plugin.TheirMean.compute_in_trainer = classmethod(lambda cls: True)
+    with pytest.raises(ValueError, match="computes in Trinity-RFT's trainer"):
+        _ = _recipe("grpo", advantage_fn="their_mean").parts
+
+
+def test_constants_are_texts() -> None:
+    from trinity.common.constants import StorageType, SyncMethod
+
+    assert SyncMethod.NCCL == "nccl" and StorageType("sql") is StorageType.SQL

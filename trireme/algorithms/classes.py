@@ -1,0 +1,273 @@
+"""Classes: the parts of an algorithm in the class form that Trinity-RFT's plug-ins have.
+
+A class becomes the function that Trireme's parts are. A loss gets tensors [B, T] with their mask
+and returns an average: each token of a micro-batch then has that average as its loss, so that
+micro-batches weigh as much as their tokens do in the whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trireme.algorithms.kl import LOSS_AGG_MODES
+from trireme.experience import Experience, group_by
+
+_OURS = {
+    "logprob": "logprobs",
+    "old_logprob": "old_logprobs",
+    "ref_logprob": "ref_logprobs",
+    "token_level_rewards": "token_rewards",
+}
+"""An argument's name there and here."""
+_NO_OPTION = ("self", "backend", "kl_coef", "adaptive", "target_kl", "horizon")
+
+
+class PolicyLossFn(ABC):
+    """Give `__call__(self, logprob, old_logprob, action_mask, advantages, **kwargs)`."""
+
+    def __init__(self, backend: str = "verl") -> None:
+        self.backend = backend
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The average over the tokens of the mask, and metrics."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Options of the constructor."""
+        return {}
+
+
+class AdvantageFn(ABC):
+    """Give `__call__(self, exps)`, which sets `advantages` and `returns` of experiences."""
+
+    @abstractmethod
+    def __call__(self, exps: Any, **kwargs: Any) -> Any:
+        """The experiences that stay, and metrics."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Options of the constructor."""
+        return {}
+
+    @classmethod
+    def compute_in_trainer(cls) -> bool:
+        """Whether the trainer calls it; it does not here."""
+        return False
+
+
+class GroupAdvantage(AdvantageFn):
+    """Give `calculate_group_advantage(self, group_id, exps)`, of the rollouts of one task."""
+
+    def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
+        """By task."""
+        return group_by(exps, "task")
+
+    @abstractmethod
+    def calculate_group_advantage(
+        self, group_id: str, exps: list[Experience]
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """The group's experiences that stay, and metrics."""
+
+    def __call__(
+        self, exps: list[Experience], **kwargs: Any
+    ) -> tuple[list[Experience], dict[str, Any]]:
+        """Group by group; metrics are averaged."""
+        kept: list[Experience] = []
+        seen: dict[str, list[float]] = {}
+        for group_id, members in self.group_experiences(exps).items():
+            stay, metrics = self.calculate_group_advantage(group_id, members)
+            kept += stay
+            for name, value in metrics.items():
+                seen.setdefault(name, []).append(float(value))
+        return kept, {name: sum(values) / len(values) for name, values in seen.items()}
+
+
+class KLFn(ABC):
+    """Give `calculate_kl(self, logprob, ref_logprob)`, a number a token."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    @abstractmethod
+    def calculate_kl(self, logprob: Tensor, ref_logprob: Tensor, *args: Any) -> Tensor:
+        """The divergence of each token."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Options of the constructor."""
+        return {}
+
+
+class AlgorithmType(ABC):  # noqa: B024 (what is to be given are attributes and a class method)
+    """Give `default_config`; models follow from the parts that it names."""
+
+    schema: str = "experience"
+
+    @classmethod
+    def default_config(cls) -> dict[str, Any]:
+        """Keys of the YAML's `algorithm` section."""
+        return {}
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """The mean of what the mask keeps."""
+    return (values * mask).sum(axis) / (mask.sum(axis) + 1e-8)
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    """The sum of what the mask keeps."""
+    return (values * mask).sum(axis)
+
+
+def aggregate_loss(
+    values: Tensor,
+    mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    normalizer: float | None = None,
+) -> Tensor:
+    """An average of losses [B, T], by the names of `algorithm.loss_agg_mode`."""
+    if loss_agg_mode == "token-mean":
+        return masked_mean(values, mask)
+    sums = masked_sum(values, mask, axis=-1)
+    if loss_agg_mode == "seq-mean-token-sum":
+        return sums.mean()
+    if loss_agg_mode == "seq-mean-token-mean":
+        return masked_mean(values, mask, axis=-1).mean()
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        return sums.sum() / (normalizer or mask.shape[-1])
+    raise ValueError(f"loss_agg_mode is '{loss_agg_mode}': expected one of {LOSS_AGG_MODES}")
+
+
+def as_function(kind: str, part: Any) -> Any:
+    """A class of one of these forms as the function that a part is; anything else as it is.
+
+    Raises ValueError for a class of another form.
+    """
+    if not inspect.isclass(part):
+        return part
+    adapt: Callable[[type], Callable[..., Any]] | None = {
+        "policy_loss_fn": _policy_loss,
+        "advantage_fn": _advantage,
+        "kl_loss_fn": _kl,
+        "kl_penalty_fn": _kl,
+    }.get(kind)
+    if adapt is None:
+        raise ValueError(f"algorithm.{kind} '{part.__name__}' is a class: expected a function")
+    function = adapt(part)
+    function.__name__, function.__module__ = part.__name__, part.__module__
+    return function
+
+
+def _policy_loss(part: type) -> Callable[..., Any]:
+    wanted = _arguments(part.__call__)
+
+    def loss(sample_ids: Tensor, **given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        data = {name: given.pop(_OURS.get(name, name), None) for name in wanted}
+        counts = sample_ids.unique_consecutive(return_counts=True)[1].tolist()
+        rows = {
+            name: pad_sequence(list(values.split(counts)), batch_first=True)
+            for name, values in data.items()
+            if values is not None
+        }
+        ones = torch.ones_like(sample_ids, dtype=torch.bool).split(counts)
+        mask = pad_sequence(list(ones), batch_first=True)
+        average, metrics = part(**{**_defaults(part), **given})(**rows, action_mask=mask)
+        reported = {
+            name.rpartition("/")[2]: torch.full(sample_ids.shape, float(value))
+            for name, value in metrics.items()
+        }
+        return average.expand(sample_ids.shape), reported
+
+    names = {_OURS.get(name, name): required for name, required in wanted.items()}
+    _sign(loss, part, {"sample_ids": True, **names})
+    return loss
+
+
+def _advantage(part: type) -> Callable[..., Any]:
+    if part.compute_in_trainer():
+        raise ValueError(
+            f"algorithm.advantage_fn '{part.__name__}' computes in Trinity-RFT's trainer: expected "
+            "a function (docs/algorithms.md), or a class whose compute_in_trainer is false"
+        )
+
+    def advantages(
+        experiences: list[Experience], **options: Any
+    ) -> tuple[list[Experience], dict[str, float]]:
+        kept, metrics = part(**{**_defaults(part), **options})(experiences)
+        for e in kept:
+            for name in ("advantages", "returns"):
+                setattr(e, name, _padded(e, name, part.__name__))
+        return kept, {name: float(value) for name, value in metrics.items()}
+
+    advantages.of_experiences = True
+    _sign(advantages, part, {"groups": True})
+    return advantages
+
+
+def _padded(e: Experience, name: str, whose: str) -> Tensor:
+    """A field of an experience with the length of its tokens; plug-ins give that of the reply."""
+    values = getattr(e, name)
+    if values is None and name == "returns" and e.advantages is not None:
+        return e.advantages.clone()
+    size = len(e.tokens)
+    if values is None or len(values) not in (size, size - e.prompt_length):
+        has = "none" if values is None else f"{len(values)} numbers"
+        raise ValueError(
+            f"algorithm.advantage_fn '{whose}' gave experience {e.eid.uid} {has} as {name}: "
+            f"expected {size - e.prompt_length}, one for each token of the reply"
+        )
+    values = torch.as_tensor(values, dtype=torch.float32)
+    return torch.cat([values.new_zeros(size - len(values)), values])
+
+
+def _kl(part: type) -> Callable[..., Any]:
+    def divergence(logprobs: Tensor, ref_logprobs: Tensor, **options: Any) -> Tensor:
+        made = part(**{**_defaults(part), **options})
+        return made.calculate_kl(logprobs, ref_logprobs)
+
+    _sign(divergence, part, {"logprobs": True, "ref_logprobs": True})
+    return divergence
+
+
+def _arguments(call: Callable[..., Any]) -> dict[str, bool]:
+    """The data that a class's call names, and whether it needs each; the mask is always there."""
+    parameters = list(inspect.signature(call).parameters.values())[1:]
+    plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return {p.name: p.default is p.empty for p in plain if p.name != "action_mask"}
+
+
+def _sign(function: Any, part: type, data: Mapping[str, bool]) -> None:
+    """Say which data and options the function takes: those of the class."""
+    known: Sequence[inspect.Parameter] = list(inspect.signature(part).parameters.values())
+    defaults = _defaults(part)
+    options = {
+        p.name: defaults.get(p.name, p.default)
+        for p in known
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in _NO_OPTION
+    }
+    kind = inspect.Parameter
+    function.__signature__ = inspect.Signature(
+        [
+            *(kind(name, kind.POSITIONAL_OR_KEYWORD) for name, needed in data.items() if needed),
+            *(
+                kind(name, kind.POSITIONAL_OR_KEYWORD, default=None)
+                for name, needed in data.items()
+                if not needed
+            ),
+            *(kind(name, kind.KEYWORD_ONLY, default=value) for name, value in options.items()),
+        ]
+    )
+
+
+def _defaults(part: type) -> dict[str, Any]:
+    """What the class says are its options, those aside that belong to the kind here."""
+    given: dict[str, Any] = getattr(part, "default_args", dict)()
+    return {name: value for name, value in given.items() if name not in _NO_OPTION}
