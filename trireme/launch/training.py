@@ -86,13 +86,13 @@ def _settings(plan: Plan) -> TrainSettings:
     lora = None
     if loras := config.model.lora_configs or []:
         targets, excluded = loras[0].target_modules, loras[0].exclude_modules
-        place = loras[0].path and located(loras[0].path, "models")
+        folder = loras[0].path and located(loras[0].path, "models")
         lora = Lora(
             rank=loras[0].lora_rank,
             alpha=loras[0].lora_alpha,
             rslora=loras[0].use_rslora,
             dora=loras[0].use_dora,
-            path=str(place) if place else None,
+            path=str(folder) if folder else None,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
         )

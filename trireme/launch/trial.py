@@ -103,19 +103,19 @@ def try_plan(
         return pool.submit(work).result()
 
 
-async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -> Trial:
+async def _try(plan: Plan, number: int, replies: Replies | None, rollouts: int) -> Trial:
     taskset = make_training_taskset(plan)
     if taskset is None:
         raise ValueError(f"mode {plan.mode} tries no task: expected a stage that explores")
     tasks = taskset.all()
-    if not 0 <= place < len(tasks):
-        raise ValueError(f"there is no task {place}: the taskset has 0 to {len(tasks) - 1}")
+    if not 0 <= number < len(tasks):
+        raise ValueError(f"there is no task {number}: the taskset has 0 to {len(tasks) - 1}")
     disable_progress_bar()
     os.environ.update(plan.config.explorer.env_vars)
     quiet = logging.getLogger(ROOT)
     if not quiet.handlers:  # a failure is raised, and so not logged as well
         quiet.addHandler(logging.NullHandler())
-    task = dataclasses.replace(tasks[place], repeat_times=rollouts, is_eval=False)
+    task = dataclasses.replace(tasks[number], repeat_times=rollouts, is_eval=False)
     text, greedy = make_text(plan, plan.model_path), get_recipe(plan.config.algorithm).greedy_run
     async with AsyncExitStack() as held:
         device = Device()
@@ -143,7 +143,7 @@ async def _try(plan: Plan, place: int, replies: Replies | None, rollouts: int) -
         failed = outcome.failures[0]
         raise TrialFailed(str(failed.fault), failed.trace)
     row = json.dumps(task.raw_task, ensure_ascii=False, default=str)
-    lines = [f"task {place}: {row}", f"truth: {task.truth!r}"]
+    lines = [f"task {number}: {row}", f"truth: {task.truth!r}"]
     for experience in outcome.experiences:
         lines += ["", *described(experience, text)]
     return Trial(outcome.experiences, "\n".join(lines))

@@ -261,8 +261,8 @@ class Backend:
         """This rank's part of each weight, by Hugging Face names, tied ones once; LoRA merged."""
         named = self.adapter.each_merged() if self.adapter else self.module.state_dict().items()
         seen = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
-        own = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
-        return ((name, tensor.detach()) for name, tensor in named if name in own)
+        weight_names = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
+        return ((name, tensor.detach()) for name, tensor in named if name in weight_names)
 
     def together(self, order: Order, work: Callable[[], T]) -> T:
         """`work()`, with every other rank told to do the same; inside such work plain `work()`.
@@ -311,7 +311,7 @@ class Backend:
     def _save(self, actor: Path, hf: bool) -> None:
         weights, state, team = dict(self.each_shard()), self.state(), self._team
 
-        def own() -> None:
+        def write_own() -> None:
             team.write_own(actor, state)
             if self.ranks is not None:
                 write_pt(actor / rank_file("model", team.size, team.rank), weights)
@@ -320,7 +320,7 @@ class Backend:
             if team.rank == 0 and self.adapter:
                 self.adapter.save(actor / LORA_ADAPTER, state["adapter"])
 
-        team.attempt(own)
+        team.attempt(write_own)
         if hf or self.ranks is None:  # one process has no other copy; `convert` moves it
             team.write_whole((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
 
@@ -361,10 +361,10 @@ class Backend:
         total, error = logprobs.sum() * 0, None
         if part is not None:
             try:
-                own = loss(part, logprobs, entropies)
-                if not own.requires_grad:
+                part_loss = loss(part, logprobs, entropies)
+                if not part_loss.requires_grad:
                     raise ValueError("the loss does not depend on the log-probabilities")
-                total = own
+                total = part_loss
             except Exception as raised:
                 error = raised
         total.backward()

@@ -64,14 +64,14 @@ def score_entries(
     """See `token_logprobs`; `predecessors` [M] are where the entries' tokens lie in `hidden`."""
     # a token and the bits of its temperature: one number, so that equal ones are found at once
     keys = predecessors << 32 | temperatures.float().view(torch.int32).long()
-    found, node_of = keys.unique(return_inverse=True)
+    unique_keys, node_of = keys.unique(return_inverse=True)
     order = node_of.argsort(stable=True)
-    heat = (found & 0xFFFFFFFF).int().view(torch.float32)
+    heat = (unique_keys & 0xFFFFFFFF).int().view(torch.float32)
     head = model.get_output_embeddings()
     assert head is not None
     size = LOGIT_NUMBERS[hidden.device.type] // model.config.get_text_config().vocab_size
-    chunks = list(_chunks(len(found), node_of[order], max(size, 1)))
-    nodes, targets, scale = select(hidden, found >> 32), targets[order], _scale(model)
+    chunks = list(_chunks(len(unique_keys), node_of[order], max(size, 1)))
+    nodes, targets, scale = select(hidden, unique_keys >> 32), targets[order], _scale(model)
     if not torch.is_grad_enabled():
         parts = [
             _score(scale.of(head(nodes[c.nodes])), heat, targets, c, 1 + 2 * entropy)
@@ -79,8 +79,8 @@ def score_entries(
         ]
         rows = torch.cat(parts, dim=1)
     elif type(head) in (nn.Linear, QuickLinear):
-        given = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
-        rows = torch.stack(_LinearHead.apply(*given))
+        inputs = nodes, head.weight, head.bias, heat, targets, chunks, scale, entropy
+        rows = torch.stack(_LinearHead.apply(*inputs))
     else:  # with an adapter, say
         rows = torch.cat([_again(head, nodes, heat, targets, c, scale, entropy) for c in chunks], 1)
     back = torch.empty_like(order)

@@ -71,8 +71,8 @@ class Learning:
         new = [n for n, name in enumerate(names) if name not in self._scores]
         if new:
             part = batch.select(new)
-            found = backend.logprobs(part, reference=True).split(part.counts.tolist())
-            self._scores |= {names[n]: row.clone() for n, row in zip(new, found, strict=True)}
+            scores = backend.logprobs(part, reference=True).split(part.counts.tolist())
+            self._scores |= {names[n]: row.clone() for n, row in zip(new, scores, strict=True)}
         return torch.cat([self._scores[name] for name in names])
 
     def save_critic(self, backend: Backend, folder: Path) -> None:
@@ -153,36 +153,36 @@ def _with_advantages(
     learning: Learning,
 ) -> tuple[Batch, dict[str, float]]:
     """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
-    own: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
+    columns: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
     wanted = advantage.data()
     if not recipe.bypass_old_logprobs and ("old_logprobs" in wanted or recipe.penalty):
-        own["old_logprobs"] = backend.logprobs(batch)
+        columns["old_logprobs"] = backend.logprobs(batch)
     metrics: dict[str, float] = {}
     if recipe.needs_critic:
         assert learning.critic is not None, "a recipe that asks for values gets a critic"
-        own["values"] = learning.critic.values(batch)
+        columns["values"] = learning.critic.values(batch)
 
     def lookup(name: str, asked_by: str) -> Tensor:
-        return own[name] if name in own else batch.get(name, asked_by=asked_by)
+        return columns[name] if name in columns else batch.get(name, asked_by=asked_by)
 
     def has(name: str) -> bool:
-        return name in own or name in batch.fields
+        return name in columns or name in batch.fields
 
     if "token_rewards" in wanted:
-        own["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
+        columns["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
         if recipe.penalty:
-            own["logprobs"] = lookup("old_logprobs", recipe.penalty.label)
+            columns["logprobs"] = lookup("old_logprobs", recipe.penalty.label)
             distance = recipe.penalty(lookup, has)
             coefficient = learning.coefficients["kl_penalty_fn"]
-            own["token_rewards"] = own["token_rewards"] - coefficient * distance
+            columns["token_rewards"] = columns["token_rewards"] - coefficient * distance
             mean = float(distance.mean())
             metrics |= {"critic/kl_penalty": mean, "critic/kl_coef": coefficient}
             learning.adapt("kl_penalty_fn", mean, batch.num_samples)
     if "entropies" in wanted:
         names = ("logprobs", "entropies", "mean_discriminators")
-        own |= dict(zip(names, backend.scores(batch), strict=True))
-    found = advantage(lookup, has)
-    advantages, returns = found if isinstance(found, tuple) else (found, found)
+        columns |= dict(zip(names, backend.scores(batch), strict=True))
+    computed = advantage(lookup, has)
+    advantages, returns = computed if isinstance(computed, tuple) else (computed, computed)
     if advantages.shape != batch.targets.shape:
         raise ValueError(
             f"algorithm.{advantage.label} gave {list(advantages.shape)}: expected one number per "
@@ -191,7 +191,7 @@ def _with_advantages(
     batch = batch.with_fields(advantages=advantages, returns=returns)
     metrics["critic/advantage_abs_mean"] = float(advantages.abs().mean())
     if learning.critic is not None:
-        metrics |= learning.critic.update(batch.with_fields(values=own["values"]))
+        metrics |= learning.critic.update(batch.with_fields(values=columns["values"]))
     return batch, metrics
 
 
@@ -202,22 +202,22 @@ def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: 
     """
     rows: list[Tensor] = []
     for e, count in zip(experiences, batch.counts.tolist(), strict=True):
-        own = torch.zeros(count)
+        rewards = torch.zeros(count)
         if not count:
             continue
         if e.token_rewards is not None:
             mask = e.mask.clone()
             mask[0] = False
-            place = mask.long().cumsum(0) - 1
-            own.index_add_(0, place[place >= 0], e.token_rewards[place >= 0])
+            entry = mask.long().cumsum(0) - 1
+            rewards.index_add_(0, entry[entry >= 0], e.token_rewards[entry >= 0])
         elif e.reward is None:
             raise ValueError(
                 f"{asked_by} asks for rewards, and experience {e.eid.uid} has none: its workflow "
                 "must set one"
             )
         else:
-            own[-1] = e.reward
-        rows.append(own)
+            rewards[-1] = e.reward
+        rows.append(rewards)
     return torch.cat(rows)
 
 

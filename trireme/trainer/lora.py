@@ -106,23 +106,23 @@ class Adapter:
         """Take additions that `weights` gave, or that lie in a file. Raises ValueError, and changes
         nothing, where names or shapes are others.
         """
-        own = self.weights()
+        current = self.weights()
         saved = whence or "the saved LoRA adapter"
         why = "it is of another model" if whence else "model.lora_configs has changed since"
-        if set(own) != set(weights):
-            odd = sorted(set(own) ^ set(weights))[0]
+        if set(current) != set(weights):
+            odd = sorted(set(current) ^ set(weights))[0]
             raise ValueError(
-                f"{saved} has other layers than this one ({len(weights)} tensors, not {len(own)}, "
-                f"or other names: {odd}): {why}"
+                f"{saved} has other layers than this one ({len(weights)} tensors, not "
+                f"{len(current)}, or other names: {odd}): {why}"
             )
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             if tensor.shape != weights[name].shape:
                 raise ValueError(
                     f"{saved} has {name} of {list(weights[name].shape)}, and this one of "
                     f"{list(tensor.shape)}: {why}"
                 )
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in current.items():
                 assign(tensor, weights[name])
 
     def merged(self) -> dict[str, Tensor]:

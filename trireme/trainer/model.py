@@ -73,8 +73,8 @@ def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
         )
     model.tie_weights()
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own = {name for name, _ in model.named_parameters()}
-    if set(model.state_dict()) != names or not own <= set(tensor_files(path)):
+    parameters = {name for name, _ in model.named_parameters()}
+    if set(model.state_dict()) != names or not parameters <= set(tensor_files(path)):
         return None
     model.set_attn_implementation(attention.NAME)
     quicken(model)

@@ -113,6 +113,6 @@ class ScheduledOptimizer:
             for group in self.inner.param_groups
         ]
         self.inner.load_state_dict(state["optimizer"])
-        for group, own in zip(self.inner.param_groups, options, strict=True):
-            group.update(own)
+        for group, group_options in zip(self.inner.param_groups, options, strict=True):
+            group.update(group_options)
         self.steps = state["scheduler"]["last_epoch"]

@@ -175,8 +175,8 @@ def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
         number = 1
         while (order := _await_order(ranks, number))["what"] != STOP:
             size, command = order["size"], commands[order["what"]]
-            given = [decode(ranks.broadcast(None, size))] if size else []
-            command(*given, **order["options"])
+            experiences = [decode(ranks.broadcast(None, size))] if size else []
+            command(*experiences, **order["options"])
             number += 1
         ranks.store.set(f"bye/{ranks.rank}", "")
     except BaseException as error:

@@ -241,10 +241,10 @@ def _rows(
         queries = np.empty((len(members), num_queries), np.int64)
         keys = np.empty((len(members), num_keys), np.int64)
         for r, (start, path) in enumerate(members):
-            own = path[start:]
-            queries[r, : len(own)], queries[r, len(own) :] = own, own[-1]
+            tail = path[start:]
+            queries[r, : len(tail)], queries[r, len(tail) :] = tail, tail[-1]
             keys[r, : len(path)], keys[r, len(path) :] = path, path[-1]
-            place[own] = base + r * num_queries + np.arange(len(own))
+            place[tail] = base + r * num_queries + np.arange(len(tail))
         base += queries.size
         starts = torch.tensor([start for start, _ in members])
         whole = not members[0][0]

@@ -258,9 +258,9 @@ class Team:
         if self._ranks is None:
             return list(cut(batch, self._max_token_len, share_prefix=self._share_prefix))
         shares = deal(batch, self._ranks.data_world, share_prefix=self._share_prefix)
-        own = batch.select(shares[self._ranks.data_rank])
+        my_share = batch.select(shares[self._ranks.data_rank])
         limit = self._max_token_len * self._ranks.spec.sequence
-        parts = list(cut(own, limit, share_prefix=self._share_prefix))
+        parts = list(cut(my_share, limit, share_prefix=self._share_prefix))
         parts.sort(key=lambda part: -packed_tokens(part, share_prefix=self._share_prefix))
         rounds = max(self.gather(len(parts)))
         return [*parts, *[None] * (rounds - len(parts))]
@@ -292,12 +292,12 @@ class Team:
     def agree(self, error: Exception | None) -> None:
         """Raise what any rank found: its own there, on the others what they were told of it."""
         ranks = self._ranks
-        told = ranks.gather(error and [type(error).__name__, str(error)]) if ranks else []
+        reports = ranks.gather(error and [type(error).__name__, str(error)]) if ranks else []
         if error is not None:
             raise error
-        for rank, found in enumerate(told):
-            if found is not None:
-                kind, text = found
+        for rank, report in enumerate(reports):
+            if report is not None:
+                kind, text = report
                 if kind in _RAISED:
                     raise _RAISED[kind](text)
                 raise RuntimeError(f"trainer rank {rank}: {kind}: {text}")

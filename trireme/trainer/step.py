@@ -126,21 +126,21 @@ def batch_loss(
     learning: Learning,
 ) -> Tensor:
     """What a part of the batch adds to the loss, a scalar; `tally` gets what is to be reported."""
-    own = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
-    own["step"] = torch.tensor(learning.steps)
+    columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
+    columns["step"] = torch.tensor(learning.steps)
     if "old_logprobs" in batch.fields:
-        own["sampler_logprobs"] = batch.fields["old_logprobs"]
+        columns["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
-        own["entropies"] = entropies[0]
+        columns["entropies"] = entropies[0]
     if not recipe.bypass_old_logprobs:
-        own["old_logprobs"] = logprobs.detach()
+        columns["old_logprobs"] = logprobs.detach()
 
     def lookup(name: str, asked_by: str) -> Tensor:
-        found = own[name] if name in own else batch.get(name, asked_by=asked_by)
-        return found.to(logprobs.device)
+        column = columns[name] if name in columns else batch.get(name, asked_by=asked_by)
+        return column.to(logprobs.device)
 
     def has(name: str) -> bool:
-        return name in own or name in batch.fields
+        return name in columns or name in batch.fields
 
     if learning.tokens is not None:
         learning.tokens.add(batch, logprobs)

@@ -55,13 +55,13 @@ def sliced_logprobs(
     targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
 
     def score(hidden: Tensor, at: Tensor, chosen: Tensor) -> list[Tensor]:
-        given = targets[chosen], temperatures[chosen]
-        logprobs, entropies = score_entries(model, hidden, at, *given, entropy=entropy)
+        selected = targets[chosen], temperatures[chosen]
+        logprobs, entropies = score_entries(model, hidden, at, *selected, entropy=entropy)
         return [logprobs] if entropies is None else [logprobs, *entropies]
 
     layout = pack_on(device, batch, share_prefix=share_prefix)
-    found = sliced(model, layout, sequence, score)
-    return found[0], torch.stack(found[1:]) if entropy else None
+    scored = sliced(model, layout, sequence, score)
+    return scored[0], torch.stack(scored[1:]) if entropy else None
 
 
 def sliced(
@@ -79,10 +79,10 @@ def sliced(
     length = -(-len(layout.tokens) // sequence.size)
     padding = length * sequence.size - len(layout.tokens)
     begin = sequence.rank * length
-    own = slice(begin, begin + length)
+    my_slice = slice(begin, begin + length)
     hidden = model.base_model(
-        input_ids=F.pad(layout.tokens, (0, padding))[None, own],
-        position_ids=F.pad(layout.positions, (0, padding))[None, own],
+        input_ids=F.pad(layout.tokens, (0, padding))[None, my_slice],
+        position_ids=F.pad(layout.positions, (0, padding))[None, my_slice],
         use_cache=False,
         packed=layout,
         sequence=sequence,
@@ -92,12 +92,12 @@ def sliced(
     # A rank without an entry computes one for nothing: the head needs a gradient on every rank.
     chosen = mine if len(mine) else mine.new_zeros(1)
     at = (layout.predecessors[chosen] - begin).clamp(0, length - 1)
-    place = owners.argsort(stable=True)
+    order = owners.argsort(stable=True)
     counts = owners.bincount(minlength=sequence.size).tolist()
 
     def everywhere(values: Tensor) -> Tensor:
         gathered = _Gather.apply(values[: len(mine)], counts, sequence)
-        return torch.empty_like(gathered).index_copy(0, place, gathered)
+        return torch.empty_like(gathered).index_copy(0, order, gathered)
 
     return [everywhere(values) for values in compute(hidden, at, chosen)]
 
@@ -173,12 +173,12 @@ class _Gather(torch.autograd.Function):
     """Every rank's values end to end; their gradient is the same on all, and each takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: list[int], sequence: SequenceGroup) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, counts: list[int], sequence: SequenceGroup) -> Tensor:
         """own [counts[rank]] -> [sum of counts]."""
         ctx.counts, ctx.rank = counts, sequence.rank
         longest = max(counts)
-        rows = [own.new_empty(longest) for _ in counts]
-        padded = F.pad(own.detach(), (0, longest - len(own))).contiguous()
+        rows = [mine.new_empty(longest) for _ in counts]
+        padded = F.pad(mine.detach(), (0, longest - len(mine))).contiguous()
         dist.all_gather(rows, padded, group=sequence.group)
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
 

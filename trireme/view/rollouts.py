@@ -292,7 +292,7 @@ class RolloutIndex:
     def rows(self, places: Sequence[int] | Selection) -> list[dict[str, Any]]:
         """The whole lines at these places, each with its kind, task and group."""
         with self._lock:
-            return [self._row(int(number)) for number in places]
+            return [self._row(int(place)) for place in places]
 
     def _row(self, index: int) -> dict[str, Any]:
         index -= self._first
