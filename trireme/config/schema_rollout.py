@@ -100,12 +100,11 @@ class TasksetConfig(Section):
 
     name: str = ""
     """Name in metrics and logs; not given: taskset_0, eval_taskset_0 and so on."""
-    storage_type: Annotated[
-        Literal["file", "sql"], Refused(values={"sql": "is not supported yet: expected file"})
-    ] = "file"
-    """Kind of storage of the rows."""
+    storage_type: Literal["file", "sql"] = "file"
+    """Files, or a table of a database: the one that `subset_name` names, or `name`, or the only."""
     path: str = ""
-    """A local file or folder, an id on the hub, or reasoning_gym:NAME?OPTIONS (environments.md)."""
+    """A local file or folder, an id on the hub, sqlite:///FILE or another database, or
+    reasoning_gym:NAME?OPTIONS (environments.md)."""
     split: str = "train"
     """Split of the data set."""
     subset_name: str | None = None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from trireme.config.lookup import located
+from trireme.data.database import is_database, table_rows
 from trireme.data.files import (
     BUILDERS,
     SPLIT,
@@ -24,7 +25,7 @@ from trireme.data.files import (
     load_tables,
     quiet_datasets,
 )
-from trireme.log import get_logger
+from trireme.log import get_logger, hide_passwords
 from trireme.registry import did_you_mean
 
 logger = get_logger("data")
@@ -145,8 +146,10 @@ def load_rows(
     *,
     progress: bool = False,
     on_error: OnError = "fail",
+    otherwise: str | None = None,
 ) -> Rows:
-    """The rows of a split: `path` is a file, a folder, one of `save_to_disk`, or an id on the hub.
+    """The rows of a split: `path` is a file, a folder, one of `save_to_disk`, an id on the hub, or
+    a database, whose table `subset_name` names, or `otherwise` where there is one of that name.
 
     `split` may end in a slice, `train[:100]` or `train[10%:]`. `progress` shows the library's bars.
     With `on_error` skip a line that is no row is left out and counted.
@@ -154,6 +157,8 @@ def load_rows(
     """
     name = str(path)
     try:
+        if is_database(name):
+            return _of_table(name, subset_name, split, otherwise)
         files = split_files(name, subset_name, split)
         states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files or ()]
         key = (name, subset_name, split, on_error, *states)
@@ -163,6 +168,21 @@ def load_rows(
     except ValueError as error:
         raise NoRows(name, str(error)) from error
     return rows
+
+
+def _of_table(url: str, table: str | None, split: str, otherwise: str | None) -> Rows:
+    """The rows of a database's table; it has one split, `train`, of which a slice may be asked."""
+    matched = _matched(split)
+    if matched["name"] != "train":
+        raise ValueError(f"has no split '{matched['name']}': a table has train alone")
+    name, rows = table_rows(url, table, otherwise)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    read = Rows(f"dataset '{hide_passwords(url)}' (table '{name}')", rows, columns)
+    if matched["first"] or matched["last"]:
+        read = read.part(chosen_rows(matched, len(read)))
+    if not len(read):
+        raise ValueError(f"has no rows in the table '{name}': expected at least one")
+    return read
 
 
 def is_remote(path: str) -> bool:

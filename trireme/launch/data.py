@@ -24,6 +24,7 @@ from trireme.config.options import accepted, fitting_options
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
 from trireme.config.stages import UsedTaskset, used_tasksets
+from trireme.data.database import is_database
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
@@ -150,7 +151,15 @@ def rows_of(config: TasksetConfig) -> Rows:
             raise NoRows(config.path, reason)
         made: Any = problems(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
-    rows = load_rows(config.path, config.subset_name, config.split, on_error=config.on_error)
+    if config.storage_type == "sql" and not is_database(config.path):
+        raise NoRows(config.path, "is no database: expected sqlite:///<file> or postgresql://...")
+    rows = load_rows(
+        config.path,
+        config.subset_name,
+        config.split,
+        on_error=config.on_error,
+        otherwise=config.name or None,
+    )
     if config.on_error == "fail":
         return rows  # the taskset looks at a whole column at once
     prompt = config.format.prompt_key

@@ -33,6 +33,7 @@ from trireme.checkpoint.resume import Loaded
 from trireme.config import Plan
 from trireme.config.lookup import located, plugin_files
 from trireme.config.schema import LoraConfig
+from trireme.data.database import is_database
 from trireme.data.rows import SAVED, OnError, load_rows, split_files
 from trireme.envs.gyms import generated, problems
 from trireme.files import in_turn, write_json, write_text
@@ -226,6 +227,8 @@ def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def data_facts(path: str, subset: str | None, split: str, on_error: OnError) -> dict[str, Any]:
     """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here."""
+    if is_database(path):
+        return {"path": hide_passwords(path), "rows": None, "sha256": None}
     if generated(path) is not None:
         return {"path": path, "rows": len(problems(path)), "sha256": None}
     files = split_files(path, subset, split)

@@ -1,0 +1,60 @@
+"""Tasks that lie in a database's table."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from trireme.config.schema_rollout import TasksetConfig
+from trireme.data.rows import NoRows, load_rows
+from trireme.launch.data import rows_of
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    with sqlite3.connect(tmp_path / "tasks.db") as store:
+        store.execute("create table sums (id integer primary key, question text, answer text)")
+        store.executemany("insert into sums values (?, ?, ?)",
+                          [(2, "2 + 2?", "4"), (1, "1 + 1?", "2")])  # fmt: skip
+        store.execute("create table theirs (id integer primary key, raw_task json)")
+        store.execute("insert into theirs values (1, ?)", (json.dumps({"question": "q"}),))
+    return f"sqlite:///{tmp_path / 'tasks.db'}"
+
+
+def test_a_table_is_a_data_set_in_the_order_of_its_key(url: str) -> None:
+    rows = load_rows(url, "sums")
+    assert rows.columns == ("id", "question", "answer")
+    assert [row["answer"] for row in rows] == ["2", "4"]
+    assert len(load_rows(url, "sums", "train[:1]")) == 1
+    assert list(load_rows(url, "theirs")) == [{"question": "q"}]
+
+
+def test_a_taskset_may_have_its_tables_name(url: str) -> None:
+    config = TasksetConfig(name="sums", storage_type="sql", path=url)
+    assert len(rows_of(config)) == 2
+
+
+@pytest.mark.parametrize(
+    ("table", "split", "says"),
+    [
+        ("none", "train", "has no table 'none'. Its tables: sums, theirs"),
+        (None, "train", "has several tables, and subset_name names none"),
+        ("sums", "test", "has no split 'test': a table has train alone"),
+    ],
+)
+def test_what_a_database_has_not_is_said(
+    url: str, table: str | None, split: str, says: str
+) -> None:
+    with pytest.raises(NoRows, match=says):
+        load_rows(url, table, split)
+
+
+def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(NoRows, match="cannot be read: unable to open database file"):
+        load_rows(f"sqlite:///{tmp_path / 'no.db'}", "sums")
+    assert not (tmp_path / "no.db").exists()
+    with pytest.raises(NoRows, match="is no database: expected sqlite"):
+        rows_of(TasksetConfig(storage_type="sql", path="tasks.jsonl"))

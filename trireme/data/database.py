@@ -1,0 +1,73 @@
+"""Reads the rows of a data set that is a table of an SQL database."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trireme.log import hide_passwords
+
+ROW = "raw_task"
+"""The column that holds a whole row as JSON, in tables that Trinity-RFT writes."""
+
+
+def is_database(path: str) -> bool:
+    """Whether a data set's path is the address of a database."""
+    return "://" in path
+
+
+def table_rows(
+    url: str, table: str | None, otherwise: str | None = None
+) -> tuple[str, list[dict[str, Any]]]:
+    """A table's name and its rows, in the order of its key; `otherwise` is a name that it may have.
+
+    Raises ValueError, continuing the sentence `dataset 'x' …`, where there is no such table.
+    """
+    from sqlalchemy import MetaData, Table, create_engine, inspect, select
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+    known_as = hide_passwords(url)
+    try:
+        address = make_url(url)
+        if address.get_backend_name() == "sqlite":  # which would make an empty one
+            address = address.set(
+                database=f"file:{address.database}", query={"mode": "ro", "uri": "true"}
+            )
+        elif address.drivername == "postgresql":
+            address = address.set(drivername="postgresql+psycopg")
+        engine = create_engine(address)
+    except (ArgumentError, SQLAlchemyError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"is no database that can be read here ({known_as}): expected sqlite:///<file> or "
+            f"postgresql://<user>@<host>/<database>: {error}"
+        ) from error
+    try:
+        names = inspect(engine).get_table_names()
+        if table is None:
+            table = otherwise if otherwise in names else names[0] if len(names) == 1 else None
+        if table not in names:
+            has = ", ".join(names) or "none"
+            asked = f"no table '{table}'" if table else "several tables, and subset_name names none"
+            raise ValueError(f"has {asked}. Its tables: {has}")
+        described = Table(table, MetaData(), autoload_with=engine)
+        with engine.connect() as connection:
+            found = connection.execute(select(described).order_by(*described.primary_key.columns))
+            rows = [dict(row._mapping) for row in found]
+    except SQLAlchemyError as error:
+        reason = hide_passwords(str(getattr(error, "orig", None) or error))
+        raise ValueError(f"cannot be read: {reason}") from error
+    finally:
+        engine.dispose()
+    return table, [_row(row) for row in rows]
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns, or what the column `raw_task` holds."""
+    whole = row.get(ROW)
+    if whole is None:
+        return row
+    made = json.loads(whole) if isinstance(whole, str | bytes) else whole
+    if not isinstance(made, dict):
+        raise ValueError(f"has a {ROW} that is no row: {made!r:.60}")
+    return made
