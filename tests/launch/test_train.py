@@ -13,6 +13,7 @@ import pandas
 import pytest
 
 import trireme
+from trireme.launch.train import config_from
 from trireme.registry import REWARDS, WORKFLOWS
 from trireme.task import Task
 
@@ -76,6 +77,18 @@ def test_a_workflow_and_a_frame(tiny_dir: Path, tmp_path: Path) -> None:
     run = start(tiny_dir, tmp_path, tasks=rows, workflow=twice, **{"algorithm.repeat_times": 2})
     assert {e.reward for e in run.rollouts()} == {1.0}
     assert run.plans[0].batch_size == 2
+
+
+def test_columns_of_a_file_are_found_as_those_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.csv"
+    path.write_text("question,solution\n1 + 1?,2\n")
+    config = config_from("m", path, None, None, "grpo", path, {})
+    taskset = config.buffer.explorer_input.taskset
+    (held_out,) = config.buffer.explorer_input.eval_tasksets
+    for one in (taskset, held_out):
+        assert one.path == str(path)
+        assert (one.format.prompt_key, one.format.response_key) == ("question", "solution")
+    assert config.buffer.batch_size == 1
 
 
 def test_what_cannot_run_is_said_as_of_a_yaml(tiny_dir: Path, tmp_path: Path) -> None:

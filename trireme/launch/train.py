@@ -20,6 +20,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.load import config_of
 from trireme.config.schema import Config
+from trireme.data.rows import NoRows, load_rows
 from trireme.experience import Experience
 from trireme.files import write_text
 from trireme.launch.check import checked
@@ -176,7 +177,13 @@ def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any],
     Rows that have no file yet are written to one, which is named by what it holds.
     """
     if isinstance(tasks, str | Path):
-        return str(tasks), {}, None
+        if not Path(tasks).expanduser().is_file():
+            return str(tasks), {}, None
+        try:
+            stored = load_rows(Path(tasks).expanduser())
+        except NoRows:  # the check says what is wrong with it, and names its key
+            return str(tasks), {}, None
+        return str(tasks), dict(stored[0]), len(stored)
     records = getattr(tasks, "to_dict", None)
     as_rows = records(orient="records") if hasattr(tasks, "iloc") and records else list(tasks)
     rows = [{"prompt": row} if isinstance(row, str) else row for row in as_rows]

@@ -9,6 +9,7 @@ With DoRA (arXiv:2402.09353) the length of each output's weights is trained besi
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ class Adapter:
         from peft import PeftModel, get_peft_model  # slow to load, and seldom needed
 
         self._model = model
-        self._peft = get_peft_model(model, _config(lora))
+        with warnings.catch_warnings():  # peft asks by a name that transformers has replaced
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+            self._peft = get_peft_model(model, _config(lora))
         assert isinstance(self._peft, PeftModel)
         self._dtypes_as_trained(model)
         self.starts_at_zero = lora.path is None
