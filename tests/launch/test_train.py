@@ -84,6 +84,7 @@ def test_columns_of_a_file_are_found_as_those_of_rows(tmp_path: Path) -> None:
     path.write_text("question,solution\n1 + 1?,2\n")
     config = config_from("m", path, None, None, "grpo", path, {})
     taskset = config.buffer.explorer_input.taskset
+    assert taskset is not None
     (held_out,) = config.buffer.explorer_input.eval_tasksets
     for one in (taskset, held_out):
         assert one.path == str(path)
