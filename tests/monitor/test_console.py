@@ -79,7 +79,7 @@ def test_a_stage_without_a_known_end_counts_steps() -> None:
     console, _, text = make_console()
     console.stage(None, None)
     console.step("trainer", 1, {})
-    assert text.getvalue().splitlines() == ["run: as many steps as there are data", "run 1"]
+    assert text.getvalue().splitlines() == ["run: until the data ends", "run 1"]
 
 
 def test_an_exploring_run_counts_its_own_steps() -> None:

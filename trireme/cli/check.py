@@ -197,7 +197,7 @@ def _steps(plan: Plan, explores: bool, trains: bool) -> str:
 
 
 def _count(steps: int | None) -> str:
-    return "as many as there is data for" if steps is None else str(steps)
+    return "until the data ends" if steps is None else str(steps)
 
 
 def _sync(plan: Plan) -> str:

@@ -70,7 +70,7 @@ class Console:
         length = (
             f"{total_steps} step{'s' * (total_steps != 1)}"
             if total_steps
-            else "as many steps as there are data"
+            else "until the data ends"
         )
         self._line(f"{self._name}: {length}", style="bold")
         if self.live:
