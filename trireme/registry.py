@@ -301,11 +301,7 @@ task_operator = TASK_OPERATORS.register
 SELECTORS = Registry("data_selector", home=["trireme.data.selectors"], by="SELECTORS.register")
 """Orders of a taskset's rows: see data/selectors.py."""
 
-TRACKERS = Registry(
-    "monitor.monitor_type",
-    home=["trireme.monitor.tensorboard", "trireme.monitor.trackers"],
-    by="tracker",
-)
+TRACKERS = Registry("monitor.monitor_type", home=["trireme.monitor.trackers"], by="tracker")
 
 tracker = TRACKERS.register
 """Decorator: a Tracker class, or a function `(metrics, step, part)`, by this name."""

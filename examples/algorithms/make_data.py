@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from trireme.demo.prepare import NUM_SOLVED, assets_folder, prepare
-from trireme.demo.pupil import SLIP_RATE, SURE_UP_TO
+from trireme.demo.problems import SLIP_RATE, SURE_UP_TO
 from trireme.files import write_jsonl
 
 NUM_EXPERT, PAIR_STEPS = 300, 20

@@ -15,8 +15,7 @@ import random
 from pathlib import Path
 
 from trireme.demo.prepare import INITIALIZER_RANGE, LARGEST_NUMBER, LARGEST_RESULT
-from trireme.demo.problems import make_problems
-from trireme.demo.pupil import with_slips
+from trireme.demo.problems import make_problems, with_slips
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.workflows.math_tips import DOUBT, RECHECK
 

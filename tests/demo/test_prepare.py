@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trireme.demo import prepare as demo
-from trireme.demo.pupil import SLIP_RATE, SURE_UP_TO, with_slips
+from trireme.demo.problems import SLIP_RATE, SURE_UP_TO, with_slips
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -27,8 +27,7 @@ def prepare(folder: Path, seed: int) -> Path:
 
     Raises ValueError where the generator cannot make as many problems as are asked for.
     """
-    from trireme.demo.problems import make_problems
-    from trireme.demo.pupil import with_slips
+    from trireme.demo.problems import make_problems, with_slips
     from trireme.demo.tiny_model import make_tiny_model
 
     done = folder / "prepared.json"

@@ -1,4 +1,4 @@
-"""Problems: generates the demo's word problems and their worked answers.
+"""Problems: generates the demo's word problems, their worked answers, and a pupil's mistakes.
 
 - A problem is a template and its numbers. No two problems of one call share both, whatever their
   names and things, so a split of the list shares no problem.
@@ -10,8 +10,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add, floordiv, mul, sub
+
+SURE_UP_TO = 8
+"""Results that the pupil never gets wrong."""
+SLIP_RATE = 0.6
+"""How often a larger one comes out one short."""
+
+_EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = \d+")
+_OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ida", "Jack")
 THINGS = (
@@ -162,3 +172,24 @@ def _tell(template: Template, values: dict[str, int], source: random.Random) -> 
         "question": template.story.format(**words, **numbers),
         "answer": "\n".join([*lines, f"#### {last}"]),
     }
+
+
+def with_slips(solution: str, source: random.Random) -> str:
+    """A worked solution as a pupil writes it, line by line, the last result after `####`.
+
+    The pupil often counts one short where a result is large, and goes on with it. More of such
+    solutions teach the same mistakes; the reward of the right result does not.
+    """
+    results: list[int] = []
+
+    def work(equation: re.Match[str]) -> str:
+        left = results[-1] if results else int(equation[1])
+        result: int = _OPERATORS[equation[2]](left, int(equation[3]))
+        if result > SURE_UP_TO and source.random() < SLIP_RATE:
+            result -= 1
+        results.append(max(result, 1))  # a slip before may leave less than there is to take
+        return f"{left} {equation[2]} {equation[3]} = {results[-1]}"
+
+    *lines, _ = solution.split("\n")
+    worked = [_EQUATION.sub(work, line) for line in lines]
+    return "\n".join([*worked, f"#### {results[-1]}"])

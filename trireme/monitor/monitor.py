@@ -22,6 +22,7 @@ from trireme.files import in_turn, naming, write_jsonl
 from trireme.monitor.trackers import (
     Apart,
     Rollout,
+    TensorBoardMonitor,
     TrackedRun,
     names_of,
     open_trackers,
@@ -147,8 +148,6 @@ def open_monitor(
     lines.keep_until(keep_until or {})
     monitors: list[Monitor] = [lines]
     if "tensorboard" in names:
-        from trireme.monitor.tensorboard import TensorBoardMonitor
-
         monitors.append(TensorBoardMonitor(run.folder / "tensorboard", keep_until))
     return Monitors(monitors, open_trackers(run, names, args, part=part))
 

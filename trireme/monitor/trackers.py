@@ -1,4 +1,4 @@
-"""Trackers: sends metrics and sample rollouts to wandb, MLflow, SwanLab, Trackio or users' code.
+"""Trackers: sends metrics to TensorBoard, wandb, MLflow, SwanLab, Trackio or users' code.
 
 Invariants:
 - A tracker works in a thread of its own. One that fails or hangs costs the run nothing but a
@@ -28,6 +28,8 @@ from trireme.monitor.metrics import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options, tracker
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
+    from torch.utils.tensorboard import SummaryWriter
+
     from trireme.experience import Experience
 
 logger = logging.getLogger(__name__)
@@ -381,3 +383,43 @@ class Trackio:
     def close(self, *, failed: bool = False) -> None:
         """See Tracker."""
         self._run.finish()
+
+
+# The explorer is who evaluates: its curves and the evaluation's belong side by side.
+_FOLDER = {"eval": "explorer", "bench": "explorer"}
+
+
+@tracker("tensorboard")
+class TensorBoardMonitor:
+    """Writes event files that `tensorboard --logdir` reads."""
+
+    def __init__(self, folder: str | Path, keep_until: Mapping[str, int] | None = None) -> None:
+        """`keep_until`: what an earlier start drew of a part after this step is no longer shown."""
+        from torch.utils.tensorboard import SummaryWriter  # loads torch
+
+        self._open = SummaryWriter
+        self.folder = Path(folder)
+        self._keep_until = dict(keep_until or {})
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
+        """All metrics of a step; on disk when this returns."""
+        name = _FOLDER.get(part, part)
+        if name not in self._writers:
+            last = self._keep_until.get(name)
+            # 0: nothing was there, or all that was there is of a run that begins anew
+            purge = None if last is None else last + 1 if last else 0
+            there = (self.folder / name).exists()
+            self._writers[name] = self._open(
+                str(self.folder / name), purge_step=purge if there else None
+            )
+        writer = self._writers[name]
+        for tag, value in metrics.items():
+            writer.add_scalar(tag, float(value), step)
+        writer.flush()
+
+    def close(self) -> None:
+        """End the writers' threads and close their files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
