@@ -205,7 +205,7 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
         return plan.share_tensors, plan.memory["engine"], plan.memory["engine's cache"] > 0
 
     weights = 4_022_468_096  # as the model's own parameters count
-    assert engine() == (True, 0, True)
+    assert engine() == (False, 2 * weights, True)  # in bfloat16, of the trainer's float32
     assert engine("synchronizer.sync_style=fully_async") == (False, 2 * weights, True)
     assert engine("model.lora_configs=[{name: a}]") == (False, 2 * weights, True)
     machine(4)

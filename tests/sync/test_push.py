@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -104,7 +104,8 @@ def test_a_push_that_is_given_up_leaves_the_trainers_device(tmp_path: Path) -> N
     pushed(realistic(tmp_path / "model", 4096), main)
 
 
-def test_a_copy_in_memory_is_in_the_engines_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lock_step", [False, True])
+def test_what_an_engine_of_this_process_copies_from(tmp_path: Path, lock_step: bool) -> None:
     folder = realistic(tmp_path / "model", 512)
     taken: list[dict[str, Tensor]] = []
 
@@ -115,14 +116,18 @@ def test_a_copy_in_memory_is_in_the_engines_dtype(tmp_path: Path) -> None:
             taken.append(source)
             raise RuntimeError("enough")
 
+    backend = Backend(folder, settings())
+
     async def main() -> None:
-        backend, device = Backend(folder, settings()), Device(1)
-        engine: Any = Engine()
+        device, engine = Device(1), cast(Any, Engine())
         common: Any = {"dtype": "bfloat16", "probe": Probe(512, "bfloat16")}
-        sync = MemorySync(backend, engine, device, shared=False, **common)
+        sync = MemorySync(backend, engine, device, shared=False, lock_step=lock_step, **common)
         with pytest.raises(RuntimeError, match="enough"):
             await sync.push(1)
         device.close()
 
     asyncio.run(main())
-    assert {tensor.dtype for tensor in taken[0].values()} == {torch.bfloat16}
+    own = {tensor.data_ptr() for tensor in backend.weights().values()}
+    dtype = torch.float32 if lock_step else torch.bfloat16
+    assert {tensor.dtype for tensor in taken[0].values()} == {dtype}
+    assert all((tensor.data_ptr() in own) == lock_step for tensor in taken[0].values())

@@ -154,7 +154,9 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     style = _style(stage, steps.own_batch)
     method = _method(stage, on_ray, hosts)
     lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
-    shares = lock_step and not config.model.lora_configs
+    device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
+    # the trainer's tensors are float32: an engine in bfloat16 would multiply in float32 with them
+    shares = lock_step and not config.model.lora_configs and dtype == "float32"
     _check_whole_steps(stage)
     _check_beat(stage, style, _is_exact(stage, lock_step))
     job_dir = root / stage.name if stage.name else root
@@ -163,7 +165,6 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     window = config.trainer.ulysses_sequence_parallel_size
     max_tokens = config.trainer.max_token_len_per_gpu
     max_tokens = max_tokens or math.ceil(2 * lengths.max_model_len / window)
-    device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
     memory, checkpointing = plan_memory(
         stage,
         places,

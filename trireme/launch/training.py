@@ -207,6 +207,7 @@ def make_push(
         engine,
         device,
         shared=plan.share_tensors,
+        lock_step=plan.lock_step,
         dtype=plan.dtype,
         probe=probe,
     ).push

@@ -49,12 +49,16 @@ class MemorySync:
         shared: bool,
         dtype: str,
         probe: Probe,
+        lock_step: bool = False,
     ) -> None:
-        """`shared`: engine and trainer read the same tensors."""
+        """`shared`: engine and trainer read the same tensors. `lock_step`: nothing is trained
+        until a push has ended, so that the engine copies from the tensors themselves.
+        """
         self._backend = backend
         self._engine = engine
         self._device = device
         self._shared = shared
+        self._lock_step = lock_step
         self._dtype = dtype
         self._probe = probe
 
@@ -70,11 +74,13 @@ class MemorySync:
     def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
         """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
         expected = self._backend.score([self._probe.ids])[0]
-        if self._shared:
-            return None, fingerprint(self._backend.weights(), self._dtype), expected
+        weights = self._backend.weights()
+        if self._shared or self._lock_step:
+            marks = fingerprint(weights, self._dtype)
+            return None if self._shared else weights, marks, expected
         own = dtype_named(self._dtype)
         copies = {}
-        for name, tensor in self._backend.weights().items():
+        for name, tensor in weights.items():
             dtype = own if tensor.is_floating_point() else tensor.dtype
             copies[name] = tensor.detach().to(dtype, copy=True)
         return copies, fingerprint(copies, self._dtype), expected

@@ -54,7 +54,7 @@ worker.WeightGroup = lambda meeting: (ranks.append(meeting.rank), SimpleNamespac
 for index in range(2):
     for rank in range(2):
         one = worker.TriremeWorker()
-        one.rank = rank
+        one.rank, one._trireme_groups = rank, {}
         one.parallel_config = SimpleNamespace(
             data_parallel_rank=0, data_parallel_index=index, world_size=2)
         one.trireme_join({"host": "127.0.0.1", "port": 1, "world_size": 5, "rank": 1})
