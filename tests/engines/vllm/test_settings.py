@@ -61,6 +61,30 @@ for index in range(2):
 print(json.dumps(ranks))
 """
 
+# A prompt of 50 tokens over 1,000 ids, 7 rows at a time: equal, and never all of it in float32.
+SCORES = """
+import json
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from trireme.engines.vllm import worker
+
+class Largest(TorchDispatchMode):
+    numbers = 0
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+sampler = worker.ContractSampler()
+sampler.score_temperature, worker.SCORED_AT_ONCE = 0.7, 7 * 1000
+logits, ids = torch.randn(50, 1000).bfloat16(), torch.randint(0, 1000, (50,))
+with Largest() as largest:
+    found = sampler.gather_logprobs(sampler.compute_logprobs(logits), 0, ids)
+whole = (logits.float() / 0.7).log_softmax(-1).gather(-1, ids[:, None])
+print(json.dumps([torch.equal(found.logprobs, whole), largest.numbers]))
+"""
+
 
 def said(script: str, *args: str) -> object:
     """The last line that a script prints in vLLM's environment."""
@@ -81,3 +105,7 @@ def test_its_batch_sizes_are_those_of_a_server(tmp_path: Path) -> None:
 
 def test_workers_of_replicas_have_ranks_of_their_own() -> None:
     assert said(RANKS) == [1, 2, 3, 4]
+
+
+def test_a_long_prompt_is_scored_some_rows_at_a_time() -> None:
+    assert said(SCORES) == [True, 7000]

@@ -27,6 +27,8 @@ from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
 _outputs: Any = import_module("vllm.v1.outputs")
 Sampler: Any = import_module("vllm.v1.sample.sampler").Sampler
 
+SCORED_AT_ONCE = 2**26
+"""Float32 numbers of a prompt's logits: 256 MiB."""
 GREEDY_BELOW = 1e-5
 """vLLM's: lower temperatures are greedy."""
 
@@ -78,15 +80,27 @@ class ContractSampler(Sampler):
         )
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """log-softmax(logits / temperature) of prompts; and of greedy rows, which don't read it."""
-        return (logits.float() / self.score_temperature).log_softmax(-1)
+        """The logits of prompts as they are: `gather_logprobs` makes of them what is asked for.
+        Greedy rows come here too, and nobody reads theirs.
+        """
+        return logits
 
-    @staticmethod
-    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        """Of the prompt's own tokens [T] alone, without ranks."""
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        """log-softmax(logits / temperature) of the prompt's own tokens [T] alone, without ranks.
+
+        A few rows at a time: of a long prompt over a large vocabulary float32 copies of all
+        logits would be gigabytes, which vLLM has not left free.
+        """
         at = token_ids[:, None]
+        rows = max(SCORED_AT_ONCE // logprobs.shape[-1], 1)
+        scores = torch.cat(
+            [
+                (logits.float() / self.score_temperature).log_softmax(-1).gather(-1, own)
+                for logits, own in zip(logprobs.split(rows), at.split(rows), strict=True)
+            ]
+        )
         ranks = torch.zeros_like(token_ids)
-        return _outputs.LogprobsTensors(at.to(torch.int32), logprobs.gather(-1, at), ranks)
+        return _outputs.LogprobsTensors(at.to(torch.int32), scores, ranks)
 
 
 class TriremeWorker:
