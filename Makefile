@@ -1,4 +1,4 @@
-# make setup | demo | demo-cluster | docs | test | test-gpu | test-vllm | test-megatron | test-postgres |
+# make setup | demo | demo-cluster | docs | test | test-gpu | gpu-report | test-vllm | test-megatron | test-postgres |
 # test-trackers | test-agents | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
 # bench-peers | performance | lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
@@ -24,7 +24,7 @@ VLLM_PYTHON := $(CURDIR)/$(VLLM)/bin/python
 VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
-.PHONY: setup demo demo-cluster docs test test-gpu test-page test-extras test-fuzz test-matrix test-megatron \
+.PHONY: setup demo demo-cluster docs test test-gpu gpu-report test-page test-extras test-fuzz test-matrix test-megatron \
     test-vllm test-trackers test-agents test-postgres test-ray test-python audit faults bench-peers performance lint \
     format clean
 
@@ -99,6 +99,11 @@ test-gpu:
 	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs an NVIDIA GPU and a torch built for CUDA: torch sees none here')"
 	$(REQUIRE)=test-gpu $(GPU_PYTHON) -m pytest -q -rs --continue-on-collection-errors -m gpu \
 	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/e2e/test_engine_processes.py
+
+# what nobody can know of a GPU without one, in a table and as gpu_report.json: some eight minutes.
+# REPORT="--device cpu" tries the script on a machine without a GPU
+gpu-report:
+	$(GPU_PYTHON) scripts/gpu_report.py $(REPORT)
 
 # several explorers and trainers on a real PostgreSQL server, some of them killed: minutes
 test-postgres: setup

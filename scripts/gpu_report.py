@@ -1,0 +1,729 @@
+"""Measures what nobody can know of a GPU without one: `make gpu-report`, some eight minutes.
+
+One table, the most telling lines first, each with its pass mark; the same as JSON beside it. Runs
+with whatever interpreter has torch and transformers, without a network, vLLM or Ray. A line that
+cannot run says why, and the others go on. `--device cpu` does the same with small sizes, where only
+marks that do not depend on speed are judged. The marks and what they settle: docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# before torch is loaded: what a run's trainer processes have too
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+try:
+    import torch
+except ImportError:
+    sys.exit(f"gpu_report needs torch, and {sys.executable} has none")
+from torch import Tensor  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+GIB = 2**30
+PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bfloat16 arithmetic a second by the data sheets."""
+BACKENDS = {-1: "none", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much work a line does."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    tokens: tuple[int, ...]
+    """Of a train step, flat."""
+    head_entries: int
+    gap_tokens: int
+    rows: tuple[int, ...]
+    """That decode at once."""
+    new_tokens: int
+    copy_bytes: int
+    product: int
+    """Width of the square product that is timed."""
+
+
+GPU = Sizes(
+    1536, 8960, 28, 12, 2, 151936, (4096, 8192, 16384, 32768), 16384, 4096, (1, 64, 256), 512,
+    2**30, 8192,
+)  # fmt: skip
+CPU = Sizes(
+    64, 128, 2, 4, 2, 2048, (256, 512), 256, 256, (1, 4), 16, 2**24, 512
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the table."""
+
+    line: str
+    what: str
+    value: str
+    mark: str = ""
+    """What it takes to pass; empty: it is told, not judged."""
+    passed: bool | None = None
+    figures: dict[str, float] | None = None
+
+    def __str__(self) -> str:
+        verdict = {None: "", True: "pass", False: "FAIL"}[self.passed]
+        return f"| {self.line} | {self.what} | {self.value} | {self.mark} | {verdict} |"
+
+
+Lines = Iterator[Row]
+
+
+@dataclass
+class Machine:
+    """Where lines are measured."""
+
+    device: torch.device
+    sizes: Sizes
+    folder: Path
+
+    @property
+    def gpu(self) -> bool:
+        """Whether it has one; marks of speed are judged on a GPU alone."""
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        """For all that was asked of it."""
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], Any], times: int = 3) -> float:
+        """The fastest of some tries, after one that does not count."""
+        work()
+        self.wait()
+        tries = []
+        for _ in range(times):
+            begun = time.perf_counter()
+            work()
+            self.wait()
+            tries.append(time.perf_counter() - begun)
+        return min(tries)
+
+    def once(self, work: Callable[[], Any]) -> float:
+        """Seconds of its first time."""
+        self.wait()
+        begun = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - begun
+
+    def held(self) -> int:
+        """Bytes of the device in use now; on a CPU of this process."""
+        if self.gpu:
+            return torch.cuda.memory_allocated(self.device)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def peak(self, work: Callable[[], Any]) -> int:
+        """The most bytes that the device held during some work; on a CPU those after it."""
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.wait()
+        return torch.cuda.max_memory_allocated(self.device) if self.gpu else self.held()
+
+    def judged(self, passed: bool) -> bool | None:
+        """A mark of speed or of a GPU's memory."""
+        return passed if self.gpu else None
+
+    def product_rate(self) -> float:
+        """FLOP/s of one large product in bfloat16."""
+        width = self.sizes.product
+        a = torch.randn(width, width, device=self.device, dtype=torch.bfloat16)
+        return 2 * width**3 / self.seconds(lambda: a @ a)
+
+    def most(self) -> tuple[float, str]:
+        """FLOP/s that it could do, and who says so."""
+        name = torch.cuda.get_device_name(self.device) if self.gpu else ""
+        for known, peak in PEAKS.items():
+            if known in name:
+                return peak, "of the data sheet"
+        return self.product_rate(), "of a large product here"
+
+    def memory_rate(self) -> float:
+        """Bytes a second that it reads and writes."""
+        a = torch.empty(self.sizes.copy_bytes, dtype=torch.uint8, device=self.device)
+        b = torch.empty_like(a)
+        return 2 * len(a) / self.seconds(lambda: b.copy_(a))
+
+
+def versions(machine: Machine) -> Lines:
+    """What runs here."""
+    import transformers
+
+    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    software = f"Python {platform.python_version()}, torch {torch.__version__}, {cuda}"
+    yield Row("versions", "software", f"{software}, transformers {transformers.__version__}")
+    name = f"{os.cpu_count()} CPU cores"
+    if machine.gpu:
+        facts = torch.cuda.get_device_properties(machine.device)
+        name = f"{facts.name}, {facts.total_memory / GIB:.1f} GiB, sm{facts.major}{facts.minor}"
+    yield Row("versions", "device", name)
+    rate, memory = machine.product_rate(), machine.memory_rate()
+    figures = {"flops": rate, "bytes_per_s": memory}
+    told = f"{rate / 1e12:.2f} TFLOP/s in bfloat16, {memory / 1e9:.1f} GB/s copied"
+    yield Row("versions", "a large product, a copy", told, figures=figures)
+
+
+def sdpa(machine: Machine) -> Lines:
+    """Which kernels torch chooses in our processes, and what a shape that is new costs."""
+    from trireme.trainer.attention import register
+
+    register()  # as a trainer does: it refuses kernels that plan every shape anew
+    for dtype in (torch.bfloat16, torch.float32):
+        for masked in (True, False):
+            chosen = [_backend(machine, dtype, masked, grouped) for grouped in (False, True)]
+            what = f"{'masked' if masked else 'causal'}, {str(dtype).removeprefix('torch.')}"
+            bad = {"cudnn"} | ({"math"} if dtype is torch.bfloat16 and not masked else set())
+            yield Row(
+                "sdpa",
+                what,
+                f"{chosen[0]}; {chosen[1]} with grouped heads",
+                "not cudnn" + (", not math" if "math" in bad else ""),
+                machine.judged(not bad & {chosen[0]}),
+            )
+    first, again = 0.0, 0.0
+    for n in range(5):
+        query, key, value = _rows_of(machine, 200 + 128 * n)
+        ahead = torch.ones(1, 1, query.shape[2], key.shape[2], device=machine.device).tril().bool()
+
+        def work(parts: Sequence[Tensor] = (query, key, value), mask: Tensor = ahead) -> None:
+            scaled_dot_product_attention(*parts, attn_mask=mask).float().sum().backward()
+
+        first += machine.once(work)
+        again += machine.once(work)
+    yield Row(
+        "sdpa",
+        "5 new shapes, forward and backward",
+        f"{first:.3f} s, again {again:.3f} s",
+        "new at most 0.5 s above known",
+        machine.judged(first - again < 0.5),
+        {"new_s": first, "known_s": again},
+    )
+
+
+def _rows_of(machine: Machine, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = 1, 4, length, 64
+    given = {"device": machine.device, "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, value = (torch.randn(shape, **given) for _ in range(3))
+    return query, key, value
+
+
+def _backend(machine: Machine, dtype: torch.dtype, masked: bool, grouped: bool) -> str:
+    def heads(count: int) -> Tensor:
+        return torch.randn(1, count, 128, 64, device=machine.device, dtype=dtype)
+
+    mask = torch.ones(1, 1, 128, 128, device=machine.device, dtype=torch.bool) if masked else None
+    key = heads(2 if grouped else 4)
+    given = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": grouped}
+    try:
+        return BACKENDS[int(torch.ops.aten._fused_sdp_choice(heads(4), key, key, **given))]
+    except RuntimeError as error:
+        return str(error).partition("\n")[0][:60]
+
+
+def tests(machine: Machine) -> Lines:
+    """The tests that need a GPU; on a CPU those of its double."""
+    files = ["tests/trainer/test_cuda.py"]
+    if machine.gpu:
+        files = ["-m", "gpu", "tests/trainer/test_gpu.py", "tests/engines/test_contract.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    yield Row("tests", " ".join(files), said[-1][:120], "all pass", done.returncode == 0)
+
+
+def made(machine: Machine) -> Path:
+    """A model of random weights, Qwen2's shape: 1.5 billion on a GPU."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from tests.tiny import make_tokenizer
+
+    path = machine.folder / "model"
+    if path.is_dir():
+        return path
+    s = machine.sizes
+    config = Qwen2Config(
+        vocab_size=s.vocabulary,
+        hidden_size=s.hidden,
+        intermediate_size=s.intermediate,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.key_heads,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    with torch.device(machine.device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # embeddings as large as a trained model's: with those of a new one all logits are alike
+    model.get_input_embeddings().weight.data.mul_(4)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def batch_of(sizes: Sizes, tokens: int, *, shared: bool) -> Any:
+    """Four groups of two rollouts and more, half of whose tokens are the prompt."""
+    from trireme.batch import of_tokens
+
+    rng = torch.Generator().manual_seed(tokens)
+    length = max(tokens // 8, 8)
+    rows = []
+    for _ in range(tokens // length // 2):
+        prompt = torch.randint(0, sizes.vocabulary, (length // 2,), generator=rng)
+        for _ in range(2):
+            if not shared:
+                prompt = torch.randint(0, sizes.vocabulary, (length // 2,), generator=rng)
+            reply = torch.randint(0, sizes.vocabulary, (length - length // 2,), generator=rng)
+            rows.append([*prompt.tolist(), *reply.tolist()])
+    return of_tokens(rows)
+
+
+def backend_on(machine: Machine, **given: Any) -> Any:
+    """A trainer of the made-up model."""
+    from trireme.config.schema import OptimizerConfig
+    from trireme.trainer.backend import Backend, TrainSettings
+
+    settings = TrainSettings(
+        OptimizerConfig(),
+        **{
+            "max_token_len": 2 * max(machine.sizes.tokens),
+            "grad_clip": 1.0,
+            "device": str(machine.device),
+            "dtype": "bfloat16",
+            "gradient_checkpointing": True,
+            **given,
+        },
+    )
+    return Backend(made(machine), settings)
+
+
+def flops_of(sizes: Sizes, batch: Any, packed: int) -> float:
+    """Of a train step without what checkpointing computes again: products, and exact attention."""
+    width = sizes.hidden // sizes.heads
+    block = sizes.hidden * width * 2 * (sizes.heads + sizes.key_heads)
+    block += 3 * sizes.hidden * sizes.intermediate
+    head = 6.0 * sizes.hidden * sizes.vocabulary * batch.num_tokens
+    seen = sum(len(row) ** 2 / 2 for row in batch.tokens) * packed / sum(map(len, batch.tokens))
+    return 6.0 * sizes.layers * (block * packed + 2 * sizes.heads * width * seen) + head
+
+
+def step(machine: Machine) -> Lines:
+    """Train steps of the made-up model."""
+    from trireme.config.memory import Use, memory_of, shape_at
+    from trireme.trainer.pack import packed_tokens
+
+    most, says = machine.most()
+    shape = shape_at(str(made(machine)))
+    backend = backend_on(machine)
+
+    def train(batch: Any) -> None:
+        backend.forward_backward(batch, lambda part, logprobs, _: -logprobs.mean())
+        backend.step()
+
+    for tokens in machine.sizes.tokens:
+        for shared in (True, False):
+            batch = batch_of(machine.sizes, tokens, shared=shared)
+            packed = packed_tokens(batch)
+            seconds = machine.seconds(lambda batch=batch: train(batch), times=2)
+            peak = machine.peak(lambda batch=batch: train(batch))
+            use = flops_of(machine.sizes, batch, packed) / seconds / most
+            facts = {"half": True, "device": machine.device.type, "checkpointing": True}
+            plan = 0
+            if shape is not None:
+                plan = sum(memory_of(shape, Use(1, packed, **facts)).values())
+            yield Row(
+                "step",
+                f"{tokens} tokens, {'shared prompts' if shared else 'nothing shared'}: {packed} "
+                "computed",
+                f"{seconds:.3f} s, {use:.1%} MFU ({says}), {peak / GIB:.2f} GiB at most, planned "
+                f"{plan / GIB:.2f}",
+                "35 % MFU at 16k tokens; the plan within 15 %, and CUDA's own GiB",
+                machine.judged(
+                    (use >= 0.35 or tokens != 16384) and abs(plan - peak) < 0.15 * plan + GIB
+                ),
+                {"seconds": seconds, "mfu": use, "peak_bytes": peak, "planned_bytes": plan},
+            )
+
+
+def head(machine: Machine) -> Lines:
+    """The output head beside its three products, and its gradient beside float64."""
+    from types import SimpleNamespace
+
+    from trireme.trainer.head import score_entries
+
+    s = machine.sizes
+    config = SimpleNamespace(vocab_size=s.vocabulary)
+    config.get_text_config = lambda: config
+
+    def scored(linear: Any, hidden: Tensor, targets: Tensor) -> None:
+        model: Any = SimpleNamespace(config=config, get_output_embeddings=lambda: linear)
+        at = torch.arange(len(hidden), device=hidden.device)
+        heat = torch.ones(len(hidden), device=hidden.device)
+        score_entries(model, hidden, at, targets, heat, entropy=False)[0].sum().backward()
+
+    def parts(entries: int, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
+        torch.manual_seed(0)
+        hidden = torch.randn(entries, s.hidden).to(machine.device, dtype).requires_grad_()
+        linear = torch.nn.Linear(s.hidden, s.vocabulary, bias=False).to(machine.device, dtype)
+        targets = torch.randint(0, s.vocabulary, (entries,)).to(machine.device)
+        return linear, hidden, targets
+
+    linear, hidden, targets = parts(s.head_entries, torch.bfloat16)
+    before = machine.held()
+    peak = machine.peak(lambda: scored(linear, hidden, targets)) - before
+    seconds = machine.seconds(lambda: scored(linear, hidden, targets), times=2)
+    chunk, count = min(1024, s.head_entries), -(-s.head_entries // 1024)
+    few = hidden.detach()[:chunk]
+    logits = few @ linear.weight.detach().T
+
+    def products() -> None:
+        for _ in range(count):
+            torch.matmul(few, linear.weight.detach().T, out=logits)
+            torch.matmul(logits, linear.weight.detach())
+            torch.matmul(logits.T, few)
+
+    least = machine.seconds(products, times=2)
+    yield Row(
+        "head",
+        f"{s.head_entries} entries, {s.vocabulary} ids",
+        f"{seconds:.3f} s, its products {least:.3f} s, {peak / GIB:.2f} GiB more at most",
+        "at most 1.3 times its products",
+        machine.judged(seconds <= 1.3 * least),
+        {"seconds": seconds, "products_s": least, "peak_bytes": peak},
+    )
+    gradients = []
+    for dtype in (torch.float64, torch.bfloat16):
+        few_of = parts(64, dtype)
+        scored(*few_of)
+        gradients.append(few_of[0].weight.grad.double())
+    error = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    yield Row(
+        "head",
+        "gradient in bfloat16 beside float64",
+        f"{error:.2%} apart",
+        "at most 1 %",
+        error < 0.01,
+        {"error": error},
+    )
+
+
+def gap(machine: Machine) -> Lines:
+    """By how much bfloat16 tells two computations of one model apart."""
+    from trireme.engines.device import Device
+    from trireme.engines.engine import Sampling
+    from trireme.sync.probe import AT_START, LEAST, TIMES, Gap
+
+    trainer = backend_on(machine)
+    length = min(256, machine.sizes.gap_tokens // 2)
+
+    async def sampled() -> tuple[list[list[int]], list[list[float]]]:
+        device = Device()
+        engine = engine_on(machine, device)
+        try:
+            prompt = list(range(5, 13))
+            asked = Sampling(
+                max_tokens=length - 8, n=machine.sizes.gap_tokens // length, ignore_eos=True
+            )
+            replies = await engine.generate(prompt, asked)
+            rows = [prompt + reply.ids for reply in replies]
+            return rows, await engine.logprobs(rows)
+        finally:
+            await engine.close()
+            device.close()
+
+    rows, engines = asyncio.run(sampled())
+    together = trainer.score(rows)
+    alone = [trainer.score([row])[0] for row in rows]
+    for what, other in (("the trainer and its engine", engines), ("one row at a time", alone)):
+        pairs = [[0.0], [0.0]]
+        for one, two in zip(together, other, strict=True):
+            pairs[0] += two[1:]
+            pairs[1] += one[1:]
+        found = Gap.of(*pairs)
+        limit = TIMES * LEAST["bfloat16"][0]
+        yield Row(
+            "gap",
+            f"{what}, {len(pairs[0]) - 1} tokens",
+            f"mean {found.mean:.4f}, p95 {found.p95:.4f}, max {found.largest:.3f} nats",
+            f"mean at most {limit:g} (a run stops past {AT_START:g})",
+            found.mean <= limit,
+            {"mean": found.mean, "p95": found.p95, "max": found.largest},
+        )
+
+
+def engine_on(machine: Machine, device: Any) -> Any:
+    """The embedded engine with weights of its own."""
+    from transformers import AutoTokenizer
+
+    from trireme.engines.torch.engine import TorchEngine
+
+    folder = made(machine)
+    return TorchEngine(
+        folder,
+        tokenizer=AutoTokenizer.from_pretrained(folder),
+        device=device,
+        max_model_len=4096,
+        dtype="bfloat16",
+        device_name=str(machine.device),
+        prefix_tokens=0,
+    )
+
+
+def decode(machine: Machine) -> Lines:
+    """Tokens that the embedded engine draws a second, beside what reading its weights takes."""
+    from trireme.config.memory import shape_at
+    from trireme.engines.device import Device
+    from trireme.engines.engine import Sampling
+
+    bandwidth = machine.memory_rate()
+    shape = shape_at(str(made(machine)))
+    assert shape is not None
+    s = machine.sizes
+
+    async def measured() -> list[tuple[int, float]]:
+        device = Device()
+        engine = engine_on(machine, device)
+        found = []
+        try:
+            for rows in s.rows:
+                asked = Sampling(max_tokens=s.new_tokens, n=rows, ignore_eos=True)
+                await engine.generate([5, 6, 7], Sampling(max_tokens=4, n=rows, ignore_eos=True))
+                begun = time.perf_counter()
+                await engine.generate([5, 6, 7], asked)
+                found.append((rows, rows * s.new_tokens / (time.perf_counter() - begun)))
+        finally:
+            await engine.close()
+            device.close()
+        return found
+
+    for rows, rate in asyncio.run(measured()):
+        cache = rows * s.new_tokens / 2 * 4 * shape.key_width * shape.layers
+        floor = rows / ((2 * shape.weights + cache) / bandwidth)
+        yield Row(
+            "decode",
+            f"{rows} rows of {s.new_tokens} tokens",
+            f"{rate:,.0f} tokens/s, {rate / floor:.1%} of what memory allows",
+            "at least 30 %, or generate with vLLM",
+            machine.judged(rate >= 0.3 * floor),
+            {"tokens_per_s": rate, "floor_tokens_per_s": floor},
+        )
+
+
+def ranks(machine: Machine) -> Lines:
+    """One FSDP2 rank over NCCL (gloo on a CPU) beside no ranks, by scores of the same model."""
+    from trireme.config.schema import OptimizerConfig
+    from trireme.trainer.backend import Backend, TrainSettings
+    from trireme.trainer.ranks import Ranks, RankSpec, free_address
+
+    kind = "cuda:0" if machine.gpu else "cpu"
+    given = {"max_token_len": 4096, "grad_clip": 1.0, "device": kind, "dtype": "float32"}
+    settings = TrainSettings(OptimizerConfig(), **given)
+    rows = [[5, 6, 7, 8, 9], [40, 41, 42]]
+    expected = Backend(made(machine), settings).score(rows)
+    group = Ranks(RankSpec(0, 1, free_address(), device=kind, timeout=120.0))
+    try:
+        found = Backend(made(machine), settings, group).score(rows)
+    finally:
+        group.close()
+    apart = max(abs(a - b) for one, two in zip(expected, found, strict=True)
+                for a, b in zip(one, two, strict=True))  # fmt: skip
+    yield Row(
+        "ranks",
+        f"FSDP2, one rank over {'NCCL' if machine.gpu else 'gloo'}, in float32",
+        f"{apart:.2g} nats from one process",
+        "at most 1e-3",
+        apart <= 1e-3,
+        {"apart": apart},
+    )
+
+
+MEMBER = """
+import sys
+from trireme.engines.weight_group import Meeting, WeightGroup
+group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, timeout=60))
+group.connect()
+for _ in range(2):
+    print(sum(tensor.nbytes for _, tensor in group.receive()), flush=True)
+"""
+
+
+def sync(machine: Machine) -> Lines:
+    """Weights to a second process: over gloo, and as a handle of the device's own memory."""
+    from trireme.engines.weight_group import Meeting, WeightGroup
+
+    count = max(machine.sizes.copy_bytes // 2**24, 1)
+    tensors = [
+        (f"{n}", torch.zeros(2**23, dtype=torch.bfloat16, device=machine.device))
+        for n in range(count)
+    ]
+    group = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=60))
+    command = [sys.executable, "-c", MEMBER, str(group.port)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as member:
+        try:
+            group.connect({1: "the second process"})
+            group.send(tensors)
+            seconds = machine.once(lambda: group.send(tensors))
+            said = member.communicate(timeout=60)[0].split()
+        finally:
+            member.kill()
+    size = sum(tensor.nbytes for _, tensor in tensors)
+    yield Row(
+        "sync",
+        "gloo, to a second process",
+        f"{size / seconds / 1e9:.2f} GB/s",
+        "all bytes arrive",
+        said == [str(size)] * 2,
+        {"bytes_per_s": size / seconds},
+    )
+    rate = handle_rate(machine, tensors[0][1])
+    yield Row(
+        "sync",
+        "a handle of CUDA memory (of shared memory on a CPU), copied by a second process",
+        f"{rate / 1e9:.2f} GB/s",
+        "at least 50 GB/s",
+        machine.judged(rate >= 50e9),
+        {"bytes_per_s": rate},
+    )
+
+
+def handle_rate(machine: Machine, tensor: Tensor) -> float:
+    """Bytes a second that a second process copies out of a tensor of ours."""
+    from torch import multiprocessing
+
+    spawn = multiprocessing.get_context("spawn")
+    asked, answer = spawn.SimpleQueue(), spawn.SimpleQueue()
+    process = spawn.Process(target=_copy, args=(asked, answer, str(machine.device)), daemon=True)
+    process.start()
+    try:
+        asked.put(tensor if machine.gpu else tensor.share_memory_())
+        while not answer.empty() or process.is_alive():
+            if not answer.empty():
+                return 2 * tensor.nbytes / float(answer.get())
+            time.sleep(0.01)
+        raise RuntimeError(f"the second process ended with {process.exitcode}")
+    finally:
+        process.kill()
+
+
+def _copy(asked: Any, answer: Any, device: str) -> None:
+    held = asked.get()
+    machine = Machine(torch.device(device), CPU, Path())
+    own = torch.empty_like(held)
+    answer.put(machine.seconds(lambda: own.copy_(held)))
+
+
+LINES: tuple[Callable[[Machine], Lines], ...] = (
+    versions,
+    sdpa,
+    tests,
+    step,
+    head,
+    gap,
+    decode,
+    ranks,
+    sync,
+)
+
+
+def reason(error: BaseException) -> str:
+    """Why a line was not measured, in one sentence."""
+    if isinstance(error, ImportError) and error.name:
+        return f"skipped: this interpreter has no {error.name}"
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "skipped: it needs more memory than the GPU has free"
+    text = str(error).strip().partition("\n")[0]
+    return f"failed: {type(error).__name__}: {text[:160]}"
+
+
+def report(machine: Machine, lines: Sequence[Callable[[Machine], Lines]]) -> list[Row]:
+    """All rows, each printed as soon as it is there."""
+    print("| line | what | measured | to pass | |\n|-|-|-|-|-|", flush=True)
+    rows: list[Row] = []
+    for line in lines:
+        begun = time.perf_counter()
+        try:
+            for row in line(machine):
+                rows.append(row)
+                print(row, flush=True)
+        except Exception as error:  # the others go on
+            why = reason(error)
+            failed = False if why.startswith("failed") else None
+            rows.append(Row(line.__name__, "", why, passed=failed))
+            print(rows[-1], flush=True)
+        gc.collect()
+        if machine.gpu:
+            torch.cuda.empty_cache()
+        print(f"{line.__name__}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def chosen_device(asked: str | None) -> torch.device:
+    """`cuda` with its index. Exits with a sentence where there is none."""
+    kind = asked or "cuda"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        sys.exit(
+            f"gpu_report: torch {torch.__version__} sees no GPU (--device cpu runs small sizes)"
+        )
+    device = torch.device(kind)
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def main() -> int:
+    """The exit code: 1 where a mark was missed or a line failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", help="cuda (the default), cuda:N or cpu")
+    parser.add_argument("--json", type=Path, default=Path("gpu_report.json"))
+    names = ", ".join(line.__name__ for line in LINES)
+    parser.add_argument("--lines", help=f"some of {names}, with commas between")
+    options = parser.parse_args()
+    wanted = options.lines.split(",") if options.lines else [line.__name__ for line in LINES]
+    unknown = [name for name in wanted if name not in {line.__name__ for line in LINES}]
+    if unknown:
+        sys.exit(f"gpu_report: --lines has no '{unknown[0]}'. It has: {names}")
+    device = chosen_device(options.device)
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        machine = Machine(device, CPU if device.type == "cpu" else GPU, Path(folder))
+        rows = report(machine, [line for line in LINES if line.__name__ in wanted])
+    part = options.json.with_suffix(".part")
+    part.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    part.replace(options.json)
+    missed = [row for row in rows if row.passed is False]
+    print(f"\n{len(rows)} rows, {len(missed)} missed their mark; {options.json}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
