@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -55,6 +57,55 @@ def test_two_models_are_measured_and_compared(tasks: Path, tmp_path: Path, tiny_
     mean = sum(sum(values) / 4 for values in first["values"]) / 4
     assert first["estimates"]["reward mean@4"]["mean"] == pytest.approx(mean)
     assert all(len(values) == 4 for values in first["values"])
+
+
+class Api(BaseHTTPRequestHandler):
+    """Adds two numbers, of which the first stands in the question; every second time wrongly."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(body | {"key": self.headers["authorization"]})
+        first = int(body["messages"][-1]["content"].split()[0])
+        reply = f"\\boxed{{{first + 1 + len(self.asked) % 2}}}"
+        choice = {"index": 0, "finish_reason": "stop",
+                  "message": {"role": "assistant", "content": reply}}  # fmt: skip
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
+                  "choices": [choice]}  # fmt: skip
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+def test_a_model_behind_an_openai_api(
+    tasks: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the key")
+    Api.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        done = call(
+            *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "2"),
+            *("--model", f"adder@http://127.0.0.1:{server.server_port}/v1", "--max-tokens", "64"),
+            *(f"model.model_path={tiny_dir}", "model.max_prompt_tokens=800"),
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.exit_code == 0, done.output
+    assert re.search(r"accuracy mean@2 +0\.500", done.output), done.output
+    assert len(Api.asked) == 8
+    assert {one["model"] for one in Api.asked} == {"adder"}
+    assert {one["key"] for one in Api.asked} == {"Bearer the key"}
+    assert Api.asked[0]["max_tokens"] == 64 and Api.asked[0]["messages"][-1]["role"] == "user"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class EvalOptions:
     """The command's flags."""
 
     models: Sequence[str]
-    """Folders of models or runs, ids on the hub, or addresses of rollout servers."""
+    """Folders of models or runs, ids on the hub, addresses of rollout servers, or NAME@URL."""
     config: Path | None = None
     keys: Sequence[str] = ()
     tasks: Sequence[str] = ()
@@ -47,7 +47,7 @@ class EvalOptions:
 def evaluate_models(options: EvalOptions) -> int:
     """Try each model, print the table; returns the exit code."""
     from trireme.cli.run import ENVIRONMENT, complain
-    from trireme.launch.evaluation import evaluate
+    from trireme.launch.evaluation import Api, evaluate
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -57,7 +57,10 @@ def evaluate_models(options: EvalOptions) -> int:
             found: list[list[Evaluated]] = []
             for model, plan in zip(options.models, plans, strict=True):
                 print(f"{model} ...", file=sys.stderr, flush=True)
-                found.append(evaluate(plan, rollouts=options.rollouts))
+                name, _, url = model.partition("@") if "://" in model else ("", "", "")
+                key = plan.engine_key or os.environ.get("OPENAI_API_KEY")
+                api = Api(name, url, key) if url else None
+                found.append(evaluate(plan, rollouts=options.rollouts, api=api))
         print("\n".join(_report(options, found)), flush=True)
         if options.out is not None:
             write_json(options.out, _values(options, found))
@@ -92,9 +95,10 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
                 f"--model {model} is a server: expected a YAML, or model.model_path=FOLDER, "
                 "whose tokenizer it shares"
             )
-        urls = yaml.safe_dump([model], default_flow_style=True).strip()
-        keys += ["explorer.rollout_model.engine_type=remote"]
-        keys += [f"explorer.rollout_model.base_urls={urls}"]
+        if "@" not in model.partition("://")[0]:
+            urls = yaml.safe_dump([model], default_flow_style=True).strip()
+            keys += ["explorer.rollout_model.engine_type=remote"]
+            keys += [f"explorer.rollout_model.base_urls={urls}"]
     else:
         place = Path(model)
         keys.append(f"model.model_path={model_in(place).resolve() if place.is_dir() else model}")

@@ -188,7 +188,8 @@ def eval_command(
         typer.Option(
             "--model",
             "-m",
-            help="The folder of a model or a run, an id, or a rollout server; may be repeated.",
+            help="The folder of a model or a run, an id, a rollout server's address, or NAME@URL "
+            "for an OpenAI API; may be repeated.",
         ),
     ],
     words: Words = None,

@@ -183,7 +183,9 @@ class ModelConfig(Section):
     """Replaces the model's own rotary base."""
     tinker: Annotated[dict[str, Any], Refused()] = {}
     """Options of the Tinker service."""
-    external_model: Annotated[dict[str, Any], Refused()] = {}
+    external_model: Annotated[
+        dict[str, Any], Refused("is not read here: trireme eval --model NAME@URL measures it")
+    ] = {}
     """A model behind someone else's API, for `bench`."""
 
 

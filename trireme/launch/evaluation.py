@@ -6,13 +6,16 @@ import asyncio
 import dataclasses
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from trireme.config import Plan
+from trireme.engines.api import ASKED, ApiEngine, Asked
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
@@ -22,6 +25,7 @@ from trireme.launch.data import make_eval_tasksets, make_text
 from trireme.launch.engine_host import engine_hosts, start_all, stop_all
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, make_remote_engine
 from trireme.launch.rollout import make_scheduler
+from trireme.model.model import Model, Reply
 
 MEASURES = ("accuracy", "reward")
 """What a rollout is worth: the first of these that rollouts have."""
@@ -39,15 +43,39 @@ class Evaluated:
     """Why, and how often."""
 
 
-def evaluate(plan: Plan, *, rollouts: int | None = None) -> list[Evaluated]:
-    """Try every task of the plan's evaluation tasksets `rollouts` times (their own number).
+@dataclass(frozen=True)
+class Api:
+    """A model behind someone else's OpenAI API."""
+
+    name: str
+    base_url: str
+    key: str | None = None
+
+
+class ApiModel(Model):
+    """A Model whose conversations reach an API as they are."""
+
+    async def chat_samples(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **options: Any
+    ) -> list[Reply]:
+        """See Model."""
+        asked = ASKED.set(Asked(messages, tools))
+        try:
+            return await super().chat_samples(messages, tools, **options)
+        finally:
+            ASKED.reset(asked)
+
+
+def evaluate(plan: Plan, *, rollouts: int | None = None, api: Api | None = None) -> list[Evaluated]:
+    """Try every task of the plan's evaluation tasksets `rollouts` times (their own number), with
+    the plan's model, or the `api`'s.
 
     Raises ValueError where there is no such taskset.
     """
-    return asyncio.run(_evaluate(plan, rollouts))
+    return asyncio.run(_evaluate(plan, rollouts, api))
 
 
-async def _evaluate(plan: Plan, rollouts: int | None) -> list[Evaluated]:
+async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[Evaluated]:
     tasksets = make_eval_tasksets(plan)
     if not tasksets:
         raise ValueError("buffer.explorer_input.eval_tasksets is empty: there is nothing to try")
@@ -57,11 +85,20 @@ async def _evaluate(plan: Plan, rollouts: int | None) -> list[Evaluated]:
     async with AsyncExitStack() as held:
         device = Device()
         held.callback(device.close)
-        hosts = engine_hosts(plan, plan.model_path, Path(plan.job_dir) / "log")
+        hosts = [] if api else engine_hosts(plan, plan.model_path, Path(plan.job_dir) / "log")
         held.push_async_callback(stop_all, hosts)
         await start_all(hosts)
         engine: Engine
-        if urls := tuple(host.url for host in hosts) or plan.engine_urls:
+        if api is not None:
+            engine = ApiEngine(
+                api.base_url,
+                api.name,
+                tokenizer=text.tokenizer,
+                max_model_len=plan.max_model_len,
+                api_key=api.key,
+                timeout=plan.config.explorer.max_timeout,
+            )
+        elif urls := tuple(host.url for host in hosts) or plan.engine_urls:
             key = hosts[0].key if hosts else plan.engine_key
             engine = make_remote_engine(plan, urls, key)
         else:
@@ -71,7 +108,11 @@ async def _evaluate(plan: Plan, rollouts: int | None) -> list[Evaluated]:
         for other in others:
             if isinstance(other, Auxiliary):
                 held.push_async_callback(other.engine.close)
-        scheduler = make_scheduler(plan, plan.model_path, engine, text, None, auxiliary=others)
+        kind = Model if api is None else ApiModel
+        path = plan.model_path
+        scheduler = make_scheduler(
+            plan, path, engine, text, None, auxiliary=others, model_type=kind
+        )
         held.push_async_callback(scheduler.close)
         scheduler.start()
         names = [f"0/{taskset.name}" for taskset in tasksets]

@@ -29,6 +29,7 @@ def make_scheduler(
     greedy_run: bool = False,
     auxiliary: Sequence[Auxiliary | Endpoint] = (),
     max_retries: int | None = None,
+    model_type: type[Model] = Model,
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt.
 
@@ -46,7 +47,7 @@ def make_scheduler(
         sampling = sampling_of(plan, task.rollout_args)
         if greedy_run and key[2] == 0 and not task.is_eval:
             sampling = dataclasses.replace(sampling, temperature=0.0)
-        return Model(
+        return model_type(
             engine,
             text.chat,
             key=key,

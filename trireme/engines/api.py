@@ -1,0 +1,93 @@
+"""An OpenAI API as an engine, for evaluation: it takes conversations, and its ids are not its own.
+
+Replies are encoded by the tokenizer that the run has, so that workflows and rewards see what they
+always see; nothing of it can be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from trireme.engines.engine import Completion, OnToken, Sampling
+from trireme.engines.scripted import ScriptedEngine
+
+
+class Asked(NamedTuple):
+    """A conversation on its way to the API."""
+
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None
+
+
+ASKED: ContextVar[Asked | None] = ContextVar("ASKED", default=None)
+"""What the call under way asks; a Model's prompts are ids, which an API does not take."""
+
+
+class ApiEngine(ScriptedEngine):
+    """See Engine. It has no weights, and reports one constant log-probability."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_len: int,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """`model` is the name that requests give; `timeout` is of one request, in seconds."""
+        super().__init__((), tokenizer=tokenizer, max_model_len=max_model_len)
+        import openai
+
+        self._model = model
+        self._client = openai.AsyncOpenAI(
+            base_url=base_url, api_key=api_key or "EMPTY", timeout=timeout
+        )
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        key: tuple[Any, ...] = (),
+        on_token: OnToken | None = None,
+    ) -> list[Completion]:
+        """See Engine. Raises ValueError for a prompt that is no conversation."""
+        self._check()
+        asked = ASKED.get()
+        if asked is None:
+            raise ValueError(
+                f"the API of {self._model} takes conversations: expected model.chat, not generate"
+            )
+        options: dict[str, Any] = {"tools": list(asked.tools)} if asked.tools else {}
+        if sampling.stop:
+            options["stop"] = list(sampling.stop)
+        answer = await self._client.chat.completions.create(
+            model=self._model,
+            messages=list(asked.messages),
+            n=sampling.n,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            **options,
+        )
+        made = []
+        for choice in answer.choices:
+            text = choice.message.content or ""
+            encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert isinstance(encoded, list)
+            cut = choice.finish_reason == "length"
+            completion = self._completion(encoded, "length" if cut else "stop")
+            completion.text = text
+            made.append(completion)
+        return made
+
+    async def close(self) -> None:
+        """See Engine."""
+        await super().close()
+        await self._client.close()
