@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import trireme
 from tests.e2e.job import small_config
 from trireme.cli.main import app
+from trireme.demo.tiny_model import make_tiny_model
 from trireme.launch.trial import TrialFailed
 from trireme.task import Task
 
@@ -42,6 +43,13 @@ def test_what_was_said_and_what_would_be_trained(
     assert [int(place) for place in trained] == experience.mask.nonzero().flatten().tolist()
     assert f"{len(trained)} of {len(experience.tokens)} tokens would be trained" in told
     assert "  user       again" in told and "reward 1 " in told
+
+
+def test_text_that_the_vocabulary_does_not_cover_is_pointed_out(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", ["Ann has 1 egg."], seed=0)
+    options = {"model": model, "show": False, **SMALL}
+    unknown = trireme.try_workflow(twice, "Ann has 1 egg.", replies=["Ann", "Zebras"], **options)
+    assert "tokens are '<|unknown|>': the model's vocabulary does not cover" in unknown.text
 
 
 def test_the_model_s_own_engine_answers_also_in_a_running_loop(tiny_dir: Path) -> None:
