@@ -70,3 +70,36 @@ def test_an_episode_is_that_of_its_seed() -> None:
         return [env.step("right")[0] for _ in range(3)]
 
     assert walk() == walk()
+
+
+def way_over(lake: list[str]) -> list[str]:
+    """The shortest way from the start to the goal."""
+    moves = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+    ways: dict[tuple[int, int], list[str]] = {(0, 0): []}
+    for place in (places := [(0, 0)]):
+        for name, (down, right) in moves.items():
+            y, x = place[0] + down, place[1] + right
+            inside = 0 <= y < len(lake) and 0 <= x < len(lake)
+            if inside and lake[y][x] != "H" and (y, x) not in ways:
+                ways[y, x] = [*ways[place], name]
+                places.append((y, x))
+    return ways[len(lake) - 1, len(lake) - 1]
+
+
+def test_a_frozen_lake_is_that_of_its_row() -> None:
+    maps = pytest.importorskip("gymnasium.envs.toy_text.frozen_lake")
+    row = {"prompt": "go", "size": 5, "p": 0.7, "seed": 11}
+    lake = maps.generate_random_map(5, 0.7, 11)
+    workflow = resolve("frozen_lake_workflow")
+
+    def played(replies: list[str], **args: Any) -> Any:
+        return asyncio.run(workflow.call(Task(row, workflow_args=args), make(replies), 1, 0))
+
+    (e,) = played(way_over(lake))
+    seen = [m["content"] for m in e.messages or [] if m["role"] == "user"]
+    assert seen[0].replace("[", "").replace("]", "") == "\n".join(lake)
+    assert e.reward == 1.0
+    (late,) = played(way_over(lake), agent_max_steps=3)
+    assert late.reward == 0.0 and late.metrics["actual_env_steps"] == 3
+    (cut,) = played(way_over(lake), env_max_steps=2)
+    assert cut.metrics["actual_env_steps"] == 2

@@ -7,6 +7,7 @@ the puzzle (sudoku); the reward is the sum of the environment's. A reasoning gym
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import re
 from collections.abc import Mapping
@@ -64,6 +65,37 @@ class GymWorkflow(EpisodeWorkflow):
     def final_reward(self, seen: Seen, total: float) -> float:
         """The sum of all steps."""
         return total
+
+
+@workflow("frozen_lake_workflow")
+class FrozenLakeWorkflow(GymWorkflow):
+    """The action is what stands in <action>, or else the whole reply: left, down, right, up.
+
+    Columns `size`, `p` and `seed` draw the lake (4, 0.8, the prompt's number). `workflow_args`:
+    is_slippery, agent_max_steps (replies), env_max_steps (moves), per_step, and those columns for
+    all rows.
+    """
+
+    def bind(self, task: Task) -> None:
+        """Take the names that users' methods read from the task."""
+        super().bind(task)
+        self.max_env_steps = int(task.workflow_args.get("agent_max_steps", self.max_env_steps))
+
+    def make_env(self) -> TextGym:
+        """The lake of the row."""
+        maps = importlib.import_module("gymnasium.envs.toy_text.frozen_lake")
+        given = {**self.workflow_args, **self.task.raw_task}
+        seed = int(given.get("seed", self.task_desc))
+        size, frozen = int(given.get("size", 4)), float(given.get("p", 0.8))
+        lake: dict[str, Any] = {
+            "desc": maps.generate_random_map(size, frozen, seed),
+            "is_slippery": bool(given.get("is_slippery", False)),
+            "render_mode": "ansi",
+        }
+        if (most := given.get("env_max_steps")) is not None:
+            lake["max_episode_steps"] = int(most)
+        actions = ("left", "down", "right", "up")
+        return TextGym("FrozenLake-v1", seed=seed, actions=actions, env_args=lake)
 
 
 @workflow("household_workflow")

@@ -232,6 +232,7 @@ class MathRulerWorkflow(MathWorkflow):
 
 
 @workflow("rubric_judge_workflow")
+@workflow("rubric_judge_openai_workflow")
 class RubricJudgeWorkflow(SimpleWorkflow):
     """One prompt, one reply, rated by a model that is given the row's criteria."""
 
