@@ -168,13 +168,17 @@ test-trackers: setup
 	    -c $(TRACKERS)/constraints.txt -c constraints-trackers.txt -e '.[trackers]' pytest pytest-timeout
 	$(REQUIRE)=trackers $(TRACKERS)/bin/python -m pytest -q -rs -p no:cacheprovider tests/monitor/test_trackers.py
 
-# agent programs of others, from PyPI and npm, as rollouts: 2 GB of them, then two minutes
+# agent programs and environments of others, from PyPI and npm: 2 GB of them, then three minutes. What
+# setup installed is seen from their environment, behind what they bring
 test-agents: setup
 	$(BIN)/python -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-agents.txt \
-	    openai anthropic openai-agents langgraph langchain-openai smolagents mini-swe-agent
+	    openai anthropic openai-agents langgraph langchain-openai smolagents mini-swe-agent \
+	    verifiers openenv-core
+	$(AGENTS)/bin/python -c "import site; print(site.getsitepackages()[0])" | { read folder; \
+	    $(BIN)/python -c "import site; print('$(CURDIR)', *site.getsitepackages(), sep='\n')" > $$folder/setup.pth; }
 	npm ci --prefix tests/agents --no-audit --no-fund --loglevel=error
-	OMP_NUM_THREADS=1 $(REQUIRE)=test-agents $(BIN)/python -m pytest -q -rs -s tests/agents
+	OMP_NUM_THREADS=1 $(REQUIRE)=test-agents $(AGENTS)/bin/python -m pytest -q -rs -s tests/agents
 
 # the unit tests on the other interpreters that are promised, each in an environment of its own
 test-python:

@@ -88,9 +88,10 @@ def test_the_constraints_pin_every_dependency() -> None:
 def test_every_dependency_has_an_upper_bound_that_its_pin_keeps() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
+    kinds = ("-agents", "-trackers", "-megatron", "")
     pins = dict(
         line.strip().lower().replace("_", "-").split("==")
-        for name in ("constraints-trackers.txt", "constraints-megatron.txt", "constraints.txt")
+        for name in (f"constraints{kind}.txt" for kind in kinds)
         for line in (ROOT / name).read_text().splitlines()
         if "==" in line
     )

@@ -264,6 +264,7 @@ WORKFLOWS = Registry(
         *(f"{_WORKFLOWS}.{name}" for name in ("single_turn", "gym", "alfworld", "webshop")),
         f"{_WORKFLOWS}.scheduled",
         f"{_WORKFLOWS}.command",
+        f"{_WORKFLOWS}.shared",
     ],
     by="workflow",
 )

@@ -104,7 +104,7 @@ class TasksetConfig(Section):
     """Files, or a table of a database: the one that `subset_name` names, or `name`, or the only."""
     path: str = ""
     """A local file or folder, an id on the hub, sqlite:///FILE or another database, or
-    reasoning_gym:NAME?OPTIONS (environments.md)."""
+    reasoning_gym:NAME?OPTIONS and verifiers:NAME?OPTIONS (environments.md)."""
     split: str = "train"
     """Split of the data set."""
     subset_name: str | None = None

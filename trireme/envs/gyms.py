@@ -19,6 +19,8 @@ from typing import Any
 import yaml
 
 from trireme.envs.env import extra
+from trireme.envs.verifiers import SCHEME as VERIFIERS
+from trireme.envs.verifiers import Environment, environment
 from trireme.registry import did_you_mean
 
 COLUMNS = ("question", "answer", "metadata", "generated_by")
@@ -143,6 +145,8 @@ _RUNS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
 
 def generated(path: str) -> tuple[str, dict[str, Any]] | None:
     """Name and options of the generator; None for a path of any other kind."""
+    if path.startswith(VERIFIERS):
+        return path.removeprefix(VERIFIERS), {}  # the environment reads them itself
     if not path.startswith(_SCHEME):
         return None
     name, _, options = path.removeprefix(_SCHEME).partition("?")
@@ -186,3 +190,8 @@ class Problems:
 def problems(path: str) -> Problems:
     """The data set of `reasoning_gym:NAME?OPTIONS`, made once."""
     return Problems(path)
+
+
+def made_rows(path: str) -> Problems | Environment:
+    """The rows of a path that is `generated`."""
+    return environment(path) if path.startswith(VERIFIERS) else problems(path)

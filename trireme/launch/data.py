@@ -29,7 +29,7 @@ from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
 from trireme.envs.env import refuse_missing
-from trireme.envs.gyms import COLUMNS, generated, problems
+from trireme.envs.gyms import COLUMNS, generated, made_rows
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
 from trireme.pipeline.pipeline import prepared
@@ -149,7 +149,7 @@ def rows_of(config: TasksetConfig) -> Rows:
         if config.split != "train":
             reason = f"has no split '{config.split}': give another seed in place of a split"
             raise NoRows(config.path, reason)
-        made: Any = problems(config.path)
+        made: Any = made_rows(config.path)
         return Rows(f"dataset '{config.path}'", made, COLUMNS)
     if config.storage_type == "sql" and not is_database(config.path):
         raise NoRows(config.path, "is no database: expected sqlite:///<file> or postgresql://...")

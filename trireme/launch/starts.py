@@ -35,7 +35,7 @@ from trireme.config.lookup import located, plugin_files
 from trireme.config.schema import LoraConfig
 from trireme.data.database import is_database
 from trireme.data.rows import SAVED, OnError, load_rows, split_files
-from trireme.envs.gyms import generated, problems
+from trireme.envs.gyms import generated, made_rows
 from trireme.files import in_turn, write_json, write_text
 from trireme.log import hide_passwords
 
@@ -230,7 +230,7 @@ def data_facts(path: str, subset: str | None, split: str, on_error: OnError) -> 
     if is_database(path):
         return {"path": hide_passwords(path), "rows": None, "sha256": None}
     if generated(path) is not None:
-        return {"path": path, "rows": len(problems(path)), "sha256": None}
+        return {"path": path, "rows": len(made_rows(path)), "sha256": None}
     files = split_files(path, subset, split)
     if files is None:
         return {"path": path, "rows": None, "sha256": None}

@@ -1,0 +1,91 @@
+"""Environments of the package `verifiers`: their own trace has the ids that are trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.agents.programs import tool_call
+from tests.agents.steered import Steered, exactness, make_model
+from tests.agents.test_programs import embedded
+from trireme.engines.engine import Sampling
+from trireme.envs.gyms import made_rows
+from trireme.envs.verifiers import Environment, Played, environment
+from trireme.explorer.runner import Runner, TimeLimit
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.task import Task
+from trireme.workflows.workflow import resolve
+
+pytest.importorskip("verifiers", reason="make test-agents installs verifiers")
+PATH = "verifiers:numbers_environment?count=3"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    environment.cache_clear()
+    yield
+
+
+def test_the_trace_of_an_environment_is_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path / "model")
+    rows: Any = made_rows(PATH)
+    assert len(rows) == 3 and rows[2]["question"] == "What is 2 times 7?"
+    played: list[Played] = []
+    play = Environment.play
+
+    async def kept(*args: Any) -> Played:
+        played.append(await play(*args))
+        return played[-1]
+
+    monkeypatch.setattr(Environment, "play", kept)
+    task = Task(rows[2], workflow="verifiers_workflow")
+    replies: list[str | None] = [tool_call("multiply", {"a": 2, "b": 7})]
+
+    async def main() -> tuple[Any, Steered]:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        chat = ChatTokens(tokenizer)
+        async with embedded(model) as (own, most):
+            engine = Steered(own, tokenizer, lambda _: replies.pop(0) if replies else None)
+
+            def make(task: Task, key: tuple[Any, ...]) -> Model:
+                options: dict[str, Any] = {"engine": engine, "chat": chat, "max_model_len": most}
+                return Model(key=key, sampling=Sampling(max_tokens=256), **options)
+
+            whole: Any = engine
+            runner = Runner(make, whole, limit=TimeLimit(60), max_retries=0)
+            spec = resolve("verifiers_workflow")
+            assert spec.examine is not None
+            spec.examine(task)
+            return await runner.run(task, spec, range(1)), engine
+
+    outcome, engine = asyncio.run(main())
+    assert not outcome.failures, outcome.failures[0]
+    [experience] = outcome.experiences
+    assert experience.reward == 1.5
+    assert (experience.metrics["used_tool"], experience.metrics["brief"]) == (1.0, 1.0)
+    assert "14" in engine.prompts[-1]
+    found = exactness(outcome.experiences, engine.sampled, model)
+    assert found.calls == 2 and found.drift < 1e-4
+    last = played[0].trace[-1]["tokens"]
+    assert [*last["prompt_ids"], *last["completion_ids"]] == experience.tokens.tolist()
+    assert [step["tokens"]["completion_ids"] for step in played[0].trace] == engine.sampled
+
+
+def test_what_cannot_be_loaded_is_said() -> None:
+    with pytest.raises(ValueError, match="nowhere_environment: the environment cannot be loaded"):
+        environment("verifiers:nowhere_environment")
+    with pytest.raises(ValueError, match="split is 'dev': expected train or eval"):
+        environment(f"{PATH}&split=dev")
+    spec = resolve("verifiers_workflow")
+    assert spec.examine is not None
+    with pytest.raises(ValueError, match="needs a taskset of an environment"):
+        spec.examine(Task({"prompt": "a"}))

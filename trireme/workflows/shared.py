@@ -1,0 +1,152 @@
+"""Shared: workflows over environments that others publish: of `verifiers`, and OpenEnv's servers.
+
+- An environment of `verifiers` leads the conversation itself, and says what it is worth.
+- A server of OpenEnv is asked turn by turn, each episode over a connection of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trireme.engines.engine import what_is_wrong
+from trireme.envs.env import Seen, extra
+from trireme.envs.verifiers import SCHEME, environment
+from trireme.experience import Experience
+from trireme.registry import workflow
+from trireme.task import Task
+from trireme.workflows.classes import Workflow
+from trireme.workflows.episode import EpisodeWorkflow
+
+
+@workflow("verifiers_workflow")
+class VerifiersWorkflow(Workflow):
+    """The rows are those of the environment: `path: verifiers:NAME?OPTIONS`.
+
+    The conversation and the reward are the environment's; its single rewards become metrics.
+    """
+
+    async def run(self) -> list[Experience]:
+        """Let the environment ask the model until it ends."""
+        model = self.model.model
+        model.keeps_sampling = True
+        env = environment(self.raw_task["generated_by"])
+        played = await env.play(self.raw_task, model.openai, model.model_path or "model", {})
+        experiences = model.experiences(played.reward)
+        for experience in experiences:
+            experience.metrics.update(played.metrics)
+        return experiences
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for rows of anything else."""
+        path = str(task.raw_task.get("generated_by", ""))
+        if not path.startswith(SCHEME):
+            raise ValueError(
+                "verifiers_workflow needs a taskset of an environment: set its path to "
+                f"{SCHEME}NAME?OPTIONS, {SCHEME}my_environment?split=train for example"
+            )
+        environment(path)
+
+
+class Settings(BaseModel):
+    """`workflow_args` of openenv_workflow."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str
+    """The server's address, http://127.0.0.1:8000 for example."""
+    action: str | None = None
+    """The field of an action that a reply becomes; not given: a reply is the action, as JSON."""
+    observation: str | None = None
+    """The field of an observation that is shown; not given: all of it, as JSON."""
+    reset: dict[str, Any] = {}
+    """What an episode begins with, beside `seed`, the task's."""
+    per_step: bool = False
+    """One experience a turn in place of one an episode."""
+    max_env_steps: Annotated[int, Field(gt=0)] = 30
+    """Most turns of an episode."""
+
+
+class Remote:
+    """One episode on a server of OpenEnv."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        client = extra("openenv.core.generic_client", "OpenEnv", "openenv").GenericEnvClient
+        self._client = client(base_url=settings.url)
+        self._settings, self._seed = settings, seed
+
+    async def reset(self) -> tuple[str, dict[str, Any]]:
+        """The first observation."""
+        begun = await self._client.reset(**{"seed": self._seed, **self._settings.reset})
+        return self._shown(begun.observation), {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Act. A reply that is no action changes nothing, and the observation says so."""
+        if self._settings.action is not None:
+            sent: Any = {self._settings.action: action}
+        else:
+            try:
+                sent = json.loads(action)
+            except (ValueError, RecursionError):
+                sent = None
+            if not isinstance(sent, dict):
+                return "That is no action: expected a JSON object.", 0.0, False, {}
+        seen = await self._client.step(sent)
+        return self._shown(seen.observation), float(seen.reward or 0.0), bool(seen.done), {}
+
+    async def close(self) -> None:
+        """End the episode's connection."""
+        await self._client.close()
+
+    def _shown(self, observation: Mapping[str, Any]) -> str:
+        field = self._settings.observation
+        if field is None:
+            return json.dumps(observation, ensure_ascii=False)
+        if field not in observation:
+            raise ValueError(
+                f"workflow_args.observation is '{field}', which the server's observation has not: "
+                f"it has {', '.join(observation)}"
+            )
+        return str(observation[field])
+
+
+@workflow("openenv_workflow")
+class OpenEnvWorkflow(EpisodeWorkflow):
+    """An environment behind a server of OpenEnv; a reply is the action.
+
+    The prompt column is the episode's seed; the reward is the sum of the environment's.
+    """
+
+    blocking_env = False
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a wrong option, or where the package is not installed."""
+        _settings(task)
+        extra("openenv.core.generic_client", "OpenEnv", "openenv")
+
+    def bind(self, task: Task) -> None:
+        """Take the names that users' methods read from the task."""
+        super().bind(task)
+        settings = _settings(task)
+        self.per_step, self.max_env_steps = settings.per_step, settings.max_env_steps
+
+    def make_env(self) -> Remote:
+        """A connection of the episode's own."""
+        return Remote(_settings(self.task), int(self.task_desc))
+
+    def final_reward(self, seen: Seen, total: float) -> float:
+        """The sum of all steps."""
+        return total
+
+
+def _settings(task: Task) -> Settings:
+    try:
+        return Settings.model_validate(dict(task.workflow_args))
+    except ValidationError as error:
+        told = what_is_wrong(error.errors())
+        raise ValueError(f"workflow_args of openenv_workflow: {told}") from None
