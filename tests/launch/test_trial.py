@@ -47,7 +47,7 @@ def test_what_was_said_and_what_would_be_trained(
 
 def test_text_that_the_vocabulary_does_not_cover_is_pointed_out(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", ["Ann has 1 egg."], seed=0)
-    options = {"model": model, "show": False, **SMALL}
+    options: dict[str, Any] = {"model": model, "show": False, **SMALL}
     unknown = trireme.try_workflow(twice, "Ann has 1 egg.", replies=["Ann", "Zebras"], **options)
     assert "tokens are '<|unknown|>': the model's vocabulary does not cover" in unknown.text
 
