@@ -68,3 +68,15 @@ def test_a_run_says_what_it_was_and_what_changed_at_its_resume(tmp_path: Path) -
     told = overview(run)
     assert told["seed"] == 7 and not told["finished"]
     assert [one["cause"] for one in told["warnings"]] == ["all_equal"]
+
+
+def test_a_run_of_one_stage_has_finished_until_a_resume_logs_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (found,) = find_runs(run)
+    assert not overview(found)["finished"]
+    summary, newest = run / "summary.json", max(f.stat().st_mtime for f in found.metric_files)
+    summary.write_text("{}")
+    os.utime(summary, (newest + 1, newest + 1))
+    assert overview(found)["finished"]
+    os.utime(found.metric_files[0], (newest + 2, newest + 2))
+    assert not overview(found)["finished"]

@@ -175,7 +175,7 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
             piece = text.tokenizer.decode(e.tokens[span[0] : span[-1] + 1].tolist())
             yield f"  {f'{span[0]}-{span[-1]}':>12}       no           {piece!r}"
     unknown = text.tokenizer.unk_token_id
-    if unknown is not None and (count := int(e.tokens.eq(unknown).sum())):
+    if isinstance(unknown, int) and (count := int(e.tokens.eq(unknown).sum())):
         yield (
             f"note: {count} of the tokens are {text.tokenizer.unk_token!r}: the model's vocabulary "
             "does not cover that text"

@@ -182,6 +182,14 @@ def stage_of(run: RunFolder) -> dict[str, Any] | None:
     return None
 
 
+def _has_summary(run: RunFolder) -> bool:
+    """Whether a run of one stage has ended: its summary is written last, and a resume logs on."""
+    path = run.folder / "summary.json"
+    if not path.exists():
+        return False
+    return path.stat().st_mtime_ns >= max(file.stat().st_mtime_ns for file in run.metric_files)
+
+
 def starts_of(run: RunFolder) -> list[dict[str, Any]]:
     """Each start with its configuration, and with what differs from the one before."""
     path = run.folder / "run" / "starts.json"
@@ -230,7 +238,7 @@ def overview(run: RunFolder) -> dict[str, Any]:
         "mode": newest.get("mode"),
         "seed": newest.get("seed"),
         "started": newest.get("time"),
-        "finished": stage_of(run) is not None,
+        "finished": stage_of(run) is not None or _has_summary(run),
         "warnings": warnings_of(run),
         "generation": run.generation,
     }
