@@ -21,6 +21,7 @@ def test_a_plan_is_printed_by_topic(tmp_path):
     assert "8 tasks x 4 rollouts = 32 rollouts" in text
     assert "256 tokens: prompt up to 192, response up to 64" in text
     assert "explore 4, train 4, 4 an epoch" in text
+    assert "at most 32 requests at once" in text
     assert "explorer 0, trainer 0" in text or "explorer 1, trainer 1" in text
     assert f"{tmp_path}/out/p/n\n" in text
     assert "note: cluster asks for 2 GPUs" in text

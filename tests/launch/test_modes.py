@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trireme.aio import first_failure
 from trireme.buffer.buffer import OtherSideFailed
+from trireme.launch.modes import run_both
+from trireme.launch.stage import StageResult
 
 
 @pytest.mark.parametrize("cause_waits", [0.0, 0.05])
@@ -40,3 +44,27 @@ def test_the_first_failure_ends_the_others() -> None:
     with pytest.raises(ValueError, match="broken"):
         asyncio.run(first_failure(waits(), breaks()))
     assert ended == [True]
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_the_probe_is_calibrated_while_trainer_and_engine_have_the_same_weights(
+    refresh: bool,
+) -> None:
+    order: list[str] = []
+
+    class Side:
+        """Notes what is asked of it, as trainer and as explorer."""
+
+        def __getattr__(self, name: str) -> Any:
+            async def asked(*_: Any) -> Any:
+                order.append(name)
+                return 3 if name == "train" else StageResult(None, "both", "")
+
+            return asked
+
+    stage: Any = SimpleNamespace(result=lambda: StageResult(None, "both", ""))
+    trainer: Any = Side()
+    asyncio.run(run_both(stage, trainer, trainer, refresh=refresh))
+    before = ["refresh", "calibrate"] if refresh else ["calibrate"]
+    assert order[: len(before) + 1] == [*before, "explore"]
+    assert "train" in order and order.count("calibrate") == 1
