@@ -78,10 +78,10 @@ def config_of(values: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
             OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError([Problem("", f"is no configuration: {error}")]) from error
-    found = _values_of(tree, Path.cwd(), [], problems)
+    resolved = _values_of(tree, Path.cwd(), [], problems)
     if problems:
         raise ConfigError(problems)
-    return Config.model_validate(found)
+    return Config.model_validate(resolved)
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

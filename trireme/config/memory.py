@@ -273,29 +273,29 @@ def plan_memory(
         offload=trainer.offload,
         **engine,
     )
-    found = memory_of(shape, use)
-    if asked is None and free is not None and sum(found.values()) > free:
+    needs = memory_of(shape, use)
+    if asked is None and free is not None and sum(needs.values()) > free:
         use = replace(use, checkpointing=True)
-        found = memory_of(shape, use)
-    if free is not None and sum(found.values()) > free:
-        _say_what_is_short(stage, found, use, free)
-    return found, use.checkpointing
+        needs = memory_of(shape, use)
+    if free is not None and sum(needs.values()) > free:
+        _say_what_is_short(stage, needs, use, free)
+    return needs, use.checkpointing
 
 
 def _moments(optimizer: OptimizerConfig) -> int:
     return 0 if optimizer.optimizer_type == "sgd" else 2
 
 
-def _say_what_is_short(stage: StageConfig, found: dict[str, int], use: Use, free: int) -> None:
+def _say_what_is_short(stage: StageConfig, needs: dict[str, int], use: Use, free: int) -> None:
     """A problem, or a note where the user wants to try, or where only keys and values are more
     than there is room for: replies may be short.
     """
-    short = sum(found.values()) - free
+    short = sum(needs.values()) - free
     ways = ["more ranks", "trainer.offload"] if use.ranks > 1 else []
     ways += ["model.lora_configs"] if use.trains_all else []
     each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
     text = (
-        f"needs {told(found)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
+        f"needs {told(needs)} of a GPU{each}, and a GPU has {free / GIB:.1f} GiB: "
         f"{short / GIB:.1f} GiB are short; {''.join(f'{way} or ' for way in ways)}a smaller "
         f"trainer.max_token_len_per_gpu ({use.tokens}) takes less"
     )

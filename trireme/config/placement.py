@@ -285,10 +285,10 @@ def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoic
         return EngineChoice()
     kind = model.engine_type or ("vllm" if gpus and model.engine_python else "torch")
     if kind in ("vllm", "sglang"):
-        found = _vllm_of(stage, gpus, on_ray) if kind == "vllm" else None
-        if found is None:
+        vllm = _vllm_of(stage, gpus, on_ray) if kind == "vllm" else None
+        if vllm is None:
             return EngineChoice()
-        return EngineChoice("vllm", found.python, model.engine_num)
+        return EngineChoice("vllm", vllm.python, model.engine_num)
     several = model.engine_type == "torch" and model.engine_num > 1
     if several and not on_ray:
         trainers = int(stage.config.mode == "both")
@@ -313,12 +313,12 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
     )
     wanted = model.engine_num * size_of(model)
     try:
-        found = find_vllm(model.engine_python)
+        vllm = find_vllm(model.engine_python)
     except ValueError as error:
         stage.problem(f"{KEY}.engine_python", f"is {model.engine_python!r}: {error}")
         return None
     why = None
-    if found is None and gpus and not on_ray:
+    if vllm is None and gpus and not on_ray:
         stage.problem(
             f"{KEY}.engine_type",
             f"is vllm, and no Python with vLLM was found: install it in an environment of its own "
@@ -326,7 +326,7 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
             f"{VARIABLE}, or set engine_type torch",
         )
         return None
-    if found is None:
+    if vllm is None:
         why = f"no Python with vLLM was named ({KEY}.engine_python, or {VARIABLE})"
     elif stage.colocated:
         sync = stage.config.synchronizer
@@ -337,11 +337,11 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
             )
     elif gpus and not on_ray and mode == "both" and wanted >= gpus:
         why = f"it takes {wanted} GPUs beside the trainer's, of {gpus}"
-    if why is not None or found is None:
+    if why is not None or vllm is None:
         stage.notes.append(f"{prefix}: {instead}, since {why}")
         return None
-    stage.notes.append(f"{prefix}: vLLM {found.version} of {found.python}")
-    _check_arguments(stage, found)
+    stage.notes.append(f"{prefix}: vLLM {vllm.version} of {vllm.python}")
+    _check_arguments(stage, vllm)
     _check_heads(stage, gpus)
     if stage.colocated:
         rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
@@ -354,7 +354,7 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
             f"values (extra_engine_args.kv_cache_memory_bytes), whatever enforce_eager, "
             f"enable_chunked_prefill and gpu_memory_utilization say"
         )
-    return found
+    return vllm
 
 
 def find_vllm(asked: str | None) -> Vllm | None:
@@ -382,8 +382,8 @@ def _probe(python: str) -> Vllm:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["it says nothing"]
         raise ValueError(f"expected a Python that has vLLM: {last[0]}")
-    found = json.loads(done.stdout)
-    return Vllm(python, found["version"], tuple(found["arguments"]))
+    facts = json.loads(done.stdout)
+    return Vllm(python, facts["version"], tuple(facts["arguments"]))
 
 
 def _check_arguments(stage: StageConfig, vllm: Vllm) -> None:

@@ -306,18 +306,18 @@ def _note_engine(stage: StageConfig, several: bool) -> None:
 def _listen_address(stage: StageConfig) -> str:
     """Where `mode: serve` listens: this machine alone can reach it, unless there is a key."""
     explorer = stage.config.explorer
-    given, key = explorer.listen_address, "explorer.listen_address"
-    if stage.config.mode != "serve" or explorer.rollout_model.api_key or given in _LOOPBACK:
-        return given
-    if given == "0.0.0.0":
+    address, key = explorer.listen_address, "explorer.listen_address"
+    if stage.config.mode != "serve" or explorer.rollout_model.api_key or address in _LOOPBACK:
+        return address
+    if address == "0.0.0.0":
         stage.notes.append(
-            f"{key} ({given}): without explorer.rollout_model.api_key the server listens on "
+            f"{key} ({address}): without explorer.rollout_model.api_key the server listens on "
             f"{_LOOPBACK[0]}, for this machine alone"
         )
     else:
         stage.problem(
             key,
-            f"is {given}: other machines need explorer.rollout_model.api_key, or {_LOOPBACK[0]}",
+            f"is {address}: other machines need explorer.rollout_model.api_key, or {_LOOPBACK[0]}",
         )
     return _LOOPBACK[0]
 
@@ -348,8 +348,8 @@ def _method(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
     """How weights travel here: inside the process where both sides live in it, else by files; to
     engines in other processes as asked, or by HTTP.
     """
-    mode, given = stage.config.mode, stage.config.synchronizer.sync_method
-    asked = _OLDER_METHODS.get(given, given)
+    mode, method = stage.config.mode, stage.config.synchronizer.sync_method
+    asked = _OLDER_METHODS.get(method, method)
     if stage.colocated and not stage.reads_file:
         return "memory"
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
@@ -361,9 +361,9 @@ def _method(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
         how = "the trainer sends weights to the servers by HTTP"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
-    asked_for = given != SynchronizerConfig().sync_method  # the default is nobody's wish
+    asked_for = method != SynchronizerConfig().sync_method  # the default is nobody's wish
     if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
-        stage.notes.append(f"synchronizer.sync_method ({given}): {how}")
+        stage.notes.append(f"synchronizer.sync_method ({method}): {how}")
     return "memory" if mode == "both" else "checkpoint"
 
 

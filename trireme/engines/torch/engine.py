@@ -172,7 +172,7 @@ class TorchEngine:
         """See Engine."""
         # The last part differs most often; whole keys are compared only where it does not.
         at, last = len(key) - 1, key[-1:]
-        found = (
+        aborted = (
             [
                 r
                 for r in self._requests.values()
@@ -182,7 +182,7 @@ class TorchEngine:
             else [*self._requests.values()]
         )
         count = 0
-        for request in found:
+        for request in aborted:
             if request.stop_reason is None:
                 self._drop(request)
                 self._finish(request)
