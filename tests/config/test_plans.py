@@ -303,3 +303,19 @@ def test_a_server_needs_no_tasks_and_no_group_size(tmp_path):
         )
     )
     assert plan.mode == "serve"
+
+
+@pytest.mark.parametrize(
+    ("lora", "others", "rank"),
+    [
+        ("{lora_rank: 8}", [], 8),
+        ("{lora_rank: 8, use_rslora: true}", [], 8),
+        ("{lora_rank: 8, use_dora: true}", [], 0),
+        ("{lora_rank: 8, target_modules: [lm_head, q_proj]}", [], 0),
+        ("{lora_rank: 8}", ["synchronizer.sync_method=checkpoint"], 0),
+        ("{lora_rank: 1024}", [], 1024),  # an embedded engine has room for any
+    ],
+)
+def test_an_adapter_is_pushed_alone_where_the_engine_can_hold_it(tmp_path, lora, others, rank):
+    plan = plan_of(tmp_path, f"model.lora_configs=[{lora}]", *others)
+    assert plan.adapter_rank == rank and plan.has_adapter

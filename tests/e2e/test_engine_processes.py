@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
@@ -83,6 +84,27 @@ def test_engines_that_loaded_the_model_are_sent_no_weights_before_the_first_step
     done = CliRunner().invoke(app, ["run", "--config", str(tmp_path / "config.yaml")])
     assert done.exit_code == 0, done.output
     assert versions == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"),
+    [pytest.param(VLLM, "nccl", marks=needs_vllm), (TORCH, "nccl"), (TORCH, "memory")],
+)
+def test_an_adapter_alone_reaches_engines_of_other_processes_also_after_a_resume(
+    tmp_path: Path, engine: dict[str, Any], method: str
+) -> None:
+    config = job(tmp_path, engine, sync_method=method)
+    config["model"]["lora_configs"] = [{"lora_rank": 4, "use_rslora": True}]
+    config["algorithm"]["optimizer"] = {"lr": 1e-2}
+    for steps in (2, 4):
+        done = run(tmp_path, config, f"buffer.total_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert max(scalars(tmp_path, "sync/version")) == 4
+    assert max(scalars(tmp_path, "sync/probe_diff")) < 1e-4
+    assert max(scalars(tmp_path, "rollout/logprob_diff_max")) < 1e-4
+    adapter = tmp_path / "checkpoints/tests/job/global_step_4/actor/lora_adapter"
+    size = sum(t.nbytes for t in load_file(adapter / "adapter_model.safetensors").values())
+    assert set(scalars(tmp_path, "sync/pushed_bytes")) == {size}
 
 
 @pytest.mark.gpu

@@ -114,13 +114,15 @@ def test_a_copy_in_memory_that_went_wrong(
     "words",
     [
         ["synchronizer.sync_method=checkpoint", "algorithm.optimizer.lr=1e-6"],
-        ["model.lora_configs=[{name: a, lora_rank: 4}]", "algorithm.optimizer.lr=1e-5"],
+        ["model.lora_configs=[{lora_rank: 4, use_dora: true}]", "algorithm.optimizer.lr=1e-5"],
+        ["model.lora_configs=[{name: a, lora_rank: 4}]", "algorithm.optimizer.lr=1e-6"],
     ],
 )
-def test_files_and_merged_lora_weights_that_went_nowhere(
+def test_files_merged_weights_and_an_adapter_that_went_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.setattr(engine_module, "load_weights", skipped)
+    monkeypatch.setattr("trireme.engines.adapter.put", lambda *_: None)
     check(*run(tmp_path, *words), tmp_path / "checkpoints/tests/job", ".weight")
 
 

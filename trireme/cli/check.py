@@ -202,6 +202,7 @@ def _count(steps: int | None) -> str:
 
 def _sync(plan: Plan) -> str:
     how = "tensors are shared" if plan.share_tensors else f"by {plan.sync_method}"
+    how += ", the adapter alone" if plan.adapter_rank else ""
     ahead = f", explorer {plan.sync_offset} ahead" if plan.sync_offset else ""
     beat = "every step" if plan.sync_interval == 1 else f"every {plan.sync_interval} steps"
     return f"{plan.sync_style}, {beat}{ahead}, {how}"

@@ -135,6 +135,18 @@ def check_adapter(folder: Path) -> None:
         raise ValueError(f"has an {_ADAPTER_FILES[1]} that {error}") from error
 
 
+def adapter_facts(path: str) -> tuple[int, bool, str | list[str]]:
+    """The largest rank of an adapter's layers, whether it is DoRA, and the layers that it is on.
+    Raises ValueError where it is not here.
+    """
+    folder = located(path, "models")
+    if folder is None:
+        raise ValueError("is not on this machine")
+    config = _json(folder / _ADAPTER_FILES[0])
+    ranks = [config.get("r", 0), *(config.get("rank_pattern") or {}).values()]
+    return max(ranks), bool(config.get("use_dora")), config.get("target_modules") or []
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))

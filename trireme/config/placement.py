@@ -21,7 +21,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
-from trireme.config.lookup import model_config
+from trireme.config.lookup import adapter_facts, model_config
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.config.section import fate_of
 from trireme.config.stages import StageConfig
@@ -62,6 +62,8 @@ _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
 COLOCATED_SHARE = 0.25
 """Of a GPU's memory that vLLM takes beside a trainer."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM can make room for, of a LoRA adapter."""
 PASSED = tuple(
     name
     for name, item in RolloutModelConfig.model_fields.items()
@@ -274,6 +276,27 @@ class EngineChoice:
     python: str = sys.executable
     hosts: int = 0
     """Processes with an engine each, that the launcher starts; 0: it is embedded, or remote."""
+
+
+def adapter_rank_of(stage: StageConfig, engine: EngineChoice, method: str) -> int:
+    """Of the adapter that engines get alone; 0 where they get merged weights: by files, on a user's
+    own servers, with DoRA, on head or embedding, and where vLLM is told so or has no room.
+    """
+    config = stage.config
+    if config.mode != "both" or method == "checkpoint" or stage.remote or stage.reads_file:
+        return 0
+    for lora in config.model.lora_configs or []:
+        rank, dora, targets = lora.lora_rank, lora.use_dora, lora.target_modules
+        if lora.path is not None:
+            try:
+                rank, dora, targets = adapter_facts(lora.path)
+            except ValueError:  # `check_model` says what is wrong with it
+                return 0
+        fits = rank <= VLLM_RANKS[-1] and config.explorer.rollout_model.enable_lora
+        inner = isinstance(targets, str) or not {"lm_head", "embed_tokens"} & set(targets)
+        if inner and not dora and (engine.kind == "torch" or fits):
+            return rank
+    return 0
 
 
 def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoice:

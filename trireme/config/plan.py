@@ -15,6 +15,7 @@ from trireme.config.memory import plan_memory
 from trireme.config.placement import (
     EngineKind,
     Launcher,
+    adapter_rank_of,
     choose_engine,
     gpus_of,
     note_places,
@@ -90,6 +91,8 @@ class Plan:
     memory: dict[str, int]
     """Bytes that a trainer's rank takes of its device, by what for; empty: that is not known."""
     sync_method: SyncMethod
+    adapter_rank: int
+    """Largest rank of the LoRA adapter that is pushed alone; 0: all weights are pushed."""
     sync_style: SyncStyle
     sync_interval: int
     sync_offset: int
@@ -128,6 +131,11 @@ class Plan:
     """What was mapped onto this machine, and what has no effect on it."""
 
     @property
+    def has_adapter(self) -> bool:
+        """Whether the trained weights may begin as others than those that engines load."""
+        return bool(self.config.model.lora_configs)
+
+    @property
     def explorer_name(self) -> str:
         """Of one of several explorers: in its ids, and where its logs and figures lie; else ''."""
         name = self.config.explorer.name
@@ -149,8 +157,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     hosts = 0 if on_ray else engine.hosts
     check_fates(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
     note_places(stage, places, gpus)
-    lengths = lengths_of(stage)
-    steps = steps_of(stage)
+    lengths, steps = lengths_of(stage), steps_of(stage)
     style = _style(stage, steps.own_batch)
     method = _method(stage, on_ray, hosts)
     lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
@@ -198,6 +205,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         gradient_checkpointing=checkpointing,
         memory=memory,
         sync_method=method,
+        adapter_rank=adapter_rank_of(stage, engine, method),
         sync_style=style,
         sync_interval=sync.sync_interval,
         sync_offset=sync.sync_offset,

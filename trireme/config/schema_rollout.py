@@ -161,6 +161,8 @@ class RolloutModelConfig(Section):
     """Not given: the best that is there; without vLLM or a GPU: torch, embedded."""
     engine_python: str | None = None
     """Python of an environment that has vLLM; not given: this one, or TRIREME_VLLM_PYTHON's."""
+    enable_lora: bool = True
+    """Whether vLLM holds a LoRA adapter beside its weights, so that it alone is pushed."""
     engine_num: Count = 1
     """Engines, each a process of its own; an embedded one is one, and only runners multiply."""
     tensor_parallel_size: Annotated[

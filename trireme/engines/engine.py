@@ -165,13 +165,14 @@ class Engine(Protocol):
         """Take new weights between two decode steps; tokens sampled from now on carry `version`.
 
         `source`: None (tensors are shared: only the version changes), a state dict name -> tensor,
-        or a folder with safetensors.
+        a LoRA adapter for the base weights that the engine has (see engines/adapter.py), or a
+        folder with safetensors.
         """
         ...
 
     async def fingerprint(self) -> dict[str, float] | None:
-        """See engines/fingerprint.py: a number for each tensor, in the engine's dtype; None where
-        it has none to show.
+        """See engines/weight_group.py: a number for each tensor, in the engine's dtype, an
+        adapter's beside those of its base; None where it has none to show.
         """
         ...
 

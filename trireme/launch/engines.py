@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from trireme.aio import running_loop
 from trireme.config import Plan
 from trireme.config.lookup import model_config
-from trireme.config.placement import COLOCATED_SHARE, PASSED
+from trireme.config.placement import COLOCATED_SHARE, PASSED, VLLM_RANKS
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.make import EngineSpec, make_torch_engine
@@ -99,6 +99,8 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
     if plan.engine_kind == "vllm":
         options = {name: getattr(rollout, name) for name in PASSED}
         options["extra_engine_args"] = dict(options["extra_engine_args"])
+        if plan.adapter_rank:
+            options["max_lora_rank"] = min(r for r in VLLM_RANKS if r >= plan.adapter_rank)
     if plan.takes_turns:
         options["enable_sleep_mode"] = True
         options["gpu_memory_utilization"] = COLOCATED_SHARE

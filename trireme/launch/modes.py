@@ -66,7 +66,7 @@ async def run_both(
         await explorer.explore()
         await trainer.explored()
 
-    if refresh:
+    if refresh or stage.plan.has_adapter:
         await trainer.refresh()
     await trainer.calibrate()
     work = explore(), trainer.train()
@@ -85,6 +85,8 @@ async def run_train(
     `measure_end` says so.
     """
     if explorer is not None and stage.measures_start:
+        if stage.plan.has_adapter:
+            await trainer.refresh()
         await explorer.evaluate(0)
     step = await trainer.train()
     if explorer is not None and measure_end:

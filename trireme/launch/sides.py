@@ -24,7 +24,7 @@ from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.rollout import make_scheduler
 from trireme.launch.stage import Stage, StageResult
-from trireme.launch.training import Models, make_push, make_synchronizer
+from trireme.launch.training import Models, make_push, make_synchronizer, push_source
 from trireme.log import get_logger
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe
@@ -101,13 +101,14 @@ class TrainerSide:
         backend, device = self.models.backend, self.stage.device
 
         async def give() -> None:
+            source = push_source(self.stage.plan, backend)
             if isinstance(engine, RemoteEngine):
                 dtype = self.stage.plan.dtype
-                http = HttpSync(backend, engine, device, dtype=dtype, probe=self._probe)
+                http = HttpSync(source, engine, device, dtype=dtype, probe=self._probe)
                 return await http.give(version)
             shared = shares_tensors(self.stage, backend)
-            source = None if shared else await device.run(backend.weights)
-            await engine.update_weights(source, version)
+            weights = None if shared else await device.run(source.weights)
+            await engine.update_weights(weights, version)
 
         await self.sync.persist(give)
 

@@ -20,10 +20,10 @@ from trireme.engines.remote import RemoteEngine
 from trireme.launch.data import make_trained_tokens
 from trireme.launch.stage import Stage
 from trireme.sync.checkpoint import PolledSync
-from trireme.sync.probe import Probe
+from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import AdapterSource, Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.learning import Learning
 from trireme.trainer.lora import Lora
@@ -178,6 +178,11 @@ def make_polled_sync(plan: Plan, engine: Engine, folder: JobFolder) -> PolledSyn
     )
 
 
+def push_source(plan: Plan, backend: Backend) -> WeightSource:
+    """What is pushed: all weights, or where the engine has the base, the adapter alone."""
+    return AdapterSource(backend) if plan.adapter_rank else backend
+
+
 def make_push(
     plan: Plan,
     backend: Backend,
@@ -189,10 +194,11 @@ def make_push(
     """From this process to its engine, through memory, by HTTP or over a process group that meets
     at `host`.
     """
+    source = push_source(plan, backend)
     if plan.sync_method == "nccl":
         assert isinstance(engine, RemoteEngine)
         return GroupSync(
-            backend,
+            source,
             engine,
             device,
             dtype=plan.dtype,
@@ -201,9 +207,9 @@ def make_push(
             host=host,
         ).push
     if isinstance(engine, RemoteEngine):
-        return HttpSync(backend, engine, device, dtype=plan.dtype, probe=probe).push
+        return HttpSync(source, engine, device, dtype=plan.dtype, probe=probe).push
     return MemorySync(
-        backend,
+        source,
         engine,
         device,
         shared=plan.share_tensors,

@@ -51,6 +51,10 @@ class WeightSource(Protocol):
         """The same, one after the other, cast to a dtype."""
         ...
 
+    def unmoved(self, dtype: str) -> dict[str, float]:
+        """Fingerprints of weights that engines have, and that no push brings: an adapter's base."""
+        ...
+
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """log p of every token of given rows by these weights; index 0 is 0."""
         ...

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,21 +70,22 @@ class MemorySync:
         """
         source, marks, expected = await self._device.run(self._snapshot)
         await self._engine.update_weights(source, version)
-        return await self._probe.prove(self._engine, marks, expected, version=version)
+        metrics = await self._probe.prove(self._engine, marks, expected, version=version)
+        return metrics | _size((source or {}).values())
 
     def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
         """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
         expected = self._backend.score([self._probe.ids])[0]
-        weights = self._backend.weights()
+        weights, marks = self._backend.weights(), self._backend.unmoved(self._dtype)
         if self._shared or self._lock_step:
-            marks = fingerprint(weights, self._dtype)
+            marks = marks | fingerprint(weights, self._dtype)
             return None if self._shared else weights, marks, expected
         own = dtype_named(self._dtype)
         copies = {}
         for name, tensor in weights.items():
             dtype = own if tensor.is_floating_point() else tensor.dtype
             copies[name] = tensor.detach().to(dtype, copy=True)
-        return copies, fingerprint(copies, self._dtype), expected
+        return copies, marks | fingerprint(copies, self._dtype), expected
 
 
 class HttpSync:
@@ -108,8 +110,9 @@ class HttpSync:
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
         row = [self._probe.ids]
-        marks, [expected] = await self._deliver(version, lambda: self._backend.score(row))
-        return await self._probe.prove(self._engine, marks, expected, version=version)
+        sent, [expected] = await self._deliver(version, lambda: self._backend.score(row))
+        metrics = await self._probe.prove(self._engine, sent.marks, expected, version=version)
+        return metrics | {"sync/pushed_bytes": float(sent.size)}
 
     async def give(self, version: int) -> None:
         """Engines at `version`, without a proof."""
@@ -117,8 +120,8 @@ class HttpSync:
 
     async def _deliver(
         self, version: int, score: Callable[[], list[list[float]]]
-    ) -> tuple[dict[str, float], list[list[float]]]:
-        """Send and commit; the fingerprints, and what `score` says of the weights that are sent."""
+    ) -> tuple[Sent, list[list[float]]]:
+        """Send and commit; what was sent, and what `score` says of the weights that are sent."""
         await self._engine.servers.connect()
         loop, given_up = asyncio.get_running_loop(), threading.Event()
 
@@ -131,14 +134,13 @@ class HttpSync:
                     raise RuntimeError("the push was given up")
             future.result()
 
-        def send() -> tuple[dict[str, float], list[list[float]]]:
+        def send() -> tuple[Sent, list[list[float]]]:
             scores = score()
-            marks: dict[str, float] = {}
+            sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
             with closing(self._backend.each_weight(self._dtype)) as weights:
-                noted = _noted(weights, self._dtype, marks)
-                for bucket in buckets(noted, self._engine.bucket_bytes):
+                for bucket in buckets(sent.noted(weights), self._engine.bucket_bytes):
                     wait_for(self._engine.send_weights(bucket))
-            return marks, scores
+            return sent, scores
 
         try:
             found = await self._device.run(send)
@@ -148,13 +150,26 @@ class HttpSync:
         return found
 
 
-def _noted(
-    weights: Iterator[tuple[str, Tensor]], dtype: str, marks: dict[str, float]
-) -> Iterator[tuple[str, Tensor]]:
-    """The same, with the fingerprint of each put into `marks`."""
-    for name, tensor in weights:
-        marks.update(fingerprint({name: tensor}, dtype))
-        yield name, tensor
+@dataclass
+class Sent:
+    """What is on its way, counted as it goes."""
+
+    dtype: str
+    marks: dict[str, float]
+    """Fingerprints, those of weights that engines have already among them."""
+    size: int = 0
+    """In bytes."""
+
+    def noted(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights."""
+        for name, tensor in weights:
+            self.marks |= fingerprint({name: tensor}, self.dtype)
+            self.size += tensor.nbytes
+            yield name, tensor
+
+
+def _size(tensors: Iterable[Tensor]) -> dict[str, float]:
+    return {"sync/pushed_bytes": float(sum(tensor.nbytes for tensor in tensors))}
 
 
 class GroupSync:
@@ -201,13 +216,14 @@ class GroupSync:
 
         send = self._device.run(self._send, group, tell)
         try:
-            (marks, expected), _ = await first_failure(send, receive())
+            (marks, expected, size), _ = await first_failure(send, receive())
         except BaseException:
             self._group = None  # its members may be at different buckets: they meet anew
             raise
         await self._engine.call_all("/engine/group/commit", self._engine.as_version(version))
         self._engine.now_at(version)
-        return await self._probe.prove(self._engine, marks, expected, version=version)
+        metrics = await self._probe.prove(self._engine, marks, expected, version=version)
+        return metrics | {"sync/pushed_bytes": float(size)}
 
     async def _meet(self) -> WeightGroup:
         """The group, when all have come."""
@@ -232,13 +248,12 @@ class GroupSync:
 
     def _send(
         self, group: WeightGroup, tell: Callable[[], object]
-    ) -> tuple[dict[str, float], list[float]]:
-        """Broadcast the weights; their fingerprints, and the probe's scores by them."""
+    ) -> tuple[dict[str, float], list[float], int]:
+        """Broadcast the weights; their fingerprints, the probe's scores by them, and bytes."""
         tell()
         expected = self._backend.score([self._probe.ids])[0]
-        marks: dict[str, float] = {}
+        sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
         # closed at once also where sending fails: other trainer ranks go through them meanwhile
         with closing(self._backend.each_weight(self._dtype)) as weights:
-            noted = _noted(weights, self._dtype, marks)
-            group.send(noted, bucket_bytes=self._bucket_bytes)
-        return marks, expected
+            group.send(sent.noted(weights), bucket_bytes=self._bucket_bytes)
+        return sent.marks, expected, sent.size

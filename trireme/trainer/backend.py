@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, WEIGHTS, rank_f
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import read
 from trireme.config.schema import OptimizerConfig
+from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
 from trireme.trainer import ulysses
 from trireme.trainer.lora import Adapter, Lora
@@ -46,6 +47,9 @@ from trireme.trainer.orders import Order, Orders
 from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
 
 T = TypeVar("T")
+
+Part = Literal["merged", "base", "adapter"]
+"""Of the weights with LoRA."""
 
 # (part of the batch, logprobs [M], entropies [M] or None) -> what the part adds to the loss.
 LossFunction = Callable[[Batch, Tensor, "Tensor | None"], Tensor]
@@ -240,15 +244,18 @@ class Backend:
             return dict(self.each_shard())
         return {name: tensor.cpu() for name, tensor in self.each_weight()}
 
-    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
+    def each_weight(
+        self, dtype: str | None = None, part: Part = "merged"
+    ) -> Generator[tuple[str, Tensor]]:
         """`weights` one after the other, each whole; what is sharded is gathered as it is asked
         for, so that no rank holds them all. The other ranks go through them and drop them.
 
-        `dtype`: what floating point is cast to, before it travels between ranks.
+        `dtype`: what floating point is cast to, before it travels between ranks. With LoRA `part`
+        is the base or the adapter (as engines take it) alone.
         """
-        self.together(Order("each_weight", {"dtype": dtype}), lambda: None)
+        self.together(Order("each_weight", {"dtype": dtype, "part": part}), lambda: None)
         to = getattr(torch, dtype or "", None)
-        gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard())
+        gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard(part))
         while (item := self._guarded(lambda: next(gathered, None))) is not None:
             try:
                 yield item
@@ -257,12 +264,21 @@ class Backend:
                     pass  # the other ranks do not know that nobody wants the rest
                 raise
 
-    def each_shard(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each weight, by Hugging Face names, tied ones once; LoRA merged."""
-        named = self.adapter.each_merged() if self.adapter else self.module.state_dict().items()
+    def each_shard(self, part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each weight, by Hugging Face names, tied ones once."""
+        if part == "adapter":
+            assert self.adapter is not None
+            return self.adapter.travelling()
+        named: Iterable[tuple[str, Tensor]] = self.module.state_dict().items()
+        if self.adapter:
+            named = self.adapter.each_base() if part == "base" else self.adapter.each_merged()
         seen = {name for name, _ in (*self.module.named_parameters(), *self.module.named_buffers())}
         weight_names = {self.adapter.plain_name(name) for name in seen} if self.adapter else seen
         return ((name, tensor.detach()) for name, tensor in named if name in weight_names)
+
+    def unmoved(self, dtype: str) -> dict[str, float]:
+        """Fingerprints of what no push brings: none."""
+        return {}
 
     def together(self, order: Order, work: Callable[[], T]) -> T:
         """`work()`, with every other rank told to do the same; inside such work plain `work()`.
@@ -409,3 +425,28 @@ def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class AdapterSource:
+    """What engines that hold the base are pushed: the additions alone. See sync/probe.py."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.score = backend.score
+        self._backend = backend
+        self._unmoved: dict[str, float] | None = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The additions as engines take them."""
+        return dict(self.each_weight())
+
+    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
+        """The same, one after the other."""
+        return self._backend.each_weight(dtype, "adapter")
+
+    def unmoved(self, dtype: str) -> dict[str, float]:
+        """Fingerprints of the base, which engines have from its folder."""
+        if self._unmoved is None:
+            each = self._backend.each_weight(dtype, "base")
+            marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)
+            self._unmoved = {name: mark for part in marks for name, mark in part.items()}
+        return self._unmoved

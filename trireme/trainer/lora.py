@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
+from trireme.engines.adapter import A, B
 
 _ADAPTER, _START = "default", "start"
 _BASE_LAYER = ".base_layer."
@@ -127,6 +128,25 @@ class Adapter:
         with torch.no_grad():
             for name, tensor in current.items():
                 assign(tensor, weights[name])
+
+    def travelling(self) -> Iterator[tuple[str, Tensor]]:
+        """The additions as engines take them, see engines/adapter.py. Raises ValueError with DoRA,
+        which is more than an addition.
+        """
+        for name, layer in self._layers():
+            if layer.use_dora.get(_ADAPTER):
+                raise ValueError(
+                    "a DoRA adapter cannot travel alone: its weights are pushed merged"
+                )
+            scale = layer.scaling[_ADAPTER]
+            yield f"{name}{A}", layer.lora_A[_ADAPTER].weight.detach()
+            yield f"{name}{B}", layer.lora_B[_ADAPTER].weight.detach() * scale
+
+    def each_base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that are not trained, under their plain names."""
+        for key, tensor in self._model.state_dict().items():
+            if ".lora_" not in key:
+                yield self.plain_name(key), tensor.detach()
 
     def merged(self) -> dict[str, Tensor]:
         """The model's state dict with the additions added, under the names it had without them."""

@@ -71,7 +71,7 @@ def commands(backend: Backend, recipe: Recipe, learning: Learning) -> Commands:
         "load": lambda actor: backend.load(Path(actor)),
         "save_critic": lambda folder: learning.save_critic(backend, Path(folder)),
         "load_critic": lambda folder: learning.load_critic(backend, Path(folder)),
-        "each_weight": lambda dtype: all(True for _ in backend.each_weight(dtype)),
+        "each_weight": lambda dtype, part: all(True for _ in backend.each_weight(dtype, part)),
     }
 
 

@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines.test_adapter import adapted, change
 from tests.engines.test_torch_engine import reference
 from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
 from tests.tiny import make_model
+from tests.trainer.samples import backend_of
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.device import Device
 from trireme.engines.engine import Sampling
 from trireme.engines.remote import RemoteEngine
+from trireme.engines.weight_group import fingerprint
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
-from trireme.sync.probe import Gap, Probe, WrongWeights
+from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
 from trireme.sync.push import GroupSync, HttpSync
-from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.backend import AdapterSource, Backend, TrainSettings
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]
@@ -160,6 +163,51 @@ def test_weights_come_by_a_group_and_by_http_and_are_proved(
         device.close()
 
     run(host, main)
+
+
+def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "a", head_dim=32)
+    backend = adapted(folder, rslora=True)
+
+    async def main(engine: RemoteEngine) -> None:
+        device = Device(1)
+        common: dict[str, Any] = {"dtype": "float32", "probe": Probe(99, "float32")}
+        source = AdapterSource(backend)
+        group = GroupSync(source, engine, device, bucket_bytes=4096, **common)
+        memory = HttpSync(source, engine, device, **common)
+        size = sum(tensor.nbytes for tensor in source.weights().values())
+        rows = [[*PROMPT, 9, 10, 11, 12], [30, 3, 4, 40]]
+        for version, sync in enumerate((memory, group, memory, group), 1):
+            change(backend, version)
+            found = await sync.push(version)
+            assert found["sync/probe_diff"] < 1e-5 and found["sync/pushed_bytes"] == size
+            plain = backend_of(folder)
+            plain.module.load_state_dict(backend.weights(), strict=False)
+            for ours, merged in zip(await engine.logprobs(rows), plain.score(rows), strict=True):
+                assert ours == pytest.approx(merged, abs=1e-5)
+        [reply] = await engine.generate(PROMPT, Sampling(max_tokens=8, ignore_eos=True))
+        assert reply.versions == [4] * 8
+        own = plain.score([PROMPT + reply.ids])[0][4:]
+        assert reply.logprobs == pytest.approx(own, abs=1e-5)
+
+        class Stale(AdapterSource):
+            def weights(self) -> dict[str, torch.Tensor]:
+                return {n: t * (1 - 1e-6) for n, t in super().weights().items()}
+
+        marks = fingerprint(source.weights(), "float32")
+        await engine.update_weights(Stale(backend).weights(), 5)
+        with pytest.raises(WrongWeights, match=r"tensors differ \(model"):
+            compare_weights(await engine.fingerprint(), marks, version=5)
+        with pytest.raises(RuntimeError, match="takes a LoRA adapter, and a push of all weights"):
+            await engine.update_weights(folder, 6)
+        device.close()
+
+    host = vllm_host(folder, max_lora_rank=8)
+    asyncio.run(start_all([host], START_S))
+    try:
+        run(host, main)
+    finally:
+        asyncio.run(stop_all([host]))
 
 
 def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ ended. Requests join and leave between advances. Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
+from trireme.engines.adapter import Merged, is_adapter
 from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
@@ -70,6 +71,7 @@ class TorchEngine:
                 model, device=device_name, dtype=dtype, trust_remote_code=trust_remote_code
             )
         self._shared = share_with is not None
+        self._adapter = Merged()
         self._decoder = Decoder(
             self.module,
             tokenizer,
@@ -156,7 +158,7 @@ class TorchEngine:
 
     async def fingerprint(self) -> dict[str, float]:
         """See Engine."""
-        return await self._between(lambda: fingerprint(self.module.state_dict(), self._dtype))
+        return await self._between(self._fingerprint)
 
     async def pause(self) -> None:
         """See Engine."""
@@ -325,9 +327,15 @@ class TorchEngine:
             self._updates -= 1
             self._ring()
 
+    def _fingerprint(self) -> dict[str, float]:
+        return fingerprint(self._adapter.apart(self.module.state_dict()), self._dtype)
+
     def _take_weights(self, source: Any, version: int) -> None:
-        if source is not None:
+        if isinstance(source, Mapping) and is_adapter(source):
+            self._adapter.take(self.module, source)
+        elif source is not None:
             load_weights(self.module, source)
+            self._adapter.forget()
         self._decoder.renew(version, keep=self._keep_kv)
 
     def _start(self) -> None:

@@ -25,10 +25,12 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trireme.aio import first_failure
+from trireme.config.lookup import model_shapes
+from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
-from trireme.engines.vllm.options import arguments
+from trireme.engines.vllm.options import ADAPTER, arguments
 from trireme.engines.weight_group import Meeting, WeightGroup
 
 ENVIRONMENT = {
@@ -69,6 +71,8 @@ class VllmEngine:
         self._keep_kv = keep_kv
         self._sleeps = sleeps
         self._names = tensor_names(model)
+        self._adapter: Any = None
+        """What has requests use the LoRA adapter, once there is one."""
         self._ends = end_tokens_of(model, tokenizer)
         config = AutoConfig.from_pretrained(model)
         self._vocabulary: int = config.get_text_config().vocab_size
@@ -107,6 +111,11 @@ class VllmEngine:
         options = dict(options or {})
         sleeps = bool(options.get("enable_sleep_mode"))
         keep_kv = bool(options.pop("keep_kv", False))
+        if "max_lora_rank" in options:
+            # with an adapter at the head vLLM cannot score prompts: it takes them for one row each
+            shapes = model_shapes(Path(model)).items()
+            layers = {name.split(".")[-2] for name, shape in shapes if len(shape) == 2}
+            options["lora_target_modules"] = sorted(layers - ENDS)
         engine_arguments = arguments(
             model,
             max_model_len=max_model_len,
@@ -189,7 +198,8 @@ class VllmEngine:
             self._examine(tensor_names(source))
             await self._renew(version, lambda: self._rpc("trireme_load", str(source)))
             return
-        self._examine(set(source))
+        if not is_adapter(source):
+            self._examine(set(source))
         await self._renew(version, lambda: self._hand_out(source))
 
     async def join_group(self, meeting: Meeting) -> None:
@@ -270,7 +280,8 @@ class VllmEngine:
     async def _sample(self, request: Request, on_token: OnToken | None) -> Completion:
         """One sample, from vLLM's stream of new tokens."""
         name = f"{next(self._count)}"
-        stream = self._llm.generate({"prompt_token_ids": request.prompt}, _params(request), name)
+        prompt, params = {"prompt_token_ids": request.prompt}, _params(request)
+        stream = self._llm.generate(prompt, params, name, lora_request=self._adapter)
         first = True
         try:
             async for output in stream:
@@ -319,7 +330,10 @@ class VllmEngine:
         )
         name = f"score-{next(self._count)}"
         try:
-            async for output in self._llm.generate({"prompt_token_ids": row}, params, name):
+            stream = self._llm.generate(
+                {"prompt_token_ids": row}, params, name, lora_request=self._adapter
+            )
+            async for output in stream:
                 if output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(row):
                     return [0.0, *output.prompt_logprobs.logprobs]
         except Exception as error:
@@ -332,9 +346,9 @@ class VllmEngine:
             await self._freeze_and(take)
             await self._go_on(version)
 
-    async def _hand_out(self, tensors: Mapping[str, Tensor]) -> None:
+    async def _hand_out(self, tensors: Mapping[str, Tensor]) -> list[bool]:
         """Broadcast them to our workers, a bucket at a time: neither a file nor a shared memory
-        folder, of which a container has 64 MB, holds them all.
+        folder, of which a container has 64 MB, holds them all. Whether they are an adapter.
         """
         if self._own is None:
             own = WeightGroup(Meeting("127.0.0.1", 0, 1 + self.group_size, 0))
@@ -344,10 +358,11 @@ class VllmEngine:
             )
             self._own = own
         try:
-            await first_failure(
+            _, adapted = await first_failure(
                 asyncio.to_thread(self._own.send, tensors.items()),
                 self._rpc("trireme_receive", "engine"),
             )
+            return adapted
         except BaseException:
             self._own = None
             raise
@@ -355,10 +370,18 @@ class VllmEngine:
     async def _freeze_and(self, take: Callable[[], Any]) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
         try:
-            await take()
+            adapted = (await take())[0]
+            if adapted and self._adapter is None and self._rows:
+                raise RuntimeError(
+                    f"the first adapter came while {len(self._rows)} requests were under way "
+                    "without one: expected it before they begin"
+                )
         except Exception as error:
             self._failure = error
             raise
+        if adapted and self._adapter is None:
+            requests: Any = import_module("vllm.lora.request")
+            self._adapter = requests.LoRARequest(*ADAPTER, "is loaded")
 
     async def _go_on(self, version: int) -> None:
         await self._rpc("trireme_set_version", version)

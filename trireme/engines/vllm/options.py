@@ -8,6 +8,8 @@ from typing import Any
 WORKER = "trireme.engines.vllm.worker.TriremeWorker"
 
 
+ADAPTER = ("trireme", 1)
+"""Name and number, for vLLM, of the one LoRA adapter."""
 CPU_CACHE_BYTES = 2**30
 """Keys and values on a CPU, where `gpu_memory_utilization` would be a share of all memory."""
 
@@ -29,6 +31,8 @@ def arguments(
     """
     arguments = dict(options)
     extra = arguments.pop("extra_engine_args", None) or {}
+    if "max_lora_rank" in arguments:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
     if on_cpu:
         arguments.pop("gpu_memory_utilization", None)
         arguments.pop("enable_sleep_mode", None)

@@ -13,7 +13,9 @@ log-probabilities is [sampled token, (-1 - version, the sampler's), likeliest, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trireme.engines.adapter import A, B, is_adapter, write_adapter
+from trireme.engines.vllm.options import ADAPTER
 from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
 
 _outputs: Any = import_module("vllm.v1.outputs")
@@ -123,6 +127,7 @@ class TriremeWorker:
         self._trireme_names = set(names)
         self._trireme_dtype = dtype
         self._trireme_marks: dict[str, float] | None = None
+        self._trireme_base: dict[str, float] | None = None
 
     def trireme_set_version(self, version: int) -> None:
         """Tokens sampled from now on carry it."""
@@ -132,10 +137,11 @@ class TriremeWorker:
         """Prompts are scored at it from now on."""
         self.model_runner.sampler.score_temperature = temperature
 
-    def trireme_load(self, path: str) -> None:
-        """Take the weights of a folder of safetensors, or of one such file."""
-        files = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.safetensors"))
-        self._trireme_take(_read(files))
+    def trireme_load(self, path: str) -> bool:
+        """Take the weights of a folder of safetensors, or of one such file. Whether they are an
+        adapter.
+        """
+        return self._trireme_take(_read(_files(path)))
 
     def trireme_join(self, meeting: dict[str, Any], leader: str = "trainer") -> None:
         """Come to a weight group, each worker with a rank of its own. `leader`: whose it is."""
@@ -147,9 +153,9 @@ class TriremeWorker:
         group.connect()
         self._trireme_groups[leader] = group
 
-    def trireme_receive(self, leader: str = "trainer") -> None:
-        """Take the weights that it broadcasts."""
-        self._trireme_take(self._trireme_groups[leader].receive())
+    def trireme_receive(self, leader: str = "trainer") -> bool:
+        """Take the weights that it broadcasts. Whether they are an adapter."""
+        return self._trireme_take(self._trireme_groups[leader].receive())
 
     def trireme_fingerprint(self) -> dict[str, float] | None:
         """See engines/fingerprint.py, of the weights that came last; None before any came."""
@@ -161,8 +167,55 @@ class TriremeWorker:
             if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
 
-    def _trireme_take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite the weights, tensor by tensor, and remember what came."""
+    def _trireme_take(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
+        """Overwrite the weights, tensor by tensor, or take an adapter: which of them they are."""
+        first = next(tensors, None)
+        tensors = itertools.chain([first] if first else [], tensors)
+        adapts, holds = bool(first and is_adapter([first[0]])), self.model_runner.lora_config
+        if adapts != bool(holds):
+            kinds = ("all weights", "a LoRA adapter")
+            raise RuntimeError(
+                f"this vLLM takes {kinds[bool(holds)]}, and a push of {kinds[adapts]} came "
+                "(explorer.rollout_model.enable_lora)"
+            )
+        if adapts:
+            self._trireme_adapt(dict(tensors))
+        else:
+            self._trireme_overwrite(tensors)
+        return adapts
+
+    def _trireme_adapt(self, adapter: dict[str, Tensor]) -> None:
+        """Take an adapter in place of the last one, by the way that vLLM loads them."""
+        self._trireme_marks = None
+        requests: Any = import_module("vllm.lora.request")
+        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="trireme-adapter-", dir=shared) as folder:
+            write_adapter(Path(folder), adapter)
+            self.model_runner.remove_lora(ADAPTER[1])
+            self.model_runner.add_lora(requests.LoRARequest(*ADAPTER, folder))
+        if self._trireme_base is None:
+            self._trireme_base = self._trireme_base_marks()
+        alone = self.parallel_config.world_size == 1
+        used = _used_adapter(self.model_runner.get_model(), adapter) if alone else adapter
+        self._trireme_marks = self._trireme_base | fingerprint(used, self._trireme_dtype)
+
+    def _trireme_base_marks(self) -> dict[str, float]:
+        """Of the files that were loaded, and as the layers use them as far as that can be told."""
+        marks: dict[str, float] = {}
+        for name, tensor in _read(_files(self.model_runner.model_config.model)):
+            marks |= fingerprint({name: tensor}, self._trireme_dtype)
+        return marks | self._trireme_used_marks(marks)
+
+    def _trireme_used_marks(self, marks: Mapping[str, float]) -> dict[str, float]:
+        """Of the weights named in `marks` as the layers use them; none where they are split."""
+        if self.parallel_config.world_size > 1:
+            return {}
+        used = _used(self.model_runner.get_model())
+        known = {n: t for n, t in used.items() if n in marks or n == "lm_head.weight"}
+        return fingerprint(known, self._trireme_dtype)
+
+    def _trireme_overwrite(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights, and remember what came."""
         marks: dict[str, float] = {}
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -176,13 +229,11 @@ class TriremeWorker:
         missing = sorted(self._trireme_names - set(marks))
         if missing:
             raise RuntimeError(f"the new weights lack {len(missing)} tensors, {missing[0]} first")
-        if self.parallel_config.world_size == 1:
-            used = _used(self.model_runner.get_model())
-            marks |= fingerprint(
-                {n: t for n, t in used.items() if n in marks or n == "lm_head.weight"},
-                self._trireme_dtype,
-            )
-        self._trireme_marks = marks
+        self._trireme_marks = marks | self._trireme_used_marks(marks)
+
+
+def _files(path: str) -> list[Path]:
+    return [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.safetensors"))
 
 
 def _read(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -202,7 +253,8 @@ def _used(model: Any) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     fused = getattr(model, "packed_modules_mapping", {})
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    for path, module in model.named_modules():
+    for inner, module in model.named_modules():
+        path = inner.removesuffix(".base_layer")  # of one that can hold an adapter
         owner, _, leaf = path.rpartition(".")
         kind = type(module).__name__
         if kind in ("ParallelLMHead", "VocabParallelEmbedding"):
@@ -217,6 +269,26 @@ def _used(model: Any) -> dict[str, Tensor]:
                 out |= {f"{owner}.{name}.weight": part for name, part in parts}
         elif isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 1:
             out[f"{path}.weight"] = weight
+    return out
+
+
+def _used_adapter(model: Any, adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapter's tensors as the layers hold them; what no layer holds is missing."""
+    out: dict[str, Tensor] = {}
+    fused = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules():
+        owner, _, leaf = path.rpartition(".")
+        slices = zip(
+            fused.get(leaf, [leaf]),
+            getattr(module, "lora_a_stacked", ()),
+            getattr(module, "lora_b_stacked", ()),
+            strict=False,
+        )
+        for name, a, b in slices:
+            stem = f"{owner}.{name}"
+            if stem + A in adapter:
+                rank = len(adapter[stem + A])
+                out[stem + A], out[stem + B] = a[0, 0, :rank], b[0, 0, :, :rank]
     return out
 
 

@@ -1,0 +1,160 @@
+"""An adapter pushed alone: held beside the base by the embedded engine, proved as weights are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import make_model, make_tokenizer
+from tests.trainer.samples import backend_of
+from trireme.engines.adapter import A, Merged, layers_of, write_adapter
+from trireme.engines.device import Device
+from trireme.engines.torch.engine import TorchEngine
+from trireme.sync.probe import Probe, WrongWeights
+from trireme.sync.push import MemorySync
+from trireme.trainer.backend import AdapterSource, Backend
+from trireme.trainer.lora import Lora
+
+WITHIN = 1e-5
+"""Nats, float32: what one order of the same sums differs from another by, at most."""
+
+
+def adapted(folder: Path, seed: int = 0, **given: Any) -> Backend:
+    """A trainer with an adapter that has learned something, whatever that is."""
+    backend = backend_of(folder, lora=Lora(rank=4, alpha=8, **given))
+    change(backend, seed)
+    return backend
+
+
+def change(backend: Backend, seed: int, size: float = 0.1) -> None:
+    assert backend.adapter is not None
+    torch.manual_seed(seed)
+    for tensor in backend.adapter.weights().values():
+        tensor.data.add_(torch.randn_like(tensor) * size)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("adapter") / "base")
+
+
+def engine_at(folder: Path, device: Device) -> TorchEngine:
+    return TorchEngine(folder, tokenizer=make_tokenizer(), device=device, max_model_len=64)
+
+
+ROWS = [[5, 6, 7, 8, 9, 10], [60, 3, 61, 4, 62]]
+
+
+@pytest.mark.parametrize("given", [{}, {"rslora": True}, {"exclude_modules": ("q_proj",)}])
+def test_an_adapter_pushed_alone_scores_as_merged_weights_do(folder, given):
+    async def main() -> None:
+        device = Device(1)
+        backend, engine = adapted(folder, **given), engine_at(folder, device)
+        common: dict[str, Any] = {
+            "shared": False,
+            "dtype": "float32",
+            "probe": Probe(99, "float32"),
+        }
+        alone = MemorySync(AdapterSource(backend), engine, device, **common)
+        whole = MemorySync(backend, engine, device, **common)
+        sizes = []
+        for version in (1, 3):
+            found = await alone.push(version)
+            assert found["sync/probe_diff"] < WITHIN
+            held = await engine.logprobs(ROWS)
+            merged = await whole.push(version + 1)
+            for ours, theirs in zip(held, await engine.logprobs(ROWS), strict=True):
+                assert ours == pytest.approx(theirs, abs=WITHIN)
+            await engine.update_weights(folder, 9)  # the base again, for the next adapter
+            change(backend, version)
+            sizes.append((found["sync/pushed_bytes"], merged["sync/pushed_bytes"]))
+        tensors = AdapterSource(backend).weights().values()
+        weights = backend.weights().values()
+        expected = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in weights))
+        assert sizes == [expected, expected] and expected[0] < expected[1] / 4
+        await engine.close()
+        device.close()
+
+    asyncio.run(main())
+
+
+def test_adapters_that_follow_each_other_leave_the_base_as_it_was(folder):
+    backend, other = adapted(folder), adapted(folder, seed=5, exclude_modules=("q_proj",))
+    module, merged = backend_of(folder).module, Merged()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    for number in range(20):
+        change(backend, number, 1.0)
+        merged.take(module, AdapterSource(backend).weights())
+    merged.take(module, AdapterSource(other).weights())
+    for name, tensor in other.weights().items():
+        assert torch.allclose(module.state_dict()[name], tensor, atol=1e-6), name
+    merged.leave(module)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+def test_another_base_or_an_adapter_that_is_not_the_trainers_is_seen(folder, tmp_path, monkeypatch):
+    async def main() -> None:
+        device = Device(1)
+        common: dict[str, Any] = {
+            "shared": False,
+            "dtype": "float32",
+            "probe": Probe(99, "float32"),
+        }
+        backend = adapted(folder)
+        other = engine_at(make_model(tmp_path / "other", seed=3), device)
+        with pytest.raises(WrongWeights, match=r"does not serve .* tensors differ \(model\."):
+            await MemorySync(AdapterSource(backend), other, device, **common).push(1)
+        engine = engine_at(folder, device)
+        sync = MemorySync(AdapterSource(backend), engine, device, **common)
+        await sync.push(1)
+        with monkeypatch.context() as patched:  # the adapter of before the step stays
+            patched.setattr(Merged, "take", lambda *_: None)
+            change(backend, 2, 1e-7)
+            with pytest.raises(WrongWeights, match=r"28 of \d+ tensors differ \(model\."):
+                await sync.push(2)
+        good = AdapterSource(backend).weights()
+        marks = await engine.fingerprint()
+        odd = {name: t[:, :-1] if name.endswith(A) else t for name, t in good.items()}
+        with pytest.raises(ValueError, match=r"is for weights of .*: this model's are \(\d+, \d+"):
+            await engine.update_weights(odd, 3)
+        with pytest.raises(ValueError, match="mix an adapter's tensors with a model's"):
+            await engine.update_weights(good | {"model.norm.weight": torch.ones(8)}, 3)
+        with pytest.raises(ValueError, match=r"has A None and B \["):
+            await engine.update_weights({n: t for n, t in good.items() if not n.endswith(A)}, 3)
+        with pytest.raises(ValueError, match="NaN"):
+            await engine.update_weights({n: t * float("nan") for n, t in good.items()}, 3)
+        assert await engine.fingerprint() == marks and engine.version == 2
+        await engine.close()
+        await other.close()
+        device.close()
+
+    asyncio.run(main())
+
+
+def test_peft_reads_what_is_written_for_vllm(folder, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    backend = adapted(folder, rslora=True)
+    adapter = AdapterSource(backend).weights()
+    stem, a, b = next(layers_of(adapter))  # a layer of a rank of its own
+    adapter[stem + A] = torch.cat((a, torch.zeros(2, a.shape[1])))
+    adapter[adapter_b := stem + ".lora_B.weight"] = torch.cat((b, torch.zeros(len(b), 2)), 1)
+    assert adapter_b in adapter
+    write_adapter(tmp_path, adapter)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor(ROWS[:1])
+    peft = PeftModel.from_pretrained(plain, str(tmp_path))
+    logits = peft(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    merged.load_state_dict(backend.weights(), strict=False)
+    assert torch.allclose(logits, merged(ids).logits, atol=WITHIN)
+
+
+def test_a_dora_adapter_does_not_travel_alone(folder):
+    with pytest.raises(ValueError, match="DoRA adapter cannot travel alone"):
+        AdapterSource(adapted(folder, dora=True)).weights()

@@ -1,0 +1,126 @@
+"""Adapter: a LoRA adapter as it travels to engines that hold the base weights already.
+
+Its tensors are A [r, in] and B [out, r], and B has the scale in it: the layer adds B A x. So one
+form serves plain LoRA and rsLoRA, and layers of any rank; no configuration goes with it. Engines
+know it by its names: those of the base's layers, with `.lora_A.weight` and `.lora_B.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trireme.engines.weight_group import refuse_unusable
+from trireme.files import write_json
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+ENDS = {"lm_head", "embed_tokens"}
+"""Layers whose additions are pushed merged: none of this is a layer of a block."""
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are an adapter's. Raises ValueError where only some are."""
+    ends = {name.endswith((A, B)) for name in names}
+    if len(ends) > 1:
+        raise ValueError("these weights mix an adapter's tensors with a model's")
+    return ends == {True}
+
+
+def layers_of(adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each layer's name with its A and B. Raises ValueError for one without the other."""
+    stems = {name.removesuffix(A).removesuffix(B) for name in adapter}
+    for stem in sorted(stems):
+        pair = [adapter.get(stem + end) for end in (A, B)]
+        a, b = pair
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+            shapes = [None if t is None else list(t.shape) for t in pair]
+            raise ValueError(
+                f"the adapter's '{stem}' has A {shapes[0]} and B {shapes[1]}: expected [r, in] "
+                "and [out, r]"
+            )
+        yield stem, a, b
+
+
+def write_adapter(folder: Path, adapter: Mapping[str, Tensor]) -> None:
+    """As peft would: adapter_config.json, whose scale is 1, and adapter_model.safetensors."""
+    from safetensors.torch import save_file
+
+    layers = list(layers_of(adapter))
+    rank = max(len(a) for _, a, _ in layers)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    targets = sorted({stem.rpartition(".")[2] for stem, _, _ in layers})
+    ranks = {stem: len(a) for stem, a, _ in layers if len(a) != rank}
+    patterns = {"rank_pattern": ranks, "alpha_pattern": ranks}
+    write_json(folder / "adapter_config.json", config | {"target_modules": targets} | patterns)
+    tensors = {f"base_model.model.{n}": t.cpu().contiguous() for n, t in adapter.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def merge(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Base + B A, summed in float32 at least."""
+    wide = torch.promote_types(base.dtype, torch.float32)
+    return (base.to(wide) + b.to(base.device, wide) @ a.to(base.device, wide)).to(base.dtype)
+
+
+def put(weight: Tensor, value: Tensor) -> None:
+    """Overwrite a weight in place."""
+    weight.copy_(value)
+
+
+class Merged:
+    """An adapter in a module's own weights; what these were before is kept beside them."""
+
+    def __init__(self) -> None:
+        self._base: dict[str, Tensor] = {}
+        self._adapter: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, module: nn.Module, adapter: Mapping[str, Tensor]) -> None:
+        """Merge it in place of the last one, in float32 at least. Raises ValueError, and changes
+        nothing, for one of another model, or with numbers that are not finite.
+        """
+        refuse_unusable(adapter)
+        own, layers = module.state_dict(), list(layers_of(adapter))
+        for stem, a, b in layers:
+            weight = own.get(f"{stem}.weight")
+            shape, expected = (len(b), a.shape[1]), None if weight is None else tuple(weight.shape)
+            if shape != expected:
+                raise ValueError(
+                    f"the adapter's '{stem}' is for weights of {shape}: this model's are {expected}"
+                )
+        self.leave(module)
+        for stem, a, b in layers:
+            weight = own[f"{stem}.weight"]
+            base = self._base.setdefault(f"{stem}.weight", weight.clone())
+            put(weight, merge(base, a, b))
+        self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
+
+    @torch.no_grad()
+    def leave(self, module: nn.Module) -> None:
+        """The weights as they were."""
+        own = module.state_dict()
+        for name, base in self._base.items():
+            own[name].copy_(base)
+        self._adapter = {}
+
+    def forget(self) -> None:
+        """Other weights have come, of which nothing is known."""
+        self._base, self._adapter = {}, {}
+
+    @torch.no_grad()
+    def apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A module's state dict without the adapter, and the adapter beside it; a weight that is
+        not their sum, to the bit, is missing.
+        """
+        out = {**weights, **self._adapter}
+        for stem, a, b in layers_of(self._adapter):
+            name = f"{stem}.weight"
+            sums = torch.equal(merge(self._base[name], a, b), weights[name])
+            del out[name]
+            if sums:
+                out[name] = self._base[name]
+        return out
