@@ -281,7 +281,7 @@ CONTEXT_MANAGERS = Registry("context manager")
 workflow = WORKFLOWS.register
 """Decorator: an async function `(task, model)`, or a Workflow class, by this name."""
 
-REWARDS = Registry("reward", home=[f"{_REWARDS}.math"], by="reward")
+REWARDS = Registry("reward", home=[f"{_REWARDS}.math", f"{_REWARDS}.sandbox"], by="reward")
 ORMS = Registry(
     "reward function", home=[f"{_REWARDS}.orm", f"{_REWARDS}.judge"], by="ORMS.register"
 )

@@ -1,8 +1,8 @@
-"""The sandbox example: right programs pass, wrong ones do not, and hostile ones reach nothing."""
+"""The sandbox: right programs pass, wrong ones do not, and hostile ones reach nothing."""
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -11,22 +11,13 @@ from typing import Any
 import pytest
 
 from trireme import Task
+from trireme.rewards import sandbox
 
-FILE = Path(__file__).parents[2] / "examples/code_and_sql/sandbox.py"
 RIGHT = "def f(a, b):\n return max(a, b)"
 ARGUMENTS = [[1, 2], [4, 3]]
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Any:
-    spec = importlib.util.spec_from_file_location("sandbox_example", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def answered(sandbox: Any, program: str) -> Any:
+def answered(program: str) -> Any:
     return sandbox.run(json.dumps({"program": program, "arguments": ARGUMENTS}))
 
 
@@ -43,8 +34,8 @@ def answered(sandbox: Any, program: str) -> Any:
         (f"print([9, 9])\n{RIGHT}", [2, 4]),  # what it prints is not taken for its results
     ],
 )
-def test_a_program_gives_its_results(sandbox: Any, program: str, results: Any) -> None:
-    assert answered(sandbox, program) == results
+def test_a_program_gives_its_results(program: str, results: Any) -> None:
+    assert answered(program) == results
 
 
 HOSTILE = {
@@ -53,6 +44,9 @@ HOSTILE = {
     "removes a file": "import posix\nposix.unlink({path!r})",
     "removes a file by another name": "import sys\nsys.modules['os'].remove({path!r})",
     "renames a file": "import sys\nsys.modules['os'].rename({path!r}, {path!r} + '.gone')",
+    "forks for ever": "import posix\nwhile True: posix.fork()",
+    "fills the disk": "import os\nos.write(os.open({path!r}, 2), b'x' * (1 << 30))",
+    "sleeps": "import time\ntime.sleep(1000)",
     "forks": "import posix\nposix.fork()",
     "runs a shell": "import sys\nsys.modules['os'].system('rm {path}')",
     "becomes another program": "import posix\nposix.execv('/bin/rm', ['rm', {path!r}])",
@@ -74,28 +68,45 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_gets_nothing(sandbox: Any, tmp_path: Path, name: str) -> None:
+def test_a_hostile_program_gets_nothing(tmp_path: Path, name: str) -> None:
     kept = tmp_path / "kept"
     kept.write_text("mine")
     program = HOSTILE[name].format(path=str(kept))
-    assert answered(sandbox, f"{program}\n{RIGHT}") is None
+    assert answered(f"{program}\n{RIGHT}") is None
     assert kept.read_text() == "mine"
 
 
-def test_a_program_that_does_not_end_is_killed(
-    sandbox: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sandbox.LIMITS, "seconds", 0.5)
     started = time.monotonic()
-    assert answered(sandbox, f"while True: pass\n{RIGHT}") is None
+    assert answered(f"while True: pass\n{RIGHT}") is None
     assert time.monotonic() - started < 60
 
 
-def test_unit_tests_all_have_to_pass(sandbox: Any) -> None:
+def test_unit_tests_all_have_to_pass() -> None:
     tests = [[[1, 2], 2], [[4, 3], 4]]
-    assert sandbox.unit_tests(Task(), RIGHT, tests=tests) == {"accuracy": 1.0}
+    assert asyncio.run(sandbox.unit_tests(Task(), RIGHT, tests=tests)) == {"accuracy": 1.0}
     sometimes = "def f(a, b):\n return b"
-    assert sandbox.unit_tests(Task(), sometimes, tests=tests) == {"accuracy": 0.0}
+    assert asyncio.run(sandbox.unit_tests(Task(), sometimes, tests=tests)) == {"accuracy": 0.0}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"First:\n```\nnothing\n```\nNow:\n```python\n{RIGHT}\n```\nDone.",
+        f"```python\n{RIGHT}\n```\nand ```never closed",
+        f"```{RIGHT}\n```",
+    ],
+)
+def test_the_program_is_the_last_block(answer: str) -> None:
+    tests = [[[1, 2], 2]]
+    assert asyncio.run(sandbox.unit_tests(Task(), answer, tests=tests)) == {"accuracy": 1.0}
+
+
+def test_the_function_may_have_another_name() -> None:
+    program, tests = RIGHT.replace("f(", "larger("), [[[1, 2], 2]]
+    scored = sandbox.unit_tests(Task(), program, tests=tests, function="larger")
+    assert asyncio.run(scored) == {"accuracy": 1.0}
 
 
 SCRIPT = "CREATE TABLE people (age, wage); INSERT INTO people VALUES (3, 5), (4, 7), (4, 9);"
@@ -114,13 +125,43 @@ SCRIPT = "CREATE TABLE people (age, wage); INSERT INTO people VALUES (3, 5), (4,
         ("SELECT wage FROM people WHERE age >= 4; DROP TABLE people", 0.0),
     ],
 )
-def test_a_query_is_worth_its_rows(sandbox: Any, tmp_path: Path, query: str, worth: float) -> None:
+def test_a_query_is_worth_its_rows(tmp_path: Path, query: str, worth: float) -> None:
     task = Task(raw_task={"response": "SELECT wage FROM people WHERE age >= 4"})
     given = query.format(path=tmp_path / "other.db")
-    assert sandbox.same_rows(task, given, databases=[SCRIPT]) == {"accuracy": worth}
+    assert asyncio.run(sandbox.same_rows(task, given, databases=[SCRIPT])) == {"accuracy": worth}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_row_whose_own_query_does_not_run_is_an_error(sandbox: Any) -> None:
+def test_a_row_whose_own_query_does_not_run_is_an_error() -> None:
     with pytest.raises(ValueError, match="the row's own query does not run"):
-        sandbox.same_rows(Task(raw_task={"response": "SELEC 1"}), "SELECT 1", databases=[SCRIPT])
+        task = Task(raw_task={"response": "SELEC 1"})
+        asyncio.run(sandbox.same_rows(task, "SELECT 1", databases=[SCRIPT]))
+
+
+def test_one_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sandbox.LIMITS, "seconds", 4.0)
+    waits = f"import posix, time\ntime.sleep(1000)\n{RIGHT}"
+    quick = f"# another\n{RIGHT}"
+
+    async def main() -> None:
+        tests = [[[1, 2], 2]]
+        slow = asyncio.ensure_future(sandbox.unit_tests(Task(), waits, tests=tests))
+        assert await sandbox.unit_tests(Task(), quick, tests=tests) == {"accuracy": 1.0}
+        assert not slow.done()
+        for helper in list(sandbox.helpers().queue):
+            assert helper is None or helper._process.poll() is None
+        assert await slow == {"accuracy": 0.0}
+
+    asyncio.run(main())
+
+
+def test_a_helper_that_was_killed_is_replaced() -> None:
+    assert answered(f"# first\n{RIGHT}") == [2, 4]
+    free = sandbox.helpers().queue
+    [*_, helper] = [one for one in free if one is not None]
+    helper._process.kill()
+    helper._process.wait()
+    with pytest.raises(RuntimeError, match="the sandbox's helper ended with -9"):
+        for number in range(len(free)):
+            answered(f"# {number} again\n{RIGHT}")
+    assert answered(f"# after\n{RIGHT}") == [2, 4]

@@ -1,6 +1,4 @@
-"""Scores a program by its unit tests and a query by its rows, in a limited child process.
-
-    plugins: [sandbox.py]       default_reward_fn_type: unit_tests | same_rows
+"""Sandbox: scores a program by its unit tests and a query by its rows, in a limited child process.
 
 - A helper process, an isolated Python that sees no environment variable, has loaded what programs
   may import. It forks a child for each program, which begins by giving up: new file descriptors (no
@@ -11,19 +9,22 @@
   is the same user as the run. For programs of a model that may be hostile, run the whole of
   Trireme in a container or as a user who owns nothing.
 - The child does not know what is right: it sends results, and they are compared here.
-- Equal programs with equal arguments are run once.
+- Equal programs with equal arguments are run once; a few different ones run side by side.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import os
+import queue
 import subprocess
 import sys
-import threading
 from typing import Any
 
-from trireme import Task, reward
+from trireme.registry import reward
+from trireme.task import Task
 
 LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
 LONGEST = 4000
@@ -50,7 +51,7 @@ def give_up(limits):
 def results(job):
     names = {"__name__": "answer"}
     exec(job["program"], names)
-    return [names["f"](*given) for given in job["arguments"]]
+    return [names[job.get("function", "f")](*given) for given in job["arguments"]]
 
 def rows(job):
     readable = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
@@ -115,10 +116,9 @@ for line in sys.stdin.buffer:
 
 
 class Helper:
-    """The process that forks, one program at a time."""
+    """A process that forks, one program at a time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", HELPER],
             stdin=subprocess.PIPE,
@@ -132,44 +132,92 @@ class Helper:
         """What the child of a job has written. Raises RuntimeError where the helper is gone."""
         source, out = self._process.stdin, self._process.stdout
         assert source is not None and out is not None
-        with self._lock:
+        try:
             source.write(json.dumps(job).encode() + b"\n")
             source.flush()
+        except BrokenPipeError:
+            line = b""
+        else:
             line = out.readline()
         if not line:
             raise RuntimeError(f"the sandbox's helper ended with {self._process.wait()}")
         return json.loads(line)
 
 
-helper = functools.cache(Helper)
+@functools.cache
+def helpers() -> queue.LifoQueue[Helper | None]:
+    """Those that are free; None: one that is made when it is needed."""
+    free: queue.LifoQueue[Helper | None] = queue.LifoQueue()
+    for _ in range(max(2, min(8, os.cpu_count() or 2))):
+        free.put(None)
+    return free
+
+
+def answer_of(job: dict[str, Any]) -> str:
+    """What a child has written; a helper that is gone is replaced by the next job."""
+    free = helpers()
+    helper = free.get()
+    alive: Helper | None = None
+    try:
+        alive = helper or Helper()
+        return alive.ask(job)
+    except RuntimeError:
+        alive = None
+        raise
+    finally:
+        free.put(alive)
 
 
 @functools.lru_cache(maxsize=20_000)
 def run(job: str) -> Any:
     """What the child answers to a job (JSON); None where it fails, is too slow, or says no JSON."""
     try:
-        return json.loads(helper().ask({**json.loads(job), "limits": LIMITS}))
+        return json.loads(answer_of({**json.loads(job), "limits": LIMITS}))
     except json.JSONDecodeError:  # the program has failed, or has printed, too
         return None
 
 
 @reward("unit_tests")
-def unit_tests(task: Task, answer: str, *, tests: list[Any]) -> dict[str, float]:
-    """1 where the program's function `f` passes all tests: each has arguments and a result."""
+async def unit_tests(
+    task: Task, answer: str, *, tests: list[Any], function: str = "f"
+) -> dict[str, float]:
+    """1 where the program's function passes all tests: each has arguments and a result.
+
+    The program is the last Markdown block of the answer, or else all of it.
+    """
+    program = code_of(answer)
     arguments, wanted = [test[0] for test in tests], [test[1] for test in tests]
-    if len(answer) > LONGEST:
+    if len(program) > LONGEST:
         return {"accuracy": 0.0}
-    found = run(json.dumps({"program": answer, "arguments": arguments}))
-    return {"accuracy": float(found == wanted)}
+    results = await _run(program=program, arguments=arguments, function=function)
+    return {"accuracy": float(results == wanted)}
 
 
 @reward("same_rows")
-def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[str, float]:
-    """1 where the query gives what the right one (`task.truth`) gives, in all databases."""
-    right = run(json.dumps({"query": task.truth, "databases": databases}))
+async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[str, float]:
+    """1 where the query gives what the right one (`task.truth`) gives, in all databases.
+
+    The query is the last Markdown block of the answer, or else all of it.
+    """
+    query = code_of(answer)
+    right = await _run(query=task.truth, databases=databases)
     if right is None:
         raise ValueError(f"the row's own query does not run: {task.truth!r:.80}")
-    if len(answer) > LONGEST:
+    if len(query) > LONGEST:
         return {"accuracy": 0.0}
-    found = run(json.dumps({"query": answer, "databases": databases}))
-    return {"accuracy": float(found == right)}
+    rows = await _run(query=query, databases=databases)
+    return {"accuracy": float(rows == right)}
+
+
+def code_of(answer: str) -> str:
+    """The last closed Markdown block of a reply, or else all of it."""
+    parts = answer.split("```")
+    if len(parts) < 3:
+        return answer
+    block = parts[(len(parts) - 1) // 2 * 2 - 1]
+    language, _, code = block.partition("\n")
+    return code if not language.strip() or language.strip().isalnum() else block
+
+
+async def _run(**job: Any) -> Any:
+    return await asyncio.to_thread(run, json.dumps(job))
