@@ -158,7 +158,8 @@ class Lean:
         """Logits [B, V] after one more token in each of rows 0 .. B-1."""
         ops, eps, width = self._ops, self._eps, self._width
         tables = self._angles(where.longest + where.longest_shared)
-        rows, idle = len(tokens), -len(tokens) % GRID
+        rows = len(tokens)
+        idle = -rows % GRID if rows > GRID // 2 else 0
         x = self._embed(F.pad(tokens, (0, idle)))
         delta = None
         for number, layer in enumerate(self._layers):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 GRID = 16
 """oneDNN prepares itself for each shape that it meets (0.3 ms) and keeps 1,024 of them: whoever
 multiplies ever other numbers of rows, row by row of a decode step, rounds them up to this."""
-_LEAST_ROWS, _LEAST_WEIGHTS = 17, 1 << 14
-"""Below them the call costs more than it saves."""
+_LEAST_PRODUCT, _LEAST_WEIGHTS = 1 << 20, 1 << 14
+"""Multiplications, and weights, below which a call costs more than it saves."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
         x.dtype is torch.float32
         and weight.dtype is torch.float32
         and weight.numel() >= _LEAST_WEIGHTS
-        and x.numel() >= _LEAST_ROWS * weight.shape[-1]
+        and x.numel() * weight.shape[0] >= _LEAST_PRODUCT
         and x.device.type == weight.device.type == "cpu"
         and type(x) in (Tensor, nn.Parameter)
         and type(weight) in (Tensor, nn.Parameter)

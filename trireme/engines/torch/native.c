@@ -247,7 +247,7 @@ int attend(const Work *w, const real *q, const real *k, const real *v, real *out
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static, 1)
         for (int64_t row = 0; row < w->B; row++) {
             for (int64_t h = 0; buffer && h < w->K; h++) {
                 int64_t from = (row * w->K + h) * w->D;
