@@ -20,11 +20,13 @@ from trireme.registry import ADVANTAGES, ALGORITHMS, POLICY_LOSSES
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "examples", "scripts")
+ELSEWHERE = ("rl_in_one_file.py", "agents/with_*.py", "agents/tool_agent.py")
+"""Run where they are imported, or need the SDK of an agent: they have tests of their own."""
 FILES = sorted(
     path
     for folder in FOLDERS
     for path in (ROOT / folder).rglob("*.py")
-    if path.name != "rl_in_one_file.py"  # runs where it is imported; a test of its own runs it
+    if not any(path.match(pattern) for pattern in ELSEWHERE)
 )
 QUICK = (
     "against_peers",
