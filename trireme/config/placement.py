@@ -1,4 +1,4 @@
-"""Placement: decides who starts the parts of a run, on which devices, and which engine generates.
+"""Placement: decides who starts the parts of a run, on how many GPUs, and which engine generates.
 
 A place is a GPU, or on machines without any a CPU process with one thread. Of the
 `node_num * gpu_per_node` places an engine takes as many as its tensor, pipeline and data parallel

@@ -1,4 +1,4 @@
-"""Sampling: draws tokens from logits, for many rows with parameters of their own.
+"""Sampling: draws tokens from logits, each row with its own parameters and random stream.
 
 Each request has a random stream of its own, from which one number per token is drawn; a token is
 the point where the distribution's running sum passes that number. So a row's tokens do not depend
