@@ -110,7 +110,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("train step", _train_step(plan)))
     if plan.memory:
         again = "; activations are computed again" * plan.gradient_checkpointing
-        rows.append(("memory", f"{told(plan.memory)} of a trainer's {plan.device}{again}"))
+        where = "in each trainer process" if plan.device == "cpu" else "on each trainer GPU"
+        rows.append(("memory", f"{told(plan.memory)} {where}{again}"))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
         engine = ", ".join(plan.engine_urls) or _engines(plan)
