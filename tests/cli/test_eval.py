@@ -28,7 +28,7 @@ def call(*words: str) -> Any:
 
 
 def test_two_models_are_measured_and_compared(tasks: Path, tmp_path: Path, tiny_dir: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "own_task.py").write_text(
         "def share_of_fs(task, answer):\n    return answer.count('f') / max(len(answer), 1)\n"
     )
     out = tmp_path / "out.json"
@@ -41,7 +41,7 @@ def test_two_models_are_measured_and_compared(tasks: Path, tmp_path: Path, tiny_
             "--plugin-dir",
             str(tmp_path),
         ),
-        *("--reward", "mine:share_of_fs", "--model", str(tiny_dir), "-m", str(tiny_dir)),
+        *("--reward", "own_task:share_of_fs", "--model", str(tiny_dir), "-m", str(tiny_dir)),
         *("-n", "4", "-k", "1", "-k", "4", "--success", "0.01", "--max-tokens", "8"),
         *("--out", str(out), "model.max_prompt_tokens=40"),
     )

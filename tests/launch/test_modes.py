@@ -62,7 +62,8 @@ def test_the_probe_is_calibrated_while_trainer_and_engine_have_the_same_weights(
 
             return asked
 
-    stage: Any = SimpleNamespace(result=lambda: StageResult(None, "both", ""))
+    plan = SimpleNamespace(has_adapter=False)
+    stage: Any = SimpleNamespace(result=lambda: StageResult(None, "both", ""), plan=plan)
     trainer: Any = Side()
     asyncio.run(run_both(stage, trainer, trainer, refresh=refresh))
     before = ["refresh", "calibrate"] if refresh else ["calibrate"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trireme.checkpoint.layout import JobFolder
-from trireme.sync.checkpoint import STATE_FILE, PolledSync
+from trireme.sync.checkpoint import STATE_FILE, TRIES, PolledSync
 
 
 class Engine:
@@ -47,6 +47,39 @@ def test_weights_that_made_way_for_newer_ones_are_not_missed(tmp_path: Path) -> 
     publish(JobFolder(tmp_path), 1)
     asyncio.run(sync.load_latest())
     assert (engine.took, sync.version) == (["global_step_2 as 1"], 1)
+
+
+def test_a_checkpoint_that_takes_the_weights_place_is_read_instead(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path)
+    folder = JobFolder(tmp_path)
+    publish(folder, 3)
+    load = engine.update_weights
+
+    async def swapped(source: Path, version: int) -> None:
+        if source == folder.actor_dir(3):  # its full checkpoint comes between look and read
+            folder.hf_dir(3).mkdir()
+            (source / "model.safetensors").rename(folder.hf_dir(3) / "model.safetensors")
+            raise FileNotFoundError(source)
+        await load(source, version)
+
+    engine.update_weights = swapped
+    asyncio.run(sync.load_latest())
+    assert (engine.took, sync.version) == (["actor as 1"], 1)
+
+
+def test_weights_that_cannot_be_read_are_said(tmp_path: Path) -> None:
+    sync, engine = polled(tmp_path)
+    publish(JobFolder(tmp_path), 3)
+    seen: list[Path] = []
+
+    async def damaged(source: Path, version: int) -> None:
+        seen.append(source)
+        raise ValueError(f"{source} is damaged")
+
+    engine.update_weights = damaged
+    with pytest.raises(ValueError, match="is damaged"):
+        asyncio.run(sync.load_latest())
+    assert len(seen) == 1 + TRIES
 
 
 def say(folder: Path, state: str, time: int) -> None:

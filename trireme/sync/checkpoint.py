@@ -26,6 +26,10 @@ from trireme.sync.synchronizer import Persist, is_due, once
 logger = get_logger("synchronizer")
 
 POLL_SECONDS = 0.2
+TRIES = 2
+"""How often weights that cannot be read are tried again: the full checkpoint of a step puts another
+folder in the place of the one with its weights.
+"""
 STATE_FILE = "sync_state.json"
 
 
@@ -156,13 +160,18 @@ class PolledSync:
 
     async def load_latest(self) -> None:
         """Take the newest weights if they are newer than ours, and compare the probe."""
+        failures = 0
         async with self._loading:
             while (step := self._latest()) > self._loaded_step:
                 try:
                     await self.persist(lambda step=step: self._load(step))
                 except (OSError, ValueError):
                     if self._latest() == step:
-                        raise
+                        failures += 1
+                        if failures > TRIES:
+                            raise
+                        await asyncio.sleep(POLL_SECONDS)  # its checkpoint may take its place
+                        continue
                     logger.info("the weights of train step %d made way for newer ones", step)
 
     async def renew(self, lacking: Callable[[], bool]) -> None:

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trireme.config.memory import LOGIT_NUMBERS
-from trireme.engines.torch.linear import QuickLinear, linear
+from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
 from trireme.trainer.attention import select
 
-_BLOCK = 1 << 14
+_BLOCK = 1 << 13
 """Rows of the head's gradient that are computed at once: all of them would be held twice."""
 
 
@@ -188,7 +188,9 @@ class _LinearHead(torch.autograd.Function):
             d_nodes[c.nodes] = linear(d_raw, cast.T)
             if d_weight is not None:
                 for at in range(0, len(d_weight), _BLOCK):
-                    d_weight[at : at + _BLOCK] += linear(d_raw[:, at : at + _BLOCK].T, states.T)
+                    d_weight[at : at + _BLOCK] += transposed_product(
+                        d_raw[:, at : at + _BLOCK], states
+                    )
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
         return d_nodes, d_weight, d_bias, None, None, None, None, None

@@ -35,6 +35,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _multiply(x, weight, bias)
 
 
+def transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [T, N], b [T, K] -> a' b [N, K], without gradients.
+
+    oneDNN copies a first factor that is transposed: it is the smaller one.
+    """
+    if a.shape[1] > b.shape[1]:
+        return linear(b.t(), a.t()).t()
+    return linear(a.t(), b.t())
+
+
 def quicken(model: nn.Module) -> None:
     """Let the linear layers of a model multiply by `linear`."""
     for module in model.modules():
@@ -66,15 +76,8 @@ class _Linear(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = _multiply(dy, weight.t(), None) if wanted[0] else None
-        dw = _transposed_product(dy_rows, x_rows) if wanted[1] else None
+        dw = transposed_product(dy_rows, x_rows) if wanted[1] else None
         return dx, dw, dy_rows.sum(0) if wanted[2] else None
-
-
-def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [T, N], b [T, K] -> a' b [N, K]. oneDNN copies the first factor: it is the smaller one."""
-    if a.shape[1] <= b.shape[1]:
-        return _multiply(a.t(), b.t(), None)
-    return _multiply(b.t(), a.t(), None).t()
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
