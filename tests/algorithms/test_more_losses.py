@@ -283,3 +283,12 @@ def test_measures_of_trainer_and_engine_by_hand() -> None:
     assert found["sampler_ppl"] == pytest.approx(math.exp(1.5), abs=1e-12)
     assert found["trainer_ppl"] == pytest.approx(math.exp(1.5 - math.log(0.75) / 2), abs=1e-12)
     assert sampler_measures({}) == {}
+
+
+def test_ratios_that_round_to_nothing_have_no_effective_sample_size() -> None:
+    ids = torch.zeros(3, dtype=torch.long)
+    _, reported = rollout_correction(torch.full((3,), -20.0), torch.full((3,), -1.0), ids)
+    means = {f"rollout_correction/{name}": float(v.mean()) for name, v in reported.items()}
+    assert means["rollout_correction/chi2"] == -1
+    found = sampler_measures(means)
+    assert found.keys() == {"rollout_correction/trainer_ppl", "rollout_correction/sampler_ppl"}

@@ -387,13 +387,16 @@ def rollout_correction(
 def sampler_measures(metrics: Mapping[str, float]) -> dict[str, float]:
     """What the means that `rollout_correction` reports come to: the share of the tokens that is
     left as effective sample size, (mean w)^2 / mean w^2, and the perplexities of both sides.
+
+    Ratios so small that float32 rounds their squares to 0 have no effective sample size.
     """
     of = "rollout_correction/"
     if f"{of}ratio" not in metrics:
         return {}
     trainer, sampler = metrics[f"{of}trainer_nll"], metrics[f"{of}sampler_nll"]
-    return {
-        f"{of}ess": metrics[f"{of}ratio"] ** 2 / (metrics[f"{of}chi2"] + 1),
+    mean_square = metrics[f"{of}chi2"] + 1
+    measures = {f"{of}ess": metrics[f"{of}ratio"] ** 2 / mean_square} if mean_square > 0 else {}
+    return measures | {
         f"{of}trainer_ppl": math.exp(min(trainer, MAX_LOG_RATIO)),
         f"{of}sampler_ppl": math.exp(min(sampler, MAX_LOG_RATIO)),
     }
