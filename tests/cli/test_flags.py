@@ -178,14 +178,36 @@ def test_rlhf_is_a_run_from_flags_alone(rlhf: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "tasks", "of_a_step"),
+    [
+        ("", 1, 8),
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", 4, 32),
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4 "
+         "--steps_per_generation 4", 4, 32),
+        ("--per_device_train_batch_size 8 --steps_per_generation 4", 4, 8),
+        ("--generation_batch_size 64", 8, 64),
+        ("--generation_batch_size 64 --per_device_train_batch_size 8", 8, 8),
+    ],
+)  # fmt: skip
+def test_rlhf_counts_completions_as_ms_swift_does(
+    rlhf: Any, words: str, tasks: int, of_a_step: int
+) -> None:
+    buffer = rlhf(f"--model m --dataset d.jsonl {words}").buffer
+    assert (buffer.batch_size, buffer.train_batch_size) == (tasks, of_a_step)
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         ("--model m", "--dataset is not given"),
+        ("--model m --dataset d --generation_batch_size 8 --steps_per_generation 2", "both say"),
+        ("--model m --dataset d --gradient_accumulation_steps 2 --steps_per_generation 1",
+         "8 completions of a generation and 16 of an"),
         ("--model m --dataset d --rlhf_type kto", "--rlhf_type kto: expected grpo"),
         ("--model m --dataset d --generation_batch_size 9", "expected a multiple of --num_gen"),
         ("--model m --dataset d#x", "--dataset d#x: expected a number of rows after #"),
     ],
-)
+)  # fmt: skip
 def test_rlhf_says_what_is_missing(rlhf: Any, words: str, sentence: str) -> None:
     assert sentence in re.sub(r"[│╭╮╰╯─]", "", rlhf(words))
 

@@ -43,7 +43,8 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     path = folder / FILE
     tree = _tree(flags, folder)
     write_text(path, _dump(tree))  # the flags of tasksets are laid over each of these
-    rest = {name: values for name, values in flags.items() if name not in WithAllFlags.own_flags}
+    read = (*WithAllFlags.own_flags, "generation_batch_size")
+    rest = {name: values for name, values in flags.items() if name not in read}
     tree = with_overrides(tree, [*overrides(rest, path), *keys])
     write_text(path, _dump(tree))
     return path
@@ -52,16 +53,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
 def _tree(flags: Given, folder: Path) -> dict[str, Any]:
     """What the flags do not say, as ms-swift has it by default, and the data."""
     rollouts = _count(flags, "num_generations", 8)
-    completions = _count(flags, "generation_batch_size", 0)
-    if not completions:
-        completions = 1
-        for name in _COUNTS:
-            completions *= _count(flags, name, rollouts if name == _COUNTS[0] else 1)
-    if completions % rollouts:
-        raise typer.BadParameter(
-            f"{completions} completions of a step: expected a multiple of --num_generations "
-            f"({rollouts}), set by --generation_batch_size"
-        )
+    completions, of_a_step = _batches(flags, rollouts)
     tasksets = [_taskset(name) for name in flags["dataset"]]
     return {
         "project": "rlhf",
@@ -81,6 +73,7 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
         },
         "buffer": {
             "batch_size": completions // rollouts,
+            "train_batch_size": of_a_step,
             "explorer_input": {
                 "default_workflow_type": "multi_turn_scheduler",
                 **({"taskset": tasksets[0]} if len(tasksets) == 1 else {"tasksets": tasksets}),
@@ -89,6 +82,33 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
         },
         "trainer": {"save_interval": 500},
     }
+
+
+def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
+    """Completions of a generation, and those of an optimizer step."""
+    micro_batch = _count(flags, "per_device_train_batch_size", rollouts)
+    accumulated = _count(flags, "gradient_accumulation_steps", 1)
+    completions = micro_batch * _count(flags, "steps_per_generation", accumulated)
+    of_a_step = micro_batch * accumulated
+    if "generation_batch_size" in flags:
+        if "steps_per_generation" in flags:
+            raise typer.BadParameter(
+                "--generation_batch_size and --steps_per_generation both say how many completions "
+                "a generation has: expected one of them"
+            )
+        completions = _count(flags, "generation_batch_size", 0)
+        of_a_step = of_a_step if any(name in flags for name in _COUNTS) else completions
+    if completions % rollouts:
+        raise typer.BadParameter(
+            f"{completions} completions of a generation: expected a multiple of --num_generations "
+            f"({rollouts}), set by --generation_batch_size"
+        )
+    if completions % of_a_step:
+        raise typer.BadParameter(
+            f"{completions} completions of a generation and {of_a_step} of an optimizer step "
+            "(--per_device_train_batch_size x --gradient_accumulation_steps): expected a multiple"
+        )
+    return completions, of_a_step
 
 
 def _taskset(name: str) -> dict[str, Any]:
