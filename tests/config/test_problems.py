@@ -502,3 +502,10 @@ def test_an_adapter_to_go_on_from_is_looked_at_first(tmp_path):
     (found,) = said("lora_rank: 4", "use_dora: true")
     assert found.startswith("model.lora_configs[0].lora_rank is given beside path")
     assert found.endswith("leave out lora_rank, use_dora")
+    apart = problems_of(tmp_path, f"model.lora_configs=[{{path: {folder}}}]", "mode=explore")
+    assert any("path is not taken with mode: explore" in problem for problem in apart)
+    stages = "stages=[{stage_name: a}, {stage_name: b}]"
+    told = problems_of(tmp_path, f"model.lora_configs=[{{path: {folder}}}]", stages)
+    assert (
+        len(told) == 1 and "stage b: model.lora_configs[0].path is for the first stage" in told[0]
+    )

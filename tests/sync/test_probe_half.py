@@ -173,7 +173,7 @@ def test_a_gap_is_judged_by_what_was_measured_first() -> None:
         with pytest.raises(WrongWeights, match=r"version 3 .* measured where both had the same"):
             probe.judge(wrong, version=3)
     probe.judge(gap(0.5, 3.0, depth=200.0), version=4)  # a collapsed model rounds more coarsely
-    with pytest.raises(WrongWeights, match=r"by 0.6 in the mean of .* \(at most 0.5 allowed"):
+    with pytest.raises(WrongWeights, match=r"by 0.6 in the mean \(at most 0.5 allowed"):
         Probe(99, "bfloat16").judge(gap(0.6), version=1)
 
 

@@ -142,6 +142,19 @@ def _check_adapter(stage: StageConfig) -> None:
         if lora.path is None:
             continue
         key = f"model.lora_configs[{number}]"
+        if stage.model_from is not None:
+            stage.problem(
+                f"{key}.path",
+                "is for the first stage: this one begins with the model of an earlier stage, in "
+                "which the adapter is merged already. Give this stage lora_configs without path",
+            )
+        if stage.config.mode in ("explore", "serve", "bench"):
+            stage.problem(
+                f"{key}.path",
+                f"is not taken with mode: {stage.config.mode}, which would sample from the model "
+                "without the adapter until the trainer's first checkpoint: use mode: both, or "
+                "merge the adapter and begin with that model",
+            )
         try:
             folder = located(lora.path, "models")
             if folder is None:

@@ -132,6 +132,9 @@ def stages_of(config: Config) -> list[StageConfig]:
     out: list[StageConfig] = []
     for index, stage in enumerate(config.stages):
         values = config.model_dump() | {"stages": [], "mode": stage.mode or config.mode}
+        adapters = config.model.lora_configs  # what the YAML says of them is told from defaults
+        if adapters is not None:
+            values["model"]["lora_configs"] = [a.model_dump(exclude_unset=True) for a in adapters]
         for name, section in stage:
             if isinstance(section, Section):
                 values[name] = merge(values[name], section.model_dump(exclude_unset=True))

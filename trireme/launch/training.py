@@ -87,6 +87,8 @@ def _settings(plan: Plan) -> TrainSettings:
     if loras := config.model.lora_configs or []:
         targets, excluded = loras[0].target_modules, loras[0].exclude_modules
         folder = loras[0].path and located(loras[0].path, "models")
+        if loras[0].path and folder is None:  # on another machine than the one that checked it
+            raise ValueError(f"model.lora_configs[0].path ({loras[0].path}) is no folder here")
         lora = Lora(
             rank=loras[0].lora_rank,
             alpha=loras[0].lora_alpha,

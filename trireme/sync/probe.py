@@ -111,9 +111,10 @@ class Probe:
             return
         drawn = Sampling(max_tokens=SAMPLED, ignore_eos=True, seed=0)
         [reply] = await engine.generate(self.ids, drawn, key=((-1, -1), -1, -1, -1))
-        self.ids = [*self.ids, *reply.ids]
-        [scored] = await engine.logprobs([self.ids])
-        self._measure(Gap.of(scored, await score(self.ids)), "before the first push")
+        row = [*self.ids, *reply.ids]
+        [scored] = await engine.logprobs([row])
+        self._measure(Gap.of(scored, await score(row)), "before the first push")
+        self.ids = row  # at the end: this is done again where an engine was lost
 
     async def prove(
         self,
@@ -152,7 +153,7 @@ class Probe:
         if not gap.mean <= limit:
             raise _wrong(
                 when,
-                f"by {gap.mean:.3g} in the mean of {len(self.ids)} tokens (at most {limit:.3g} "
+                f"by {gap.mean:.3g} in the mean (at most {limit:.3g} "
                 f"allowed in {self._dtype}, where both have the same weights)",
             )
         self._measured = gap

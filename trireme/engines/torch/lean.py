@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.engines.sampling import inverse_cdf
-from trireme.engines.torch.linear import GRID, linear
+from trireme.engines.torch.linear import GRID, is_quicker, linear
 from trireme.engines.torch.native import NativeOps
 from trireme.engines.torch.rows import Pass, RowStore, Where
 from trireme.log import get_logger
@@ -159,7 +159,7 @@ class Lean:
         ops, eps, width = self._ops, self._eps, self._width
         tables = self._angles(where.longest + where.longest_shared)
         rows = len(tokens)
-        idle = -rows % GRID if rows > GRID // 2 else 0
+        idle = -rows % GRID if rows > GRID // 2 and is_quicker() else 0
         x = self._embed(F.pad(tokens, (0, idle)))
         delta = None
         for number, layer in enumerate(self._layers):

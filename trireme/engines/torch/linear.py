@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return _multiply(x, weight, bias)
 
     @staticmethod
@@ -74,9 +74,9 @@ class _Linear(torch.autograd.Function):
         (dy,) = gradients
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dy_rows = dy.reshape(-1, dy.shape[-1])
         dx = _multiply(dy, weight.t(), None) if wanted[0] else None
-        dw = transposed_product(dy_rows, x_rows) if wanted[1] else None
+        dw = transposed_product(dy_rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None
         return dx, dw, dy_rows.sum(0) if wanted[2] else None
 
 
