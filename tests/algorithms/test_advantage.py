@@ -104,6 +104,20 @@ def test_gdpo_normalises_each_reward_by_itself() -> None:
     assert found.tolist() == pytest.approx([x / std for x in summed], abs=1e-6)
 
 
+def test_gdpo_counts_a_run_once_as_grpo_does() -> None:
+    """A run of four experiences against two of one; the second reward applies to none of them."""
+    first = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0]).double()
+    parts = torch.stack([first, torch.full_like(first, torch.nan)], 1)
+    groups, runs = torch.zeros(6, dtype=torch.long), torch.tensor([0, 0, 0, 0, 1, 2])
+    gdpo = ADVANTAGES.get("gdpo")
+    found = gdpo(groups, parts, torch.ones(2).double(), runs, epsilon=0.0)
+    expected = grpo(first, groups, runs, epsilon=0.0)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+    assert expected[0] == pytest.approx(2 / math.sqrt(3))  # 2/3 over the std of {1, 0, 0}
+    alone = gdpo(groups[:4], parts[:4], torch.ones(2).double(), runs[:4])
+    assert alone.tolist() == [0, 0, 0, 0]
+
+
 def test_gdpo_finds_what_workflows_leave_of_each_reward() -> None:
     given = [
         Experience(

@@ -92,6 +92,7 @@ def gdpo(
     groups: Tensor,
     reward_parts: Tensor,
     reward_weights: Tensor,
+    runs: Tensor | None = None,
     *,
     epsilon: AtLeast0 = 1e-4,
 ) -> Tensor:
@@ -99,20 +100,23 @@ def gdpo(
 
     A_k = (R_k - mean) / (std + epsilon) over the group; whitened: less the mean over the batch,
     divided by std + epsilon. Rewards of different scales keep their say, which GRPO of their sum
-    loses. A reward that does not apply to a rollout adds nothing to it.
+    loses. A reward that does not apply to a rollout adds nothing to it. A run that left several
+    experiences with the same rewards counts once.
     """
+    counts = counted(reward_parts.nan_to_num(nan=torch.inf), groups, runs)
     summed = torch.zeros(len(groups), dtype=reward_parts.dtype)
     for member in by_group(groups):
-        for part, weight in zip(reward_parts[member].T, reward_weights, strict=True):
-            applies = ~part.isnan()
-            if applies.sum() > 1:
-                measured = part[applies]
-                scored = torch.zeros_like(part)
-                scored[applies] = weight * (measured - measured.mean()) / (measured.std() + epsilon)
-                summed[member] += scored
-    if len(summed) < 2:
+        for part, weight in zip(
+            reward_parts.T, reward_weights.expand_as(reward_parts).T, strict=True
+        ):
+            applies = member & ~part.isnan()
+            measured = part[applies & counts]
+            if len(measured) > 1:
+                centred = part[applies] - measured.mean()
+                summed[applies] += weight[applies] * centred / (measured.std() + epsilon)
+    if counts.sum() < 2:
         return summed
-    return (summed - summed.mean()) / (summed.std() + epsilon)
+    return (summed - summed[counts].mean()) / (summed[counts].std() + epsilon)
 
 
 @advantage("dapo")
@@ -167,8 +171,11 @@ def _unlikely_first(
 
 
 def counted(rewards: Tensor, groups: Tensor, runs: Tensor | None) -> Tensor:
-    """Which experiences count in a group's mean [N]: the first of a run whose rewards are equal."""
-    counts = torch.ones_like(rewards, dtype=torch.bool)
+    """Which experiences count in a group's mean [N]: the first of a run whose rewards are equal.
+
+    `rewards` are [N], or [N, K] where several are told apart.
+    """
+    counts = torch.ones(len(rewards), dtype=torch.bool)
     if runs is None:
         return counts
     once, run_of = torch.stack([groups, runs]).unique(dim=1, return_inverse=True)
