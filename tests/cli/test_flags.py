@@ -130,6 +130,24 @@ def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[st
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("--lora_rank 16", "--train_type lora"),
+        ("--lora_alpha 16", "--train_type lora"),
+        ("--rollout_importance_sampling_threshold 2", "--rollout_importance_sampling_mode"),
+    ],
+)
+def test_a_flag_that_has_no_effect_alone_is_refused(keys: Any, words: str, beside: str) -> None:
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", "", keys("run.yaml", *words.split())).split())
+    assert f"{words} has no effect alone: expected {beside}" in said
+
+
+def test_the_rank_of_an_adapter_may_stand_beside_full_training(keys: Any) -> None:
+    config, _ = keys("run.yaml", *["--train_type", "full", "--lora_rank", "16"])
+    assert config.model.lora_configs is None
+
+
 def test_switches_of_other_sections(keys: Any, tmp_path: Path) -> None:
     operators = "\ndata_processor: {experience_pipeline: {operators: [{name: deduplication}]}}\n"
     (tmp_path / "run.yaml").write_text(YAML + operators)

@@ -73,8 +73,8 @@ IDLE = {
     "vllm_server_timeout": "explorer.max_timeout limits a rollout",
     "vllm_server_group_port": "weights need no port that is agreed on",
     "vllm_server_pass_dataset": "the columns of the data set always reach the scheduler",
-    "vllm_enable_lora": "engines get merged weights",
-    "vllm_max_lora_rank": "engines get merged weights",
+    "vllm_enable_lora": "engines are set up for the adapter in model.lora_configs",
+    "vllm_max_lora_rank": "engines are set up for the adapter in model.lora_configs",
     "vllm_limit_mm_per_prompt": "prompts are text",
     "vllm_disable_custom_all_reduce": "give it in explorer.rollout_model.extra_engine_args",
     "sleep_level": "an engine that shares its device with the trainer takes turns with it",
@@ -332,17 +332,32 @@ def translated(flags: Given, config: Path | None) -> list[str]:
     for name, key in (("delta", "clip_ratio_c"), ("top_entropy_quantile", "top_entropy_quantile")):
         keys |= {f"{loss}{key}": number[name]} if name in number else {}
     if (most := number.get("rollout_importance_sampling_threshold")) is not None:
-        masks = flags.get("rollout_importance_sampling_mode", [""])[0].endswith("mask")
+        mode = "rollout_importance_sampling_mode"
+        correction = "algorithm.rollout_correction"
+        _needs(flags, mode.replace("mode", "threshold"), mode, "token_truncate", correction)
+        masks = flags[mode][0].endswith("mask")
         keys[f"algorithm.rollout_correction.rollout_{'rs' if masks else 'is'}_threshold"] = most
     if "lora" in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
         rank, alpha = number.get("lora_rank", 8), number.get("lora_alpha", 32)
         keys["model.lora_configs"] = [{"lora_rank": int(rank), "lora_alpha": int(alpha)}]
+    elif "full" not in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
+        for name in ("lora_rank", "lora_alpha"):
+            _needs(flags, name, "train_type", "lora", "model.lora_configs")
     if flags.get("overlong_filter", ["false"])[0].lower() == "true":
         key = "data_processor.experience_pipeline.operators"
         keys[key] = [*_operators(config), {"name": "mask_response_truncated"}]
     if flags.get("async_generate", ["false"])[0].lower() == "true":
         keys["synchronizer.sync_offset"] = 1
     return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
+    """Raise BadParameter for a flag that says nothing without `--beside value`."""
+    if name in flags and beside not in flags:
+        raise typer.BadParameter(
+            f"--{name} {flags[name][0]} has no effect alone: expected --{beside} {value} beside "
+            f"it, or {key} in its place"
+        )
 
 
 def _number(name: str, text: str) -> float:
