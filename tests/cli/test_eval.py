@@ -10,8 +10,10 @@ from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
+from trireme.cli.eval import EvalOptions, _plan
 from trireme.cli.main import app
 
 
@@ -106,6 +108,33 @@ def test_a_model_behind_an_openai_api(
     assert {one["model"] for one in Api.asked} == {"adder"}
     assert {one["key"] for one in Api.asked} == {"Bearer the key"}
     assert Api.asked[0]["max_tokens"] == 64 and Api.asked[0]["messages"][-1]["role"] == "user"
+
+
+def test_a_folder_is_never_measured_by_the_yamls_server(
+    tasks: Path, tmp_path: Path, tiny_dir: Path
+) -> None:
+    columns = {"prompt_key": "question", "response_key": "answer"}
+    inputs = {
+        "default_workflow_type": "math_workflow",
+        "eval_tasksets": [{"name": "sums", "path": str(tasks), "format": columns}],
+    }
+    tree = {
+        "model": {"model_path": "/elsewhere", "max_prompt_tokens": 400, "max_response_tokens": 8},
+        "buffer": {"explorer_input": inputs},
+        "explorer": {
+            "rollout_model": {"engine_type": "remote", "base_urls": ["http://127.0.0.1:1"]}
+        },
+    }
+    path = tmp_path / "remote.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    plan = _plan(str(tiny_dir), EvalOptions([str(tiny_dir)], path), tmp_path)
+    assert plan.engine_urls == () and plan.model_path == str(tiny_dir.resolve())
+    server = _plan(url := "http://127.0.0.1:2", EvalOptions([url], path, [
+        f"model.model_path={tiny_dir}"]), tmp_path)  # fmt: skip
+    assert server.engine_urls == (url,)
+    keys = ["explorer.rollout_model.engine_type=remote"]
+    with pytest.raises(ValueError, match="expected torch or vllm"):
+        _plan(str(tiny_dir), EvalOptions([str(tiny_dir)], path, keys), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,15 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
             key = "max_response_tokens" if name == "max_tokens" else name
             keys.append(f"model.{key}={value}")
     config = load_config(path, [*keys, *options.keys])
+    rollout_model = "explorer.rollout_model"
+    if "://" not in model and config.explorer.rollout_model.engine_type == "remote":
+        if any(key.startswith(f"{rollout_model}.engine_type=") for key in options.keys):
+            raise ValueError(
+                f"--model {model} with {rollout_model}.engine_type=remote: expected torch or vllm, "
+                "since the server would answer with its own weights"
+            )
+        keys += [f"{rollout_model}.engine_type=torch", f"{rollout_model}.base_urls=[]"]
+        config = load_config(path, [*keys, *options.keys])
     if not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError([_no_tasks(options)])
     for taskset in config.buffer.explorer_input.eval_tasksets:
