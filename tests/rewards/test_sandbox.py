@@ -60,6 +60,37 @@ HOSTILE = {
     "takes memory": "x = bytearray(1 << 31)",
     "goes deep": "def g(): return g()\ng()",
     "exits as if all were well": "import posix\nposix._exit(0)",
+    "makes a pipe in the file system": "import os\nos.mkfifo({path!r} + '.pipe')",
+    "makes one by another name": (
+        "import os\n"
+        "make = [f for f in os.supports_dir_fd if f.__name__ == 'mkfifo'][0]\n"
+        "make({path!r} + '.pipe')"
+    ),
+    "loads a module afresh": (
+        "import sys\ndel sys.modules['posix']\nimport posix\nposix.mkfifo({path!r} + '.pipe')"
+    ),
+    "slows its parent": "import os\nos.setpriority(0, os.getppid(), 19)",
+    "pins its parent": "import os\nos.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))",
+    "imports by a name that equals all": (
+        "class Name(str):\n"
+        "    __eq__ = lambda self, other: True\n"
+        "    __hash__ = lambda self: hash('os')\n"
+        "import builtins, sys\n"
+        "sys.modules.pop('os')\n"
+        "__import__(Name('faulthandler'))"
+    ),
+    "widens what is allowed": (
+        "import os\n"
+        "try:\n"
+        "    os.listdir('/')\n"
+        "except PermissionError as error:\n"
+        "    trace = error.__traceback__\n"
+        "while trace.tb_next:\n"
+        "    trace = trace.tb_next\n"
+        "allowed = trace.tb_frame.f_locals['allowed']\n"
+        "allowed |= {{'os.remove', 'os.listdir'}}\n"
+        "os.remove({path!r})"
+    ),
     "escapes by attributes": (
         "names = [c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'FileIO']\n"
         "names[0]({path!r}).read()"
@@ -74,6 +105,7 @@ def test_a_hostile_program_gets_nothing(tmp_path: Path, name: str) -> None:
     program = HOSTILE[name].format(path=str(kept))
     assert answered(f"{program}\n{RIGHT}") is None
     assert kept.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

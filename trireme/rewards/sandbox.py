@@ -32,7 +32,21 @@ LONGEST = 4000
 
 HELPER = """
 import collections, functools, itertools, json, math, os, re, resource, select, signal, sqlite3
-import sys, time
+import _imp, posix, sys, time
+
+def forget_unaudited():
+    # functions that raise no audit event and reach beyond the child, or load a module afresh
+    beyond = [name for name in vars(posix) if name.startswith(("mkfifo", "mknod", "setpriority",
+              "sched_set", "pidfd_", "chroot", "unshare", "setns", "sync"))]
+    for name in beyond:
+        vars(posix).pop(name)
+        vars(os).pop(name, None)
+    os.__all__ = [name for name in os.__all__ if name in vars(os)]
+    for name in ("supports_dir_fd", "supports_effective_ids", "supports_fd",
+                 "supports_follow_symlinks"):
+        setattr(os, name, set())  # they hold such functions
+    for name in ("create_builtin", "exec_builtin", "create_dynamic", "exec_dynamic"):
+        vars(_imp).pop(name, None)
 
 def give_up(limits):
     for kind, most in ((resource.RLIMIT_CPU, limits["cpu"]), (resource.RLIMIT_FSIZE, 0),
@@ -40,12 +54,17 @@ def give_up(limits):
                        (resource.RLIMIT_NPROC, 0), (resource.RLIMIT_NOFILE, 0)):
         resource.setrlimit(kind, (most, most))
     loaded = frozenset(sys.modules)
-    allowed = {"compile", "exec", "object.__getattr__", "object.__setattr__", "builtins.id",
-               "sqlite3.connect", "sqlite3.connect/handle"}
+    allowed = frozenset(("compile", "exec", "builtins.id", "sqlite3.connect",
+                         "sqlite3.connect/handle"))
+    kind_of, text = type, str  # a program may put others in place of the builtins
     def refuse(event, args):
-        if event in allowed or event == "import" and args[0] in loaded:
+        if event in allowed:
+            return
+        # a subclass of str may equal every name
+        if event == "import" and kind_of(args[0]) is text and args[0] in loaded:
             return
         raise PermissionError(event)
+    forget_unaudited()
     sys.addaudithook(refuse)
 
 def results(job):
