@@ -100,6 +100,9 @@ def test_our_own_key_goes_before_an_option_of_verl(base: dict[str, Any], tmp_pat
         ("{actor_rollout_ref: {actor: {ppo_epochs: 2}}}", "a batch is trained once"),
         ("{actor_rollout_ref: {actor: {optimizer: {lr: 1}}}}", "did you mean"),
         ("{custom_reward_function: {path: x.py}}", "default_reward_fn_type"),
+        ("{reward_model: {enable: true}}", "name a reward in default_reward_fn_type"),
+        ("{actor_rollout_ref: {model: {lora_rank: 0, mtp: {enable: true}}}}", "not supported"),
+        ("{actor_rollout_ref: {model: {lora_alpha: 16}}}", "set model.lora_configs"),
     ],
 )
 def test_an_option_of_verl_without_a_counterpart_is_refused(
@@ -108,3 +111,21 @@ def test_an_option_of_verl_without_a_counterpart_is_refused(
     loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
     [problem] = examine(tmp_path / "run.yaml").problems
     assert problem.key.startswith("trainer.trainer_config.") and says in problem.text
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "{reward_model: {enable: false, model: {path: some-rm}}}",
+        "{custom_reward_function: {path: null, name: compute_score}}",
+        "{actor_rollout_ref: {model: {lora_rank: 0, lora_alpha: 16, target_modules: all-linear}}}",
+        "{actor_rollout_ref: {model: {mtp: {enable: false}}}}",
+        "{trainer: {resume_mode: auto, resume_from_path: false}}",
+        "{critic: {enable: null, ppo_epochs: 1}}",
+    ],
+)
+def test_options_of_verl_that_are_switched_off_change_nothing(
+    option: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
+    assert examine(tmp_path / "run.yaml").problems == []

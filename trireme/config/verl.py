@@ -73,7 +73,6 @@ _IDLE = (
     "*.use_fused_kernels",
     "*.entropy_*",
     "*.strategy",
-    "*.enable",
     "*.shuffle",
     "*.data_loader_seed",
     "actor_rollout_ref.hybrid_engine",
@@ -84,14 +83,16 @@ _IDLE = (
     *(f"{_ACTOR}.{name}" for name in ("ppo_mini_batch_size", "clip_ratio*", "entropy_coeff")),
     *(f"{_ACTOR}.{name}" for name in ("loss_agg_mode", "policy_loss.*", "use_kl_loss", "kl_loss*")),
     *(f"critic.{name}" for name in ("grad_clip", "ppo_*", "forward_*", "use_dynamic_bsz")),
-    *(f"critic.{name}" for name in ("model.*", "loss_agg_mode", "rollout_n", "ulysses_*")),
+    *(
+        f"critic.{name}"
+        for name in ("enable", "model.*", "loss_agg_mode", "rollout_n", "ulysses_*")
+    ),
     *(
         f"algorithm.{name}"
         for name in ("adv_estimator", "gamma", "lam", "kl_*", "use_kl_in_reward")
     ),
     "algorithm.norm_adv_by_std_in_grpo",
     "data.*",
-    "reward_model.enable",
     "global_profiler.*",
     *(f"trainer.{name}" for name in ("balance_batch", "nnodes", "n_gpus_per_node", "device")),
     *(f"trainer.{name}" for name in ("project_name", "experiment_name", "group_name", "logger")),
@@ -108,6 +109,17 @@ _PLAIN = {
     "actor_rollout_ref.model.lora_rank": 0,
 }
 """Options of which one value is what a run here does."""
+_MODEL = "actor_rollout_ref.model"
+_SWITCHES = {
+    "*.enable": "{path}",
+    "trainer.resume_from_path": "{path}",
+    "reward_model.model.*": "reward_model.enable",
+    "custom_reward_function.*": "custom_reward_function.path",
+    f"{_MODEL}.lora_*": f"{_MODEL}.lora_rank",
+    f"{_MODEL}.target_modules": f"{_MODEL}.lora_rank",
+    f"{_MODEL}.exclude_modules": f"{_MODEL}.lora_rank",
+}
+"""Options -> the one that turns them off where it is given as null, false or 0."""
 _INSTEAD = {
     f"{_ACTOR}.ppo_epochs": "a batch is trained once; set buffer.train_batch_size for more steps",
     "trainer.resume_*": "the same command resumes; continue_from_checkpoint=false begins anew",
@@ -119,21 +131,28 @@ _INSTEAD = {
 }
 
 
-def options(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Fate]]:
+def options(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, Fate]]:
     """Each option's dotted path, value and fate; an empty one says nothing and is left out."""
+    values = dict(_leaves(tree))
+    for path, value in values.items():
+        if value not in (None, "", []):
+            yield path, value, _fate(path, value, values)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            yield from options(value, f"{path}.")
-        elif value not in (None, "", []):
-            yield path, value, _fate(path, value)
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
 
 
-def _fate(path: str, value: Any) -> Fate:
+def _fate(path: str, value: Any, values: Mapping[str, Any]) -> Fate:
     ours = READ_AS.get(path)
     if ours is not None and not (ours == "trainer.offload" and value is False):
         return Moved(f"is read as {ours}, where that is not given", to=ours)
-    if ours is not None or _PLAIN.get(path) == value:
+    if ours is not None or _PLAIN.get(path) == value or _is_off(path, values):
         return NoEffect()
     for pattern, instead in _INSTEAD.items():
         if fnmatchcase(path, pattern):
@@ -142,3 +161,13 @@ def _fate(path: str, value: Any) -> Fate:
         return NoEffect()
     hint = did_you_mean(path, [*READ_AS, *_PLAIN])
     return Refused(f"is not supported here{hint or ': docs/migrate/verl.md lists what is read'}")
+
+
+def _is_off(path: str, values: Mapping[str, Any]) -> bool:
+    """Whether the option's switch is given, and off."""
+    switches = (
+        switch.format(path=path)
+        for pattern, switch in _SWITCHES.items()
+        if fnmatchcase(path, pattern)
+    )
+    return any(not values.get(switch, True) for switch in switches)
