@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.tiny import make_model, make_tokenizer
 from tests.trainer.samples import backend_of
@@ -76,6 +77,40 @@ def test_an_adapter_pushed_alone_scores_as_merged_weights_do(folder, given):
         weights = backend.weights().values()
         expected = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in weights))
         assert sizes == [expected, expected] and expected[0] < expected[1] / 4
+        await engine.close()
+        device.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("c_proj",), r".*attn\.c_proj"])
+def test_an_adapter_on_weights_that_lie_transposed_scores_as_its_trainer_does(targets, tmp_path):
+    tokenizer = make_tokenizer()
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=256, **sizes)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    async def main() -> None:
+        device = Device(1)
+        backend, engine = adapted(tmp_path, target_modules=targets), engine_at(tmp_path, device)
+        common: dict[str, Any] = {"shared": False, "dtype": "float32"}
+        sync = MemorySync(
+            AdapterSource(backend), engine, device, probe=Probe(99, "float32"), **common
+        )
+        for version in (1, 2):
+            await sync.push(version)
+            held = engine.module.state_dict()
+            for name, tensor in backend.weights().items():
+                assert torch.allclose(held[name], tensor, atol=1e-6), name
+            for ours, theirs in zip(await engine.logprobs(ROWS), backend.score(ROWS), strict=True):
+                assert ours == pytest.approx(theirs, abs=WITHIN)
+            change(backend, version)
         await engine.close()
         device.close()
 
@@ -153,6 +188,11 @@ def test_peft_reads_what_is_written_for_vllm(folder, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(folder)
     merged.load_state_dict(backend.weights(), strict=False)
     assert torch.allclose(logits, merged(ids).logits, atol=WITHIN)
+
+
+def test_an_adapter_on_the_embedding_does_not_travel_alone(folder):
+    with pytest.raises(ValueError, match=r"'model\.embed_tokens', which is no linear layer"):
+        AdapterSource(adapted(folder, target_modules=("embed_tokens",))).weights()
 
 
 def test_a_dora_adapter_does_not_travel_alone(folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from trireme.engines.weight_group import refuse_unusable
 from trireme.files import write_json
@@ -77,6 +78,7 @@ class Merged:
     def __init__(self) -> None:
         self._base: dict[str, Tensor] = {}
         self._adapter: dict[str, Tensor] = {}
+        self._transposed: set[str] = set()
 
     @torch.no_grad()
     def take(self, module: nn.Module, adapter: Mapping[str, Tensor]) -> None:
@@ -84,7 +86,9 @@ class Merged:
         nothing, for one of another model, or with numbers that are not finite.
         """
         refuse_unusable(adapter)
-        own, layers = module.state_dict(), list(layers_of(adapter))
+        # GPT-2's linear layers keep their weights as [in, out]
+        self._transposed = {n for n, layer in module.named_modules() if isinstance(layer, Conv1D)}
+        own, layers = module.state_dict(), list(self._as_stored(adapter))
         for stem, a, b in layers:
             weight = own.get(f"{stem}.weight")
             shape, expected = (len(b), a.shape[1]), None if weight is None else tuple(weight.shape)
@@ -111,13 +115,18 @@ class Merged:
         """Other weights have come, of which nothing is known."""
         self._base, self._adapter = {}, {}
 
+    def _as_stored(self, adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """`layers_of`, where B A has the orientation of the module's weights: (B A)^T = A^T B^T."""
+        for stem, a, b in layers_of(adapter):
+            yield (stem, b.T, a.T) if stem in self._transposed else (stem, a, b)
+
     @torch.no_grad()
     def apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A module's state dict without the adapter, and the adapter beside it; a weight that is
         not their sum, to the bit, is missing.
         """
         out = {**weights, **self._adapter}
-        for stem, a, b in layers_of(self._adapter):
+        for stem, a, b in self._as_stored(self._adapter):
             name = f"{stem}.weight"
             sums = torch.equal(merge(self._base[name], a, b), weights[name])
             del out[name]

@@ -131,12 +131,17 @@ class Adapter:
 
     def travelling(self) -> Iterator[tuple[str, Tensor]]:
         """The additions as engines take them, see engines/adapter.py. Raises ValueError with DoRA,
-        which is more than an addition.
+        which is more than an addition, and for one on an embedding.
         """
         for name, layer in self._layers():
             if layer.use_dora.get(_ADAPTER):
                 raise ValueError(
                     "a DoRA adapter cannot travel alone: its weights are pushed merged"
+                )
+            if _ADAPTER not in layer.lora_A:
+                raise ValueError(
+                    f"an adapter of '{name}', which is no linear layer, cannot travel alone: its "
+                    "weights are pushed merged"
                 )
             scale = layer.scaling[_ADAPTER]
             yield f"{name}{A}", layer.lora_A[_ADAPTER].weight.detach()
