@@ -38,6 +38,83 @@ def test_a_program_gives_its_results(program: str, results: Any) -> None:
     assert answered(program) == results
 
 
+MODULES = [
+    "array",
+    "bisect",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "queue",
+    "random",
+    "re",
+    "statistics",
+    "string",
+    "time",
+    "typing",
+]
+
+USUAL = {
+    **{module: f"import {module}\ndef f(a, b): return max(a, b)" for module in MODULES},
+    "typing": (
+        "from typing import List, NamedTuple, Optional\n"
+        "class P(NamedTuple):\n    x: int\n    y: int = 0\n"
+        "def f(a: int, b: Optional[int]) -> List[int]: return max(P(a), P(b))[0]"
+    ),
+    "most common": (
+        "from collections import Counter\n"
+        "def f(a, b): return Counter([a, b, max(a, b)]).most_common(1)[0][0]"
+    ),
+    "namedtuple": (
+        "from collections import namedtuple\n"
+        "P = namedtuple('P', 'x y', defaults=[0])\ndef f(a, b): return max(P(a), P(b)).x"
+    ),
+    "dataclass": (
+        "from dataclasses import dataclass, field\n"
+        "@dataclass(order=True)\n"
+        "class P:\n    x: int\n    y: list = field(default_factory=list)\n"
+        "def f(a, b): return max(P(a), P(b)).x"
+    ),
+    "enum": (
+        "from enum import IntEnum\nclass C(IntEnum):\n    ONE = 1\n"
+        "def f(a, b): return max(a, b) * C.ONE"
+    ),
+    "abstract class": (
+        "from abc import ABC, abstractmethod\n"
+        "class A(ABC):\n    @abstractmethod\n    def g(self): ...\n"
+        "class B(A):\n    def g(self): return 0\n"
+        "def f(a, b): return max(a, b) + B().g()"
+    ),
+    "wrapper": (
+        "import functools\n"
+        "def d(g):\n    @functools.wraps(g)\n    def h(*a): return g(*a)\n    return h\n"
+        "@d\ndef f(a, b): return max(a, b)"
+    ),
+    "long": "x = 1\n" * 2000 + RIGHT,
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_program_may_use_what_is_usual(name: str) -> None:
+    assert answered(USUAL[name]) == [2, 4]
+    scored = sandbox.unit_tests(Task(), USUAL[name], tests=[[[1, 2], 2], [[4, 3], 4]])
+    assert asyncio.run(scored) == {"accuracy": 1.0}
+
+
+def test_a_program_that_is_too_long_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    program = f"{RIGHT}\n{'#' * sandbox.LONGEST}"
+    assert asyncio.run(sandbox.unit_tests(Task(), program, tests=[])) == {"accuracy": 0.0}
+    assert f"{len(program)} characters is not run" in caplog.text
+
+
 HOSTILE = {
     "reads a file": "open({path!r}).read()",
     "writes a file": "open({path!r}, 'w').write('x')",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -26,13 +27,20 @@ from typing import Any
 from trireme.registry import reward
 from trireme.task import Task
 
+_log = logging.getLogger(__name__)
+
 LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
-LONGEST = 4000
-"""Characters of a program; longer ones are not run."""
+LONGEST = 50_000
+"""Characters of a program; a longer one is not run, and a warning says so."""
 
 HELPER = """
-import collections, functools, itertools, json, math, os, re, resource, select, signal, sqlite3
-import _imp, posix, sys, time
+import _imp, _strptime, abc, array, bisect, cmath, collections, collections.abc, contextlib, copy
+import dataclasses, datetime, decimal, enum, fractions, functools, heapq, itertools, json, math
+import numbers, operator, os, posix, queue, random, re, resource, select, signal, sqlite3
+import statistics, string, sys, textwrap, time, types, typing
+
+class Refused(PermissionError, ValueError):
+    pass  # namedtuple and typing go on after a ValueError where they get no frame
 
 def forget_unaudited():
     # functions that raise no audit event and reach beyond the child, or load a module afresh
@@ -55,7 +63,11 @@ def give_up(limits):
         resource.setrlimit(kind, (most, most))
     loaded = frozenset(sys.modules)
     allowed = frozenset(("compile", "exec", "builtins.id", "sqlite3.connect",
-                         "sqlite3.connect/handle"))
+                         "sqlite3.connect/handle", "sys._getframemodulename"))
+    # what namedtuple, dataclass and typing set
+    harmless = frozenset(("__abstractmethods__", "__bases__", "__defaults__", "__doc__",
+                          "__kwdefaults__", "__module__", "__name__", "__qualname__"))
+    readable = harmless | frozenset(("__code__",))
     kind_of, text = type, str  # a program may put others in place of the builtins
     def refuse(event, args):
         if event in allowed:
@@ -63,7 +75,11 @@ def give_up(limits):
         # a subclass of str may equal every name
         if event == "import" and kind_of(args[0]) is text and args[0] in loaded:
             return
-        raise PermissionError(event)
+        if event == "object.__setattr__" and args[1] in harmless:
+            return
+        if event == "object.__getattr__" and args[1] in readable:
+            return
+        raise Refused(event)
     forget_unaudited()
     sys.addaudithook(refuse)
 
@@ -206,7 +222,7 @@ async def unit_tests(
     """
     program = code_of(answer)
     arguments, wanted = [test[0] for test in tests], [test[1] for test in tests]
-    if len(program) > LONGEST:
+    if _too_long(program):
         return {"accuracy": 0.0}
     results = await _run(program=program, arguments=arguments, function=function)
     return {"accuracy": float(results == wanted)}
@@ -222,7 +238,7 @@ async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[st
     right = await _run(query=task.truth, databases=databases)
     if right is None:
         raise ValueError(f"the row's own query does not run: {task.truth!r:.80}")
-    if len(query) > LONGEST:
+    if _too_long(query):
         return {"accuracy": 0.0}
     rows = await _run(query=query, databases=databases)
     return {"accuracy": float(rows == right)}
@@ -236,6 +252,13 @@ def code_of(answer: str) -> str:
     block = parts[(len(parts) - 1) // 2 * 2 - 1]
     language, _, code = block.partition("\n")
     return code if not language.strip() or language.strip().isalnum() else block
+
+
+def _too_long(code: str) -> bool:
+    if len(code) <= LONGEST:
+        return False
+    _log.warning("a reply's code of %d characters is not run and counts 0", len(code))
+    return True
 
 
 async def _run(**job: Any) -> Any:
