@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from tests.e2e.job import small_config
 from tests.tiny import make_model
+from trireme.algorithms.recipes import get_recipe
+from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
-from trireme.config import load_config
+from trireme.config import ConfigError, load_config
 from trireme.launch.check import make_plans
-from trireme.launch.opening import changes
-from trireme.launch.starts import hidden_words, resolved, without_secrets
+from trireme.launch.opening import changes, refuse_meaningless
+from trireme.launch.starts import hidden_words, resolved, this_start, without_secrets
 
 
 def plan_of(folder: Path, config: dict[str, Any], *overrides: str) -> Any:
@@ -123,6 +127,28 @@ def test_each_change_is_told_with_its_effect(
     assert len(found) == len(told), found
     for line, beginning in zip(found, told, strict=True):
         assert line.startswith(beginning)
+
+
+def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(
+    tmp_path: Path,
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    weights = adapter / "adapter_model.safetensors"
+    save_file({"a": torch.zeros(2)}, weights)
+    config = small_config(tmp_path)
+    config["model"]["lora_configs"] = [{"path": str(adapter)}]
+    [plan] = plan_of(tmp_path, config)
+    recipe, folder = get_recipe(plan.config.algorithm), JobFolder(plan.job_dir)
+    old = this_start(plan, plan.model_path, recipe, None)
+    refuse_meaningless(plan, plan.model_path, folder, 1, recipe, old, old)
+    save_file({"a": torch.ones(2)}, weights)
+    new = this_start(plan, plan.model_path, recipe, None)
+    with pytest.raises(ConfigError, match=r"had SHA-256 of the adapter begun from \w{64}, and now"):
+        refuse_meaningless(plan, plan.model_path, folder, 1, recipe, old, new)
+    del old["resumes"]["SHA-256 of the adapter begun from"]  # as earlier versions wrote it
+    refuse_meaningless(plan, plan.model_path, folder, 1, recipe, old, new)
 
 
 def started(

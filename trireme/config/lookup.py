@@ -147,6 +147,12 @@ def adapter_facts(path: str) -> tuple[int, bool, str | list[str]]:
     return max(ranks), bool(config.get("use_dora")), config.get("target_modules") or []
 
 
+def adapter_files(path: str) -> list[Path]:
+    """Those of peft's that make an adapter; none where it is not here."""
+    folder = located(path, "models")
+    return [folder / name for name in _ADAPTER_FILES] if folder else []
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded
 from trireme.config import Plan
-from trireme.config.lookup import located, plugin_files
+from trireme.config.lookup import adapter_files, located, plugin_files
 from trireme.config.schema import LoraConfig
 from trireme.data.database import is_database
 from trireme.data.rows import SAVED, OnError, load_rows, split_files
@@ -79,6 +79,7 @@ def this_start(
             "schema": recipe.schema,
             "optimizer": "sgd" if optimizer == "sgd" else "adamw",
             "LoRA adapter": "; ".join(map(_scale, plan.config.model.lora_configs or [])) or "none",
+            "SHA-256 of the adapter begun from": _begun_from(plan.config.model.lora_configs or []),
         },
         "versions": versions(),
         "code": {"trireme": commit(Path(__file__).parent), "folder": commit(Path.cwd())},
@@ -95,6 +96,12 @@ def _scale(lora: LoraConfig) -> str:
         return f"begun from {lora.path}"
     marks = [name for name in ("use_rslora", "use_dora") if getattr(lora, name)]
     return ", ".join((f"of rank {lora.lora_rank}", f"alpha {lora.lora_alpha}", *marks))
+
+
+def _begun_from(loras: Iterable[LoraConfig]) -> str | None:
+    """What lies in the adapters' files: a resume has it as its reference model again."""
+    files = [file for lora in loras if lora.path for file in adapter_files(lora.path)]
+    return fingerprint(files) if files else None
 
 
 def same_part(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
