@@ -11,6 +11,7 @@ import pytest
 from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.rows import NoRows, load_rows
 from trireme.launch.data import rows_of
+from trireme.launch.starts import data_facts
 
 
 @pytest.fixture
@@ -58,3 +59,31 @@ def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "no.db").exists()
     with pytest.raises(NoRows, match="is no database: expected sqlite"):
         rows_of(TasksetConfig(storage_type="sql", path="tasks.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a b.db", "a%20b.db", "a#1.db", "q?.db"])
+def test_a_file_may_have_any_name_and_none_is_made_beside_it(tmp_path: Path, name: str) -> None:
+    with sqlite3.connect(tmp_path / name) as store:
+        store.execute("create table t (x text)")
+        store.execute("insert into t values ('here')")
+    assert list(load_rows(f"sqlite:///{tmp_path / name}", "t")) == [{"x": "here"}]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_decimals_are_numbers_and_a_table_without_a_key_keeps_its_order(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "n.db") as store:
+        store.execute("create table t (n numeric(20, 10))")
+        store.execute("create index backwards on t (n desc)")
+        store.executemany("insert into t values (?)", [(72,), (0.5,), (90,)])
+    rows = [row["n"] for row in load_rows(f"sqlite:///{tmp_path / 'n.db'}", "t")]
+    assert list(map(repr, rows)) == ["72", "0.5", "90"]
+
+
+def test_a_table_that_has_changed_has_another_fingerprint(url: str, tmp_path: Path) -> None:
+    before = data_facts(url, None, "train", "fail", otherwise="sums")
+    assert (before["rows"], before["path"]) == (2, url)
+    assert data_facts(url, "sums", "train", "fail") == before
+    with sqlite3.connect(tmp_path / "tasks.db") as store:
+        store.execute("insert into sums values (0, '0 + 0?', '0')")
+    after = data_facts(url, "sums", "train", "fail")
+    assert after["rows"] == 3 and after["sha256"] != before["sha256"]

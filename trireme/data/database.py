@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from trireme.log import hide_passwords
 
@@ -21,9 +24,11 @@ def table_rows(
 ) -> tuple[str, list[dict[str, Any]]]:
     """A table's name and its rows, in the order of its key; `otherwise` is a name that it may have.
 
+    Without a key the rows of SQLite come as they were inserted, others in the order of all columns.
+
     Raises ValueError, continuing the sentence `dataset 'x' …`, where there is no such table.
     """
-    from sqlalchemy import MetaData, Table, create_engine, inspect, select
+    from sqlalchemy import MetaData, Table, Text, cast, create_engine, inspect, select, text
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -31,8 +36,11 @@ def table_rows(
     try:
         address = make_url(url)
         if address.get_backend_name() == "sqlite":  # which would make an empty one
+            file = url.partition(":///")[2]
+            if not Path(file).is_file():  # a name may itself have what a URL reads as more
+                file = address.database or ""
             address = address.set(
-                database=f"file:{address.database}", query={"mode": "ro", "uri": "true"}
+                database=f"file:{quote(file)}", query={"mode": "ro", "uri": "true"}
             )
         elif address.drivername == "postgresql":
             address = address.set(drivername="postgresql+psycopg")
@@ -52,14 +60,26 @@ def table_rows(
             raise ValueError(f"has {asked}. Its tables: {has}")
         described = Table(table, MetaData(), autoload_with=engine)
         with engine.connect() as connection:
-            found = connection.execute(select(described).order_by(*described.primary_key.columns))
-            rows = [dict(row._mapping) for row in found]
+            order: list[Any] = list(described.primary_key.columns)
+            if not order and address.get_backend_name() == "sqlite":
+                order = [text("rowid")]
+            elif not order:  # as text, since JSON has no order
+                order = [cast(column, Text) for column in described.columns]
+            found = connection.execute(select(described).order_by(*order))
+            rows = [{k: _number(v) for k, v in row._mapping.items()} for row in found]
     except SQLAlchemyError as error:
         reason = hide_passwords(str(getattr(error, "orig", None) or error))
         raise ValueError(f"cannot be read: {reason}") from error
     finally:
         engine.dispose()
     return table, [_row(row) for row in rows]
+
+
+def _number(value: Any) -> Any:
+    """A NUMERIC as other data sets have it: 72.000 is 72, 0.50 is 0.5."""
+    if not isinstance(value, Decimal):
+        return value
+    return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

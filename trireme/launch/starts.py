@@ -33,6 +33,7 @@ from trireme.checkpoint.resume import Loaded
 from trireme.config import Plan
 from trireme.config.lookup import adapter_files, located, plugin_files
 from trireme.config.schema import LoraConfig
+from trireme.config.schema_rollout import TasksetConfig
 from trireme.data.database import is_database
 from trireme.data.rows import SAVED, OnError, load_rows, split_files
 from trireme.envs.gyms import generated, made_rows
@@ -229,13 +230,24 @@ def data_of(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, one in datasets:
         if one.path:
             named = {"path": one.path, "subset": one.subset_name, "split": one.split}
-            yield key, {**named, "on_error": one.on_error}
+            table = (one.name or None) if isinstance(one, TasksetConfig) else None
+            yield key, {**named, "on_error": one.on_error, "otherwise": table}
 
 
-def data_facts(path: str, subset: str | None, split: str, on_error: OnError) -> dict[str, Any]:
-    """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here."""
+def data_facts(
+    path: str, subset: str | None, split: str, on_error: OnError, otherwise: str | None = None
+) -> dict[str, Any]:
+    """Path, rows and fingerprint of a data set; nulls where it is on the hub and not here.
+
+    `otherwise` is a name that a database's table may have.
+    """
     if is_database(path):
-        return {"path": hide_passwords(path), "rows": None, "sha256": None}
+        table = load_rows(path, subset, split, on_error=on_error, otherwise=otherwise)
+        digest = hashlib.sha256()
+        for row in table:
+            digest.update(json.dumps(row, default=str).encode())
+        facts = {"rows": len(table), "sha256": digest.hexdigest()}
+        return {"path": hide_passwords(path), **facts}
     if generated(path) is not None:
         return {"path": path, "rows": len(made_rows(path)), "sha256": None}
     files = split_files(path, subset, split)
