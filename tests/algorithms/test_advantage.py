@@ -118,6 +118,39 @@ def test_gdpo_counts_a_run_once_as_grpo_does() -> None:
     assert alone.tolist() == [0, 0, 0, 0]
 
 
+def _with_parts(task: int, run: int, reward: float, **parts: tuple[float, float]) -> Experience:
+    info = {"reward_parts": parts}
+    return Experience([1, 2], prompt_length=1, reward=reward, eid=EID(1, task, run), info=info)
+
+
+def test_gdpo_weighs_a_reward_as_its_own_taskset_does() -> None:
+    """Two tasksets that weigh reward a differently; in the second, b is the larger."""
+    given = [
+        _with_parts(0, 0, 5.0, a=(1.0, 5.0), b=(0.0, 1.0)),
+        _with_parts(0, 1, 1.0, a=(0.0, 5.0), b=(1.0, 1.0)),
+        _with_parts(1, 0, 0.5, a=(1.0, 0.5), b=(0.0, 1.0)),
+        _with_parts(1, 1, 1.0, a=(0.0, 0.5), b=(1.0, 1.0)),
+    ]
+    part = make_part("advantage_fn", ADVANTAGES, "gdpo", {})
+    kept, _ = assign_advantages(part, given)
+    found = [float(e.advantages[-1]) for e in kept if e.advantages is not None]
+    assert found[0] > 0 > found[1] and found[2] < 0 < found[3]
+    assert found[0] == pytest.approx(-8 * found[2], rel=1e-3)  # 5 - 1 against 0.5 - 1
+
+
+def test_gdpo_refuses_a_reward_that_its_parts_are_not() -> None:
+    part = make_part("advantage_fn", ADVANTAGES, "gdpo", {})
+    known = _with_parts(0, 0, 1.0, a=(1.0, 1.0))
+    with pytest.raises(ValueError, match=r"experience 1/0/1.* has a reward without parts"):
+        assign_advantages(part, [known, _with_parts(0, 1, 9.0)])
+    with pytest.raises(ValueError, match=r"is 3 and its parts come to 1.*reward_shaping_mapper"):
+        assign_advantages(part, [known, _with_parts(0, 1, 3.0, a=(1.0, 1.0))])
+    too_long = _with_parts(0, 1, 0.0)
+    too_long.mask = torch.zeros_like(too_long.mask)
+    kept, _ = assign_advantages(part, [known, too_long])
+    assert len(kept) == 2
+
+
 def test_gdpo_finds_what_workflows_leave_of_each_reward() -> None:
     given = [
         Experience(

@@ -9,7 +9,7 @@ import pytest
 
 from trireme.experience import EID, Experience
 from trireme.registry import reward
-from trireme.rewards.grouped import is_grouped, judge_of
+from trireme.rewards.grouped import is_grouped, judge_of, reward_group
 from trireme.rewards.orm import ORM
 from trireme.task import Task
 from trireme.workflows.single_turn import MathRulerWorkflow, SimpleWorkflow
@@ -67,6 +67,22 @@ def test_several_rewards_are_summed_by_their_weights_and_logged_one_by_one() -> 
         f"rewards/{__name__}:brief": 0.0,
         f"rewards/{__name__}:Longest": 1.0,
     }
+
+
+def test_rewards_of_one_name_and_an_environment_s_own_are_parts_of_their_own() -> None:
+    name = f"{__name__}:brief"
+    rewards = [{"name": name, "most": 4}, {"name": name, "most": 1, "weight": 3.0}]
+    given = task(rewards)
+    (found,) = replies("41")
+    found.info["rollout_infos"] = {"total_reward": 10}
+    asyncio.run(reward_group(judge_of(given.reward_fn, {}), given, [found], []))
+    assert found.reward == 1 + 3 * 0 + 10
+    assert found.info["reward_parts"] == {
+        name: (1.0, 1.0),
+        f"{name}_2": (0.0, 3.0),
+        "total_reward": (10.0, 1.0),
+    }
+    assert found.metrics[f"rewards/{name}_2"] == 0 and found.metrics["rewards/total_reward"] == 10
 
 
 def test_the_same_by_reward_fn_args() -> None:

@@ -5,7 +5,7 @@ training. Further arguments that a function may name: `runs` and `steps` [N], th
 eid; `lengths` [N], trained tokens; `mean_logprobs` [N], of those tokens, where all experiences have
 them; `step_rewards` [N], what a step earned by itself; `anchors` [N], equal where two steps were in
 the same state of the environment; `reward_parts` [N, K], what each of K rewards gave (NaN where it
-does not apply), and `reward_weights` [K]. They run before the buffer, where groups are whole;
+does not apply), and `reward_weights` [N, K]. They run before the buffer, where groups are whole;
 advantages of single tokens are `in_trainer` and lie in token_advantage.py.
 """
 

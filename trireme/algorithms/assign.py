@@ -28,6 +28,8 @@ def assign_advantages(
     data = _data(experiences)
 
     def lookup(name: str, asked_by: str) -> Tensor:
+        if name == "reward_parts":
+            _refuse_unknown_parts(experiences, asked_by)
         if name in data:
             return data[name]
         raise ValueError(f"{asked_by} asks for '{name}'. There is: {', '.join(data)}")
@@ -118,23 +120,40 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
 
 
 def _reward_parts(experiences: list[Experience]) -> dict[str, Tensor]:
-    """What each reward gave, NaN where it does not apply, and their weights; {} where workflows
-    have left nothing of it.
+    """What each reward gave, NaN where it does not apply, and its weight [N, K] both: tasksets may
+    weigh a reward of the same name differently. {} where workflows have left nothing of it.
     """
-    weights: dict[str, float] = {}
-    for e in experiences:
-        weights |= {name: weight for name, (_, weight) in e.info.get("reward_parts", {}).items()}
-    if not weights:
+    found = [e.info.get("reward_parts", {}) for e in experiences]
+    names = list(dict.fromkeys(name for parts in found for name in parts))
+    if not names:
         return {}
     unknown = (math.nan, 0.0)
-    parts = [
-        [e.info.get("reward_parts", {}).get(name, unknown)[0] for name in weights]
-        for e in experiences
-    ]
-    return {
-        "reward_parts": torch.tensor(parts, dtype=torch.float32),
-        "reward_weights": torch.tensor(list(weights.values()), dtype=torch.float32),
-    }
+    pairs = [[parts.get(name, unknown) for name in names] for parts in found]
+    values, weights = torch.tensor(pairs, dtype=torch.float32).unbind(-1)
+    return {"reward_parts": values, "reward_weights": weights}
+
+
+def _refuse_unknown_parts(experiences: list[Experience], asked_by: str) -> None:
+    """Raise ValueError where parts of a reward are not all that it is.
+
+    Experiences that train no token (a prompt that was too long) need none.
+    """
+    for e in experiences:
+        parts = e.info.get("reward_parts", {})
+        if not e.trained_tokens:
+            continue
+        if not parts:
+            raise ValueError(
+                f"experience {e.eid.uid} has a reward without parts, and {asked_by} asks for "
+                "'reward_parts': expected a workflow of reward functions (docs/rewards.md)"
+            )
+        total = math.fsum(value * weight for value, weight in parts.values())
+        if not math.isclose(total, e.reward or 0.0, rel_tol=1e-4, abs_tol=1e-4):
+            raise ValueError(
+                f"the reward of experience {e.eid.uid} is {e.reward:g} and its parts come to "
+                f"{total:g}, and {asked_by} asks for 'reward_parts': expected no operator "
+                "(reward_shaping_mapper, length_penalty) or workflow that changes the reward"
+            )
 
 
 def _mean_logprob(e: Experience) -> float:

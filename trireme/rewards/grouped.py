@@ -29,6 +29,8 @@ from trireme.usercode import Refused, UserCode
 
 _TOGETHER = ("completions", "completion_ids")
 """An argument of such a name makes a function a reward of whole groups."""
+_ENVIRONMENT = "total_reward"
+"""The part that an environment gives, as its rollout's infos call it."""
 _CALL = "__call__"  # of a class, `callable` would speak of making it
 
 
@@ -87,7 +89,7 @@ class Judge:
             raise ValueError(
                 f"the weights of the rewards {', '.join(names)} are all 0: expected one that is not"
             )
-        return cls(names, [_function(f, options) for f, options in split], used)
+        return cls(_numbered(names), [_function(f, options) for f, options in split], used)
 
     def refuse_missing_models(self, models: int) -> None:
         """Raise ValueError where a function asks an auxiliary model that there is not."""
@@ -132,9 +134,10 @@ class Judge:
         for index in range(len(rows)):
             values = [numbers[index] for numbers in per_function]
             used = [w * v for w, v in zip(self.weights, values, strict=True) if v is not None]
-            infos = rows[index].infos
-            if "total_reward" in infos:  # the environment's own
-                used.append(float(infos["total_reward"]))
+            environment: dict[str, float] = {}
+            if _ENVIRONMENT in rows[index].infos:
+                environment[_ENVIRONMENT] = float(rows[index].infos[_ENVIRONMENT])
+                used.append(environment[_ENVIRONMENT])
             if not used:
                 raise ValueError(
                     f"no reward function applies to rollout {index} of task {task.task_id}: "
@@ -143,6 +146,7 @@ class Judge:
             totals.append(math.fsum(used))
             named = [(n, v) for n, v in zip(self.names, values, strict=True) if v is not None]
             more = [m for _, v in named if isinstance(v, Value) for m in v.metrics.items()]
+            named += environment.items()
             parts.append(dict(more) | {f"rewards/{n}": float(v) for n, v in named})
         return totals, parts
 
@@ -205,6 +209,18 @@ def _options(reward: Any) -> tuple[Any, dict[str, Any]]:
     if "name" not in reward:
         raise ValueError(f"a reward is {dict(reward)}: expected a name, or a section with a `name`")
     return reward["name"], {name: value for name, value in reward.items() if name != "name"}
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names, told apart: the second `judge` is `judge_2`. The environment's is taken."""
+    found: list[str] = []
+    for name in names:
+        free, count = name, 1
+        while free in found or free == _ENVIRONMENT:
+            count += 1
+            free = f"{name}_{count}"
+        found.append(free)
+    return found
 
 
 def _weight(name: str, options: dict[str, Any]) -> float:
@@ -349,6 +365,7 @@ async def reward_group(
         trajectories.setdefault(name, []).append(experience)
     rows = [_as_row(trajectory) for trajectory in trajectories.values()]
     rewards, parts = await judge.rewards(task, rows, models)
+    weights = dict(zip(judge.names, judge.weights, strict=True)) | {_ENVIRONMENT: 1.0}
     for trajectory, reward, named_parts in zip(trajectories.values(), rewards, parts, strict=True):
         for experience in trajectory:
             # a prompt that was too long keeps its reward of 0
@@ -356,7 +373,7 @@ async def reward_group(
             experience.metrics.update(named_parts)
             experience.info["reward_parts"] = {
                 name: (named_parts[f"rewards/{name}"], weight)
-                for name, weight in zip(judge.names, judge.weights, strict=True)
+                for name, weight in weights.items()
                 if f"rewards/{name}" in named_parts
             }
 
