@@ -11,6 +11,7 @@ import torch
 
 from tests.trainer.test_every_algorithm import _step
 from trireme.algorithms.recipes import get_recipe, row_of
+from trireme.batch import flatten
 from trireme.experience import EID, Experience
 from trireme.registry import ADVANTAGES, ALGORITHMS, KLS, POLICY_LOSSES
 
@@ -114,6 +115,32 @@ def test_options_and_forms_that_cannot_be_are_told(plugin: Any) -> None:
     plugin.TheirMean.compute_in_trainer = classmethod(lambda cls: True)
     with pytest.raises(ValueError, match="computes in Trinity-RFT's trainer"):
         _ = _recipe("grpo", advantage_fn="their_mean").parts
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"policy_loss_fn_args": {"top_entropy_quantile": 0.2}}, "top_entropy_quantile chooses"),
+        ({"rollout_correction": {"rollout_is": "token"}}, "rollout_correction.rollout_is weighs"),
+        ({"rollout_correction": {"rollout_rs": "token"}}, "rollout_correction.rollout_rs weighs"),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, "'token-mean' or 'seq-mean-token-mean'"),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "'token-mean' or 'seq-mean-token-mean'"),
+    ],
+)
+def test_what_chooses_or_weighs_tokens_is_refused_beside_a_loss_that_is_an_average(
+    plugin: Any, given: dict[str, Any], told: str
+) -> None:
+    _recipe("grpo", **given)  # a loss of tokens takes it
+    with pytest.raises(ValueError, match=told):
+        _recipe("grpo", policy_loss_fn="their_ppo", **given)
+
+
+def test_a_loss_weight_is_refused_beside_a_loss_that_is_an_average(plugin: Any) -> None:
+    e = Experience([1, 2, 3], prompt_length=1, eid=EID(1, 0, 0), loss_weight=[1.0, 0.0])
+    batch = flatten([e])
+    assert _recipe("grpo").weights(batch).tolist() == [0.5, 0]
+    with pytest.raises(ValueError, match=r"1/0/0.* has a loss_weight of 0.*weights of 1 only"):
+        _recipe("grpo", policy_loss_fn="their_ppo").weights(batch)
 
 
 def test_constants_are_texts() -> None:

@@ -186,6 +186,7 @@ def _policy_loss(part: type) -> Callable[..., Any]:
         }
         return average.expand(sample_ids.shape), reported
 
+    loss.averages = True
     names = {_OURS.get(name, name): required for name, required in wanted.items()}
     _sign(loss, part, {"sample_ids": True, **names})
     return loss

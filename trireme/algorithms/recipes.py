@@ -202,8 +202,10 @@ class Recipe:
     def weights(self, batch: Batch) -> Tensor:
         """The weight of each entry [M] in the loss of the whole batch."""
         loss_weight = batch.fields.get("loss_weight")
-        if self.policy_loss.marked("of_sequences") and loss_weight is not None:
-            self._refuse_weights(batch, loss_weight)
+        if loss_weight is not None and self.policy_loss.marked("averages"):
+            self._refuse_weights(batch, loss_weight, (1,), "a class whose loss is an average")
+        if loss_weight is not None and self.policy_loss.marked("of_sequences"):
+            self._refuse_weights(batch, loss_weight, (0, 1), "a loss of whole sequences")
         expert = batch.fields.get("expert")
         if expert is None:
             out = weights(
@@ -236,14 +238,16 @@ class Recipe:
         part = self.parts[kind]
         return part if part.coefficient and part.name != "none" else None
 
-    def _refuse_weights(self, batch: Batch, loss_weight: Tensor) -> None:
-        odd = ((loss_weight != 0) & (loss_weight != 1)).nonzero()
+    def _refuse_weights(
+        self, batch: Batch, loss_weight: Tensor, taken: tuple[int, ...], kind: str
+    ) -> None:
+        odd = (~torch.isin(loss_weight, loss_weight.new_tensor(taken))).nonzero()
         if len(odd):
             entry = int(odd[0])
             raise ValueError(
                 f"experience {batch.eids[int(batch.sample_ids[entry])]} has a loss_weight of "
-                f"{float(loss_weight[entry]):g}: {self.policy_loss.label} is a loss of whole "
-                "sequences and takes weights of 0 and 1 only"
+                f"{float(loss_weight[entry]):g}: {self.policy_loss.label} is {kind} and takes "
+                f"weights of {' and '.join(map(str, taken))} only"
             )
 
 
@@ -380,6 +384,8 @@ def _check(recipe: Recipe) -> None:
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
             "loss of pairs, whose mean is 'seq-mean-token-mean'"
         )
+    if recipe.policy_loss.marked("averages"):
+        _refuse_switches_of_tokens(recipe)
     if recipe.asks("expert") and recipe.sample_strategy != "mix":
         raise ValueError(
             f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
@@ -389,6 +395,31 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(
             f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of pairs is of "
             "algorithm_type dpo, and of no other"
+        )
+
+
+def _refuse_switches_of_tokens(recipe: Recipe) -> None:
+    """Raise ValueError for options that would choose or weigh tokens of a loss that is an average:
+    they would scale the average, and every token would keep its gradient.
+    """
+    label = recipe.policy_loss.label
+    averages = f"{label} is a class whose loss is an average over its tokens"
+    correction = recipe.correction.options if recipe.correction else {}
+    chosen = [name for name in ("rollout_is", "rollout_rs") if correction.get(name)]
+    if chosen:
+        raise ValueError(
+            f"algorithm.rollout_correction.{chosen[0]} weighs single tokens, and {averages}: "
+            "expected none, or a loss that is a function (docs/algorithms.md)"
+        )
+    if recipe.top_entropy < 1:
+        raise ValueError(
+            f"algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and {averages}: "
+            "expected 1, or a loss that is a function (docs/algorithms.md)"
+        )
+    if recipe.loss_agg_mode not in ("token-mean", "seq-mean-token-mean"):
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}', and {averages}: expected "
+            "'token-mean' or 'seq-mean-token-mean'"
         )
 
 
