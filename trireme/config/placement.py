@@ -34,6 +34,10 @@ ON_RAY = ("both", "train", "explore", "serve")
 VARIABLE = "TRIREME_VLLM_PYTHON"
 KEY = "explorer.rollout_model"
 PROBE_S = 60
+_ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
+"""Names of heads and embeddings."""
+_WITHOUT_LORA = {"gpt2"}
+"""Models that vLLM holds no adapter beside."""
 _PROBE = """
 import ast, importlib.util, json, pathlib, re
 from importlib import metadata
@@ -280,7 +284,8 @@ class EngineChoice:
 
 def adapter_rank_of(stage: StageConfig, engine: EngineChoice, method: str) -> int:
     """Of the adapter that engines get alone; 0 where they get merged weights: by files, on a user's
-    own servers, with DoRA, on head or embedding, and where vLLM is told so or has no room.
+    own servers, with DoRA, on head or embedding or layers that only a regular expression names, and
+    where vLLM is told so, has no room or no adapters for the model.
     """
     config = stage.config
     if config.mode != "both" or method == "checkpoint" or stage.remote or stage.reads_file:
@@ -292,11 +297,19 @@ def adapter_rank_of(stage: StageConfig, engine: EngineChoice, method: str) -> in
                 rank, dora, targets = adapter_facts(lora.path)
             except ValueError:  # `check_model` says what is wrong with it
                 return 0
+        model_type = model_config(config.model.model_path).get("model_type")
         fits = rank <= VLLM_RANKS[-1] and config.explorer.rollout_model.enable_lora
-        inner = isinstance(targets, str) or not {"lm_head", "embed_tokens"} & set(targets)
-        if inner and not dora and (engine.kind == "torch" or fits):
+        fits = fits and model_type not in _WITHOUT_LORA
+        if _inner(targets) and not dora and (engine.kind == "torch" or fits):
             return rank
     return 0
+
+
+def _inner(targets: str | list[str]) -> bool:
+    """Whether the layers are surely those of blocks: what an expression matches is not known."""
+    if isinstance(targets, str):
+        return targets.lower() == "all-linear"  # which leaves the head out
+    return not _ENDS & {target.rpartition(".")[2] for target in targets}
 
 
 def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoice:
