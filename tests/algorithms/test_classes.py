@@ -143,6 +143,34 @@ def test_a_loss_weight_is_refused_beside_a_loss_that_is_an_average(plugin: Any) 
         _recipe("grpo", policy_loss_fn="their_ppo").weights(batch)
 
 
+def test_what_an_object_counts_goes_on_from_call_to_call(plugin: Any) -> None:
+    def count(self: Any) -> float:
+        self.calls = getattr(self, "calls", 0) + 1
+        return float(self.calls)
+
+    plugin.TheirPPO.__call__ = lambda self, logprob, action_mask: (
+        logprob.mean(),
+        {"calls": count(self)},
+    )
+    plugin.TheirMean.calculate_group_advantage = lambda self, group_id, exps: (
+        [],
+        {"calls": count(self)},
+    )
+    plugin.TheirK1.calculate_kl = lambda self, logprob, ref_logprob: logprob * 0 + count(self)
+    zeros = torch.zeros(2)
+    columns = {"logprobs": zeros, "ref_logprobs": zeros, "sample_ids": zeros.long()}
+
+    def calls(recipe: Any) -> list[float]:
+        _, metrics = recipe.policy_loss(lambda name, _: columns[name], columns.__contains__)
+        _, found = recipe.advantages([Experience([1, 2], prompt_length=1, eid=EID(1, 0, 0))])
+        divergence = recipe.kl(lambda name, _: columns[name], columns.__contains__)
+        return [float(metrics["calls"][0]), found["calls"], float(divergence[0])]
+
+    recipe = _recipe("theirs")
+    assert [calls(recipe) for _ in range(3)] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+    assert calls(_recipe("theirs")) == [1.0] * 3  # each algorithm has objects of its own
+
+
 def test_constants_are_texts() -> None:
     from trinity.common.constants import StorageType, SyncMethod
 

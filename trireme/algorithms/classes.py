@@ -3,6 +3,9 @@
 A class becomes the function that Trireme's parts are. A loss gets tensors [B, T] with their mask
 and returns an average: each token of a micro-batch then has that average as its loss, so that
 micro-batches weigh as much as their tokens do in the whole batch.
+
+An object of the class is made once for each part of an algorithm: what it counts or averages goes
+on from call to call. Checkpoints do not hold it.
 """
 
 from __future__ import annotations
@@ -167,7 +170,7 @@ def as_function(kind: str, part: Any) -> Any:
 
 
 def _policy_loss(part: type) -> Callable[..., Any]:
-    wanted = _arguments(part.__call__)
+    wanted, made = _arguments(part.__call__), _made_once(part)
 
     def loss(sample_ids: Tensor, **given: Any) -> tuple[Tensor, dict[str, Tensor]]:
         data = {name: given.pop(_OURS.get(name, name), None) for name in wanted}
@@ -179,7 +182,7 @@ def _policy_loss(part: type) -> Callable[..., Any]:
         }
         ones = torch.ones_like(sample_ids, dtype=torch.bool).split(counts)
         mask = pad_sequence(list(ones), batch_first=True)
-        average, metrics = part(**{**_defaults(part), **given})(**rows, action_mask=mask)
+        average, metrics = made(**given)(**rows, action_mask=mask)
         reported = {
             name.rpartition("/")[2]: torch.full(sample_ids.shape, float(value))
             for name, value in metrics.items()
@@ -198,11 +201,12 @@ def _advantage(part: type) -> Callable[..., Any]:
             f"algorithm.advantage_fn '{part.__name__}' computes in Trinity-RFT's trainer: expected "
             "a function (docs/algorithms.md), or a class whose compute_in_trainer is false"
         )
+    made = _made_once(part)
 
     def advantages(
         experiences: list[Experience], **options: Any
     ) -> tuple[list[Experience], dict[str, float]]:
-        kept, metrics = part(**{**_defaults(part), **options})(experiences)
+        kept, metrics = made(**options)(experiences)
         for e in kept:
             for name in ("advantages", "returns"):
                 setattr(e, name, _padded(e, name, part.__name__))
@@ -230,12 +234,25 @@ def _padded(e: Experience, name: str, whose: str) -> Tensor:
 
 
 def _kl(part: type) -> Callable[..., Any]:
+    made = _made_once(part)
+
     def divergence(logprobs: Tensor, ref_logprobs: Tensor, **options: Any) -> Tensor:
-        made = part(**{**_defaults(part), **options})
-        return made.calculate_kl(logprobs, ref_logprobs)
+        return made(**options).calculate_kl(logprobs, ref_logprobs)
 
     _sign(divergence, part, {"logprobs": True, "ref_logprobs": True})
     return divergence
+
+
+def _made_once(part: type) -> Callable[..., Any]:
+    """Gives the class's object: made at the first call, whose options are those of every call."""
+    found: list[Any] = []
+
+    def made(**options: Any) -> Any:
+        if not found:
+            found.append(part(**{**_defaults(part), **options}))
+        return found[0]
+
+    return made
 
 
 def _arguments(call: Callable[..., Any]) -> dict[str, bool]:
