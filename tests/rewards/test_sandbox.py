@@ -274,3 +274,54 @@ def test_a_helper_that_was_killed_is_replaced() -> None:
         for number in range(len(free)):
             answered(f"# {number} again\n{RIGHT}")
     assert answered(f"# after\n{RIGHT}") == [2, 4]
+
+
+def test_equal_jobs_run_once_but_a_late_one_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str | None] = [None, "[2, 4]"]
+    monkeypatch.setattr(sandbox, "answer_of", lambda job: told.pop(0))
+    program = f"# late at first\n{RIGHT}"
+    assert [answered(program) for _ in range(3)] == [None, [2, 4], [2, 4]]
+    assert told == []
+
+
+def test_a_helper_says_who_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(program: str, seconds: float) -> str | None:
+        limits = {**sandbox.LIMITS, "seconds": seconds}
+        return sandbox.answer_of({"program": program, "arguments": ARGUMENTS, "limits": limits})
+
+    assert told("import time\ntime.sleep(1000)", 0.3) is None
+    assert told("def f(a) return 1", 60) == ""
+    assert told(RIGHT, 60) == "[2, 4]"
+
+
+def test_answers_are_kept_up_to_a_number_of_bytes() -> None:
+    answers = sandbox.Answers(most_bytes=10_000)
+    for number in range(10):
+        answers.keep(b"%d" % number, "x" * 2000)
+        answers.keep(b"%d" % number, "y" * 2000)
+        answers.get(b"0")
+    kept = [number for number in range(10) if answers.get(b"%d" % number)]
+    assert kept == [0, 7, 8, 9]
+    assert answers.get(b"9") == "y" * 2000
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.set_int_max_str_digits(0)\ndef f(a, b): return 10 ** 5000",
+        "import os\nos.write(1, b'[' * 500_000)\nos._exit(0)",
+    ],
+)
+def test_what_cannot_be_read_is_no_result(program: str) -> None:
+    assert answered(program) is None
+
+
+def test_all_rows_are_compared() -> None:
+    numbers = (
+        "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < {})"
+        " SELECT x FROM n"
+    )
+    task = Task(raw_task={"response": numbers.format(2000)})
+    for most, worth in ((2000, 1.0), (1500, 0.0)):
+        scored = sandbox.same_rows(task, numbers.format(most), databases=[SCRIPT])
+        assert asyncio.run(scored) == {"accuracy": worth}

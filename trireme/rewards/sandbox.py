@@ -9,19 +9,23 @@
   is the same user as the run. For programs of a model that may be hostile, run the whole of
   Trireme in a container or as a user who owns nothing.
 - The child does not know what is right: it sends results, and they are compared here.
-- Equal programs with equal arguments are run once; a few different ones run side by side.
+- Equal programs with equal arguments are run once, unless the first was late; a few different ones
+  run side by side.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import logging
 import os
 import queue
 import subprocess
 import sys
+import threading
+from collections import OrderedDict
 from typing import Any
 
 from trireme.registry import reward
@@ -32,6 +36,8 @@ _log = logging.getLogger(__name__)
 LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
 LONGEST = 50_000
 """Characters of a program; a longer one is not run, and a warning says so."""
+
+_OVERHEAD = 256  # bytes of a key and its place
 
 HELPER = """
 import _imp, _strptime, abc, array, bisect, cmath, collections, collections.abc, contextlib, copy
@@ -89,13 +95,14 @@ def results(job):
     return [names[job.get("function", "f")](*given) for given in job["arguments"]]
 
 def rows(job):
-    readable = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
+    readable = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION,
+                sqlite3.SQLITE_RECURSIVE}
     out = []
     for script in job["databases"]:
         base = sqlite3.connect(":memory:")
         base.executescript(script)
         base.set_authorizer(lambda kind, *_: 0 if kind in readable else 1)
-        out.append(base.execute(job["query"]).fetchmany(1000))
+        out.append(base.execute(job["query"]).fetchall())
         base.close()
     return out
 
@@ -113,17 +120,19 @@ def answer(job, out):
         leave(1)
     leave(0)
 
+# None where the time is over
 def collect(source, limits):
     end, out = time.monotonic() + limits["seconds"], b""
     while len(out) <= limits["output"]:
         if not select.select([source], [], [], max(end - time.monotonic(), 0))[0]:
-            return b""
+            return None
         part = os.read(source, 1 << 16)
         if not part:
             return out
         out += part
     return b""
 
+# None where the child had to be killed
 def ended_well(child, seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -133,7 +142,7 @@ def ended_well(child, seconds):
         time.sleep(0.0005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return False
+    return None
 
 for line in sys.stdin.buffer:
     job = json.loads(line)
@@ -146,7 +155,9 @@ for line in sys.stdin.buffer:
     text = collect(source, job["limits"])
     os.close(source)
     well = ended_well(child, 1.0 if text else 0.0)  # who has closed its output is about to end
-    print(json.dumps(text.decode(errors="replace") if well else ""), flush=True)
+    late = text is None or text and well is None
+    told = None if late else text.decode(errors="replace") if well else ""
+    print(json.dumps(told), flush=True)
 """
 
 
@@ -163,8 +174,11 @@ class Helper:
             start_new_session=True,
         )
 
-    def ask(self, job: dict[str, Any]) -> str:
-        """What the child of a job has written. Raises RuntimeError where the helper is gone."""
+    def ask(self, job: dict[str, Any]) -> str | None:
+        """What the child of a job has written, None where it was late.
+
+        Raises RuntimeError where the helper is gone.
+        """
         source, out = self._process.stdin, self._process.stdout
         assert source is not None and out is not None
         try:
@@ -188,8 +202,11 @@ def helpers() -> queue.LifoQueue[Helper | None]:
     return free
 
 
-def answer_of(job: dict[str, Any]) -> str:
-    """What a child has written; a helper that is gone is replaced by the next job."""
+def answer_of(job: dict[str, Any]) -> str | None:
+    """What a child has written, None where it was late.
+
+    A helper that is gone is replaced by the next job.
+    """
     free = helpers()
     helper = free.get()
     alive: Helper | None = None
@@ -203,12 +220,49 @@ def answer_of(job: dict[str, Any]) -> str:
         free.put(alive)
 
 
-@functools.lru_cache(maxsize=20_000)
+class Answers:
+    """What children have written, by a digest of the job; the least recently used goes first."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> str | None:
+        """The text of a job that was kept."""
+        with self._lock:
+            if key in self._texts:
+                self._texts.move_to_end(key)
+            return self._texts.get(key)
+
+    def keep(self, key: bytes, text: str) -> None:
+        """Keep the text of a job, and drop others for it."""
+        with self._lock:
+            self._bytes += _size(text) - _size(self._texts.pop(key, None))
+            self._texts[key] = text
+            while self._bytes > self._most_bytes:
+                self._bytes -= _size(self._texts.popitem(last=False)[1])
+
+
+ANSWERS = Answers(most_bytes=64 << 20)
+
+
 def run(job: str) -> Any:
-    """What the child answers to a job (JSON); None where it fails, is too slow, or says no JSON."""
+    """What the child answers to a job (JSON); None where it fails, is too slow, or says no JSON.
+
+    A job that was late is run again when it comes again: the machine may have been busy.
+    """
+    key = hashlib.sha256(job.encode()).digest()
+    text = ANSWERS.get(key)
+    if text is None:
+        text = answer_of({**json.loads(job), "limits": LIMITS})
+        if text is None:
+            return None
+        ANSWERS.keep(key, text)
     try:
-        return json.loads(answer_of({**json.loads(job), "limits": LIMITS}))
-    except json.JSONDecodeError:  # the program has failed, or has printed, too
+        return json.loads(text)
+    except (ValueError, RecursionError):  # it has failed or printed, or wrote what is no result
         return None
 
 
@@ -237,7 +291,10 @@ async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[st
     query = code_of(answer)
     right = await _run(query=task.truth, databases=databases)
     if right is None:
-        raise ValueError(f"the row's own query does not run: {task.truth!r:.80}")
+        raise ValueError(
+            "the row's own query does not run, takes too long, or gives more than 1 MB of rows: "
+            f"{task.truth!r:.80}"
+        )
     if _too_long(query):
         return {"accuracy": 0.0}
     rows = await _run(query=query, databases=databases)
@@ -252,6 +309,10 @@ def code_of(answer: str) -> str:
     block = parts[(len(parts) - 1) // 2 * 2 - 1]
     language, _, code = block.partition("\n")
     return code if not language.strip() or language.strip().isalnum() else block
+
+
+def _size(text: str | None) -> int:
+    return 0 if text is None else sys.getsizeof(text) + _OVERHEAD
 
 
 def _too_long(code: str) -> bool:
