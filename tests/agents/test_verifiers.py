@@ -16,7 +16,7 @@ from tests.agents.test_programs import embedded
 from trireme.engines.engine import Sampling
 from trireme.envs.gyms import made_rows
 from trireme.envs.verifiers import Environment, Played, environment
-from trireme.explorer.runner import Runner, TimeLimit
+from trireme.explorer.runner import Outcome, Runner, TimeLimit
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.task import Task
@@ -33,6 +33,33 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def rollout(
+    model: Path, row: Any, replies: list[str | None], **limits: Any
+) -> tuple[Outcome, Steered]:
+    """One rollout of a row, whose first replies are given."""
+    task = Task(row, workflow="verifiers_workflow")
+
+    async def main() -> tuple[Any, Steered]:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        chat = ChatTokens(tokenizer)
+        async with embedded(model) as (own, most):
+            engine = Steered(own, tokenizer, lambda _: replies.pop(0) if replies else None)
+
+            def make(task: Task, key: tuple[Any, ...]) -> Model:
+                options: dict[str, Any] = {"engine": engine, "chat": chat, "max_model_len": most}
+                options |= limits
+                return Model(key=key, sampling=Sampling(max_tokens=256), **options)
+
+            whole: Any = engine
+            runner = Runner(make, whole, limit=TimeLimit(60), max_retries=0)
+            spec = resolve("verifiers_workflow")
+            assert spec.examine is not None
+            spec.examine(task)
+            return await runner.run(task, spec, range(1)), engine
+
+    return asyncio.run(main())
+
+
 def test_the_trace_of_an_environment_is_what_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,27 +74,7 @@ def test_the_trace_of_an_environment_is_what_is_trained(
         return played[-1]
 
     monkeypatch.setattr(Environment, "play", kept)
-    task = Task(rows[2], workflow="verifiers_workflow")
-    replies: list[str | None] = [tool_call("multiply", {"a": 2, "b": 7})]
-
-    async def main() -> tuple[Any, Steered]:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        chat = ChatTokens(tokenizer)
-        async with embedded(model) as (own, most):
-            engine = Steered(own, tokenizer, lambda _: replies.pop(0) if replies else None)
-
-            def make(task: Task, key: tuple[Any, ...]) -> Model:
-                options: dict[str, Any] = {"engine": engine, "chat": chat, "max_model_len": most}
-                return Model(key=key, sampling=Sampling(max_tokens=256), **options)
-
-            whole: Any = engine
-            runner = Runner(make, whole, limit=TimeLimit(60), max_retries=0)
-            spec = resolve("verifiers_workflow")
-            assert spec.examine is not None
-            spec.examine(task)
-            return await runner.run(task, spec, range(1)), engine
-
-    outcome, engine = asyncio.run(main())
+    outcome, engine = rollout(model, rows[2], [tool_call("multiply", {"a": 2, "b": 7})])
     assert not outcome.failures, outcome.failures[0]
     [experience] = outcome.experiences
     assert experience.reward == 1.5
@@ -78,6 +85,27 @@ def test_the_trace_of_an_environment_is_what_is_trained(
     last = played[0].trace[-1]["tokens"]
     assert [*last["prompt_ids"], *last["completion_ids"]] == experience.tokens.tolist()
     assert [step["tokens"]["completion_ids"] for step in played[0].trace] == engine.sampled
+
+
+@pytest.mark.parametrize(
+    ("replies", "limits", "calls"),
+    [
+        ([""], {}, 1),
+        ([tool_call("multiply", {"a": 2, "b": 7}), ""], {}, 2),
+        ([], {"max_prompt_tokens": 5}, 0),
+        ([tool_call("multiply", {"a": 2, "b": 7})],
+         {"max_prompt_tokens": 210, "max_model_len": 220, "enable_prompt_truncation": False}, 1),
+    ],
+)  # fmt: skip
+def test_an_empty_reply_ends_a_rollout_and_is_data(
+    tmp_path: Path, replies: list[str | None], limits: dict[str, Any], calls: int
+) -> None:
+    rows: Any = made_rows(PATH)
+    outcome, engine = rollout(make_model(tmp_path / "model"), rows[2], replies, **limits)
+    assert not outcome.failures, outcome.failures[0]
+    [experience] = outcome.experiences
+    assert len(engine.sampled) == calls
+    assert experience.reward == (0.5 if calls else 0.0)  # without its only prompt, 0
 
 
 def test_what_cannot_be_loaded_is_said() -> None:

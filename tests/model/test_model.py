@@ -177,7 +177,7 @@ def test_a_prompt_that_is_too_long_is_data() -> None:
 
 def test_a_prompt_that_is_too_long_is_an_error_where_truncation_is_off() -> None:
     model = make([], max_prompt_tokens=30, enable_prompt_truncation=False)
-    with pytest.raises(PromptTooLong, match=r"expected at most 30 \(model.max_prompt_tokens"):
+    with pytest.raises(PromptTooLong, match=r"context length: expected at most 30 \(model"):
         ask(model, [user("x" * 100)])
 
 

@@ -16,6 +16,8 @@ import yaml
 from trireme.envs.env import extra
 
 SCHEME = "verifiers:"
+EMPTY_REPLY = "EmptyModelResponseError"
+"""The package's error for a reply without text; one to a prompt that is too long has none."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ class Environment:
     async def play(
         self, row: Mapping[str, Any], client: Any, model: str, sampling: Mapping[str, Any]
     ) -> Played:
-        """One rollout of a row. Raises RuntimeError where the environment ended it by an error."""
+        """One rollout of a row. Raises RuntimeError where the environment ended it by an error.
+
+        A model that says nothing ends the rollout, which has the environment's reward all the same.
+        """
         clients = extra("verifiers.clients", "verifiers", "verifiers")
         ended = await self._environment.run_rollout(
             row["metadata"],
@@ -76,10 +81,11 @@ class Environment:
             {**sampling, "logprobs": True, "extra_body": {"return_token_ids": True}},
             state_columns=["trajectory"],
         )
-        if ended.get("error") is not None:
-            raise RuntimeError(f"{self._path} ended the rollout: {ended['error']!s:.300}")
+        error = ended.get("error")
+        if error is not None and error["error"] != EMPTY_REPLY:
+            raise RuntimeError(f"{self._path} ended the rollout: {error!s:.300}")
         numbers = {k: float(v) for k, v in (ended.get("metrics") or {}).items()}
-        return Played(float(ended["reward"]), numbers, ended["trajectory"])
+        return Played(float(ended["reward"] or 0.0), numbers, ended["trajectory"])
 
 
 @lru_cache(maxsize=16)

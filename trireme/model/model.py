@@ -444,9 +444,10 @@ class Model:
     ) -> list[Call]:
         """Calls in which nothing is sampled. Without a parent they keep the prompt's beginning."""
         if not self.enable_prompt_truncation:
+            # "context length" tells OpenAI's clients of agent programs which 400 this is
             raise PromptTooLong(
-                f"a prompt has {len(ids)} tokens: expected at most {limit} "
-                "(model.max_prompt_tokens, and for later turns model.max_model_len)"
+                f"a prompt has {len(ids)} tokens, over the context length: expected at most "
+                f"{limit} (model.max_prompt_tokens, and for later turns model.max_model_len)"
             )
         kept = [] if parent else ids[: limit + 1]
         nothing = Completion([], [], [], [], "length")
