@@ -86,7 +86,6 @@ def give_up(limits):
         if event == "object.__getattr__" and args[1] in readable:
             return
         raise Refused(event)
-    forget_unaudited()
     sys.addaudithook(refuse)
 
 def results(job):
@@ -144,6 +143,7 @@ def ended_well(child, seconds):
     os.waitpid(child, 0)
     return None
 
+forget_unaudited()
 for line in sys.stdin.buffer:
     job = json.loads(line)
     source, out = os.pipe()
