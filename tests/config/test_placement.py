@@ -207,7 +207,12 @@ def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
     weights = 4_022_468_096  # as the model's own parameters count
     assert engine() == (False, 2 * weights, True)  # in bfloat16, of the trainer's float32
     assert engine("synchronizer.sync_style=fully_async") == (False, 2 * weights, True)
-    assert engine("model.lora_configs=[{name: a}]") == (False, 2 * weights, True)
+    linear = 36 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)  # kept beside those with the adapter
+    assert engine("model.lora_configs=[{name: a}]") == (False, 2 * (weights + linear), True)
+    merged = "model.lora_configs=[{name: a, use_dora: true}]"
+    assert engine(merged) == (False, 2 * weights, True)
+    by_files = ("model.lora_configs=[{name: a}]", "synchronizer.sync_method=offline")
+    assert engine(*by_files) == (False, 2 * weights, True)
     machine(4)
     apart = (f"{MODEL}.engine_type=torch", f"{ENGINES}=2")
     assert engine(*apart) == (False, 0, False)

@@ -81,6 +81,20 @@ def test_sgd_has_no_moments_and_a_critic_its_own_shape_gradients_and_moments() -
     assert (adapted["gradients"], adapted["moments"]) == (4 * critic.weights, 8 * critic.weights)
 
 
+def test_an_adapter_is_merged_in_float32_where_no_micro_batch_takes_more() -> None:
+    policy = ModelShape(*LARGE)
+    linear = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
+    use = Use(ranks=1, tokens=64, half=True, device="cuda", trains_all=False)
+    for ranks in (1, 2):
+        parts = memory_of(policy, replace(use, ranks=ranks))
+        passing = ("gathered", "activations", "their gradients", "logits")
+        beside = sum(parts[name] for name in passing)
+        assert parts["merged adapter"] == 4 * linear // ranks - beside > 0
+    assert memory_of(policy, replace(use, tokens=2**17))["merged adapter"] == 0
+    assert memory_of(policy, replace(use, trains_all=True))["merged adapter"] == 0
+    assert memory_of(policy, replace(use, ranks=4, offload=True))["merged adapter"] == 0
+
+
 def test_an_engine_that_sleeps_and_the_training_do_not_add_up() -> None:
     policy = ModelShape(*LARGE)
     use = Use(ranks=1, tokens=16384, half=True, device="cuda")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.config.lookup import located, model_config, model_shapes
-from trireme.config.placement import COLOCATED_SHARE, Places
+from trireme.config.placement import COLOCATED_SHARE, EngineChoice, Places, adapter_rank_of
 from trireme.config.schema import OptimizerConfig
 from trireme.config.stages import StageConfig
 
@@ -50,11 +50,15 @@ class ModelShape:
     """Width of the norms of queries and keys of a head."""
 
     @property
+    def linear(self) -> int:
+        """Weights of a layer that an adapter may be on."""
+        return self.hidden * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate)
+
+    @property
     def block(self) -> int:
         """Weights of a layer."""
         bias = (self.query_width + 2 * self.key_width) * self.biased
-        attention = self.hidden * (2 * self.query_width + 2 * self.key_width) + bias
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden + 2 * self.normed
+        return self.linear + bias + 2 * self.hidden + 2 * self.normed
 
     @property
     def root(self) -> int:
@@ -176,10 +180,14 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         "their gradients": block,
         "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
     }
+    # an adapter is merged, in float32 and in all layers at once, where the model is saved or pushed
+    # whole; the micro-batches' own have gone by then
+    merged = 0 if use.trains_all else FLOAT * shape.layers * shape.linear * lies_here // use.ranks
     beside = sum(passing.values()) if use.engine_sleeps else 0  # of the two the larger one counts
     return {
         **states,
         **passing,
+        "merged adapter": max(merged - sum(passing.values()), 0),
         "sync": FLOAT * largest * apart + _BUCKET,
         "engine": max(use.engine - beside, 0),
         "engine's cache": use.cache,
@@ -220,8 +228,12 @@ def _engine_of(
     runners = explorer.runner_per_model * explorer.rollout_model.engine_num
     rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, MAX_ROWS)
     tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
+    # beside the layers with an adapter in them the engine keeps these without
+    by_files = config.synchronizer.sync_method in ("checkpoint", "offline")
+    alone = adapter_rank_of(stage, EngineChoice(), "checkpoint" if by_files else "memory")
+    numbers = shape.weights + shape.layers * shape.linear * bool(alone)
     return {
-        "engine": 0 if shared else width * shape.weights,
+        "engine": 0 if shared else width * numbers,
         "cache": tokens * 2 * width * shape.key_width * shape.layers,
     }
 
