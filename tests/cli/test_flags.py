@@ -230,6 +230,21 @@ def test_rlhf_says_what_is_missing(rlhf: Any, words: str, sentence: str) -> None
     assert sentence in re.sub(r"[│╭╮╰╯─]", "", rlhf(words))
 
 
+def test_rlhf_overwrites_no_yaml_by_flags_that_cannot_be(rlhf: Any, tmp_path: Path) -> None:
+    words = "--model m --dataset a b --max_turns 2 --output_dir out"
+    rlhf(words)
+    file = tmp_path / "out" / "rlhf.yaml"
+    first = file.read_text()
+    rlhf(words)
+    assert [path.name for path in file.parent.iterdir()] == ["rlhf.yaml"]
+    for wrong in ("--max_turns two", "--lora_rank 16", "--beta low", "--generation_batch_size 9"):
+        assert isinstance(rlhf(f"{words} {wrong}"), str)
+        assert file.read_text() == first
+    rlhf(f"{words} --max_steps 3")
+    assert file.read_text() != first
+    assert file.with_suffix(".yaml.bak").read_text() == first
+
+
 def test_the_rollout_server_takes_flags_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("trireme.cli.rollout.rollout", lambda options: seen.append(options) or 0)

@@ -163,6 +163,8 @@ _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
 _SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
+Source = Path | Mapping[str, Any] | None
+"""A configuration: its file, what a file would hold, or none: the demo's."""
 Given = Mapping[str, list[str]]
 """Flag, without its dashes -> its values."""
 
@@ -283,7 +285,7 @@ def yaml_and_keys(
     return config, [*overrides(flags or {}, config), *keys]
 
 
-def overrides(flags: Given, config: Path | None) -> list[str]:
+def overrides(flags: Given, config: Source) -> list[str]:
     """`key=value` for each flag, and for every taskset of the file. A file that cannot be read
     gives the first's; loading it says why. What has no effect is said.
     """
@@ -309,7 +311,7 @@ def overrides(flags: Given, config: Path | None) -> list[str]:
     return out
 
 
-def translated(flags: Given, config: Path | None) -> list[str]:
+def translated(flags: Given, config: Source) -> list[str]:
     """`key=value` of the flags that become several keys. Raises BadParameter for other values."""
     keys: dict[str, Any] = {}
     for name, choices in _CHOICES.items():
@@ -390,7 +392,7 @@ def _urls(flags: Given) -> Iterator[str]:
     yield from (f"http://{host}:{port}" for host, port in pairs)
 
 
-def _tasksets(config: Path | None) -> list[str]:
+def _tasksets(config: Source) -> list[str]:
     """The keys of the file's tasksets."""
     several, evals = (
         [f"{_INPUT}.{name}[{i}]" for i in range(len(_read(config, *_INPUT.split("."), name)))]
@@ -399,15 +401,17 @@ def _tasksets(config: Path | None) -> list[str]:
     return [*(several or [f"{_INPUT}.taskset"]), *evals]
 
 
-def _operators(config: Path | None) -> list[Any]:
+def _operators(config: Source) -> list[Any]:
     """The file's operators on experiences."""
     return _read(config, "data_processor", "experience_pipeline", "operators")
 
 
-def _read(config: Path | None, *path: str) -> list[Any]:
+def _read(config: Source, *path: str) -> list[Any]:
     """A list of the file; empty where there is none, and where loading it will say why."""
     try:
-        node: Any = yaml.safe_load((config or DEMO).read_text(encoding="utf-8"))
+        node: Any = config
+        if not isinstance(config, Mapping):
+            node = yaml.safe_load((config or DEMO).read_text(encoding="utf-8"))
         for name in path:
             node = node[name]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):

@@ -24,6 +24,7 @@ class WithAllFlags(WithFlags):
 def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     """Write the YAML of a run to the output folder; returns its path.
 
+    One that is there and differs is kept beside it, as rlhf.yaml.bak.
     `keys` are KEY=VALUE words, which go before the flags. Raises BadParameter for flags that are
     missing or cannot be.
     """
@@ -42,11 +43,12 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     folder = Path(flags.get("output_dir", ["output"])[0])
     path = folder / FILE
     tree = _tree(flags, folder)
-    write_text(path, _dump(tree))  # the flags of tasksets are laid over each of these
     read = (*WithAllFlags.own_flags, "generation_batch_size")
     rest = {name: values for name, values in flags.items() if name not in read}
-    tree = with_overrides(tree, [*overrides(rest, path), *keys])
-    write_text(path, _dump(tree))
+    text = _dump(with_overrides(tree, [*overrides(rest, tree), *keys]))
+    if path.is_file() and (before := path.read_text(encoding="utf-8")) != text:
+        write_text(path.with_suffix(".yaml.bak"), before)  # it may have been edited by hand
+    write_text(path, text)
     return path
 
 
