@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,6 +16,11 @@ from typer.testing import CliRunner
 
 from trireme.cli.eval import EvalOptions, _plan
 from trireme.cli.main import app
+from trireme.experience import Experience
+from trireme.explorer.runner import Failed, Outcome
+from trireme.launch.evaluation import _evaluated
+from trireme.task import Task
+from trireme.usercode import Fault
 
 
 @pytest.fixture
@@ -65,6 +71,8 @@ class Api(BaseHTTPRequestHandler):
     """Adds two numbers, of which the first stands in the question; every second time wrongly."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
+    status: ClassVar[int] = 200
+    """Of the answers after the first three."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -76,7 +84,7 @@ class Api(BaseHTTPRequestHandler):
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
                   "choices": [choice]}  # fmt: skip
         data = json.dumps(answer).encode()
-        self.send_response(200)
+        self.send_response(200 if len(self.asked) < 4 else self.status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -86,28 +94,61 @@ class Api(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def test_a_model_behind_an_openai_api(
-    tasks: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "the key")
-    Api.asked.clear()
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Api, "asked", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        done = call(
-            *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "2"),
-            *("--model", f"adder@http://127.0.0.1:{server.server_port}/v1", "--max-tokens", "64"),
-            *(f"model.model_path={tiny_dir}", "model.max_prompt_tokens=800"),
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_behind_an_openai_api(
+    tasks: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the key")
+    done = call(
+        *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "2"),
+        *("--model", f"adder@{api}", "--max-tokens", "64"),
+        *(f"model.model_path={tiny_dir}", "model.max_prompt_tokens=800"),
+    )
     assert done.exit_code == 0, done.output
     assert re.search(r"accuracy mean@2 +0\.500", done.output), done.output
     assert len(Api.asked) == 8
     assert {one["model"] for one in Api.asked} == {"adder"}
     assert {one["key"] for one in Api.asked} == {"Bearer the key"}
     assert Api.asked[0]["max_tokens"] == 64 and Api.asked[0]["messages"][-1]["role"] == "user"
+
+
+def test_an_api_that_fails_ends_its_own_row_alone(
+    tasks: Path, tmp_path: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Api, "status", 401)  # which the client does not try again
+    out = tmp_path / "out.json"
+    done = call(
+        *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "2"),
+        *("--model", str(tiny_dir), "--model", f"adder@{api}", "--max-tokens", "8"),
+        *("--model", str(tiny_dir), "--out", str(out), f"model.model_path={tiny_dir}"),
+        "model.max_prompt_tokens=800",
+    )
+    assert done.exit_code == 1, done.output
+    rows = [line.split() for line in done.output.splitlines() if " sums " in line]
+    assert {row[0] for row in rows} == {str(tiny_dir)}
+    assert f"{tiny_dir} compared with {tiny_dir}" in done.output
+    assert "Error code: 401" in done.output
+    assert len(json.loads(out.read_text())) == 2
+
+
+def test_more_failures_than_may_be_are_no_measurement() -> None:
+    task = Task(repeat_times=2)
+    fault = Fault("the workflow", "KeyError", "", lasting=False)
+    outcome = Outcome(
+        task, [Experience([1, 2], prompt_length=1, reward=1.0)], [Failed("0/0/1", "error", fault)]
+    )
+    assert _evaluated("sums", [outcome], 0.5).values == [[1.0, 0.0]]
+    with pytest.raises(RuntimeError, match=r"1 of 2 .* \(explorer.max_failures is 0.4\)"):
+        _evaluated("sums", [outcome], 0.4)
 
 
 def test_a_folder_is_never_measured_by_the_yamls_server(

@@ -19,6 +19,9 @@ from trireme.files import write_json
 if TYPE_CHECKING:
     from trireme.launch.evaluation import Evaluated
 
+Measured = list[tuple[str, "list[Evaluated]"]]
+"""Each model that could be tried, and what it did."""
+
 LONGEST = 2048
 """Tokens of prompt and reply together, without a YAML and where the model allows as many."""
 
@@ -45,35 +48,53 @@ class EvalOptions:
 
 
 def evaluate_models(options: EvalOptions) -> int:
-    """Try each model, print the table; returns the exit code."""
+    """Try each model, print the table; returns the exit code.
+
+    A model that cannot be measured has no row, and the code is 1; the others have theirs.
+    """
     from trireme.cli.run import ENVIRONMENT, complain
-    from trireme.launch.evaluation import Api, evaluate
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    measured: Measured = []
     try:
         with tempfile.TemporaryDirectory(prefix="trireme-eval-") as root:
             plans = [_plan(model, options, Path(root)) for model in options.models]
-            found: list[list[Evaluated]] = []
-            for model, plan in zip(options.models, plans, strict=True):
-                print(f"{model} ...", file=sys.stderr, flush=True)
-                name, _, url = model.partition("@") if "://" in model else ("", "", "")
-                key = plan.engine_key or os.environ.get("OPENAI_API_KEY")
-                api = Api(name, url, key) if url else None
-                found.append(evaluate(plan, rollouts=options.rollouts, api=api))
-        print("\n".join(_report(options, found)), flush=True)
-        if options.out is not None:
-            write_json(options.out, _values(options, found))
+            code = _try_each(options, plans, measured)
     except ValueError as error:
         complain(str(error))
-        return 2
+        code = 2
     except (RuntimeError, OSError, ImportError) as error:
         complain(str(error))
-        return 1
+        code = 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        return 130
-    return 0
+        code = 130
+    if measured:
+        print("\n".join(_report(options, measured)), flush=True)
+    return code
+
+
+def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -> int:
+    """Add what each model did to `measured`, and write it; 1 if a model could not be tried."""
+    from trireme.cli.run import complain
+    from trireme.launch.evaluation import Api, evaluate
+
+    code = 0
+    for model, plan in zip(options.models, plans, strict=True):
+        print(f"{model} ...", file=sys.stderr, flush=True)
+        name, _, url = model.partition("@") if "://" in model else ("", "", "")
+        key = plan.engine_key or os.environ.get("OPENAI_API_KEY")
+        api = Api(name, url, key) if url else None
+        try:
+            measured.append((model, evaluate(plan, rollouts=options.rollouts, api=api)))
+        except (RuntimeError, OSError, ImportError) as error:
+            complain(f"{model}: {error}")
+            code = 1
+            continue
+        if options.out is not None:
+            write_json(options.out, _values(options, measured))
+    return code
 
 
 def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
@@ -151,11 +172,11 @@ def _tree(options: EvalOptions) -> dict[str, Any]:
     return {"name": "eval", "model": model, "buffer": {"explorer_input": inputs}}
 
 
-def _report(options: EvalOptions, found: Sequence[Sequence[Evaluated]]) -> list[str]:
-    """The table, and of two models or more the difference of each to the first."""
+def _report(options: EvalOptions, measured: Measured) -> list[str]:
+    """The table, and of two models or more the difference of each to the first one measured."""
     head = ["model", "taskset", "tasks", "measure", "estimate", "95 % interval"]
     rows = [head]
-    for model, tasksets in zip(options.models, found, strict=True):
+    for model, tasksets in measured:
         for one in tasksets:
             for name, values in _measures(options, one).items():
                 seen = estimate(values)
@@ -164,17 +185,18 @@ def _report(options: EvalOptions, found: Sequence[Sequence[Evaluated]]) -> list[
                     [model, one.taskset, str(len(values)), name, f"{seen.mean:.3f}", interval]
                 )
     lines = _table(rows)
-    for model, tasksets in zip(options.models[1:], found[1:], strict=True):
-        lines += ["", f"{model} compared with {options.models[0]}, over the same tasks"]
+    base, base_tasksets = measured[0]
+    for model, tasksets in measured[1:]:
+        lines += ["", f"{model} compared with {base}, over the same tasks"]
         rows = [["taskset", "measure", "difference", "95 % interval", "p"]]
-        for first, second in zip(found[0], tasksets, strict=True):
+        for first, second in zip(base_tasksets, tasksets, strict=True):
             ours = _measures(options, second)
             for name, values in _measures(options, first).items():
                 gap = difference(values, ours[name])
                 interval = f"{gap.low:+.3f} to {gap.high:+.3f}"
                 rows.append([first.taskset, name, f"{gap.mean:+.3f}", interval, f"{gap.p:.3f}"])
         lines += _table(rows)
-    for model, tasksets in zip(options.models, found, strict=True):
+    for model, tasksets in measured:
         for one in tasksets:
             for why, count in one.failures.most_common(3):
                 lines.append(f"{model}, {one.taskset}: {count} rollouts failed and count 0: {why}")
@@ -198,7 +220,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _values(options: EvalOptions, found: Sequence[Sequence[Evaluated]]) -> list[Mapping[str, Any]]:
+def _values(options: EvalOptions, measured: Measured) -> list[Mapping[str, Any]]:
     """Everything that was measured, for --out."""
     return [
         {
@@ -208,6 +230,6 @@ def _values(options: EvalOptions, found: Sequence[Sequence[Evaluated]]) -> list[
                 name: asdict(estimate(values)) for name, values in _measures(options, one).items()
             },
         }
-        for model, tasksets in zip(options.models, found, strict=True)
+        for model, tasksets in measured
         for one in tasksets
     ]

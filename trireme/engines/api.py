@@ -15,6 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from trireme.engines.engine import Completion, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
 
+CONNECT_S = 10.0
+"""For how long a connection may take, so that an address where nobody is ends the evaluation."""
+OF_THE_REQUEST = (400, 413, 422)
+"""Statuses that refuse one conversation; any other one is the API's own failure."""
+
 
 class Asked(NamedTuple):
     """A conversation on its way to the API."""
@@ -45,8 +50,12 @@ class ApiEngine(ScriptedEngine):
         import openai
 
         self._model = model
+        self._base_url = base_url
+        self._failed: str | None = None
         self._client = openai.AsyncOpenAI(
-            base_url=base_url, api_key=api_key or "EMPTY", timeout=timeout
+            base_url=base_url,
+            api_key=api_key or "EMPTY",
+            timeout=openai.Timeout(timeout, connect=min(CONNECT_S, timeout / 4)),
         )
 
     async def generate(
@@ -67,8 +76,7 @@ class ApiEngine(ScriptedEngine):
         options: dict[str, Any] = {"tools": list(asked.tools)} if asked.tools else {}
         if sampling.stop:
             options["stop"] = list(sampling.stop)
-        answer = await self._client.chat.completions.create(
-            model=self._model,
+        answer = await self._ask(
             messages=list(asked.messages),
             n=sampling.n,
             max_tokens=sampling.max_tokens,
@@ -86,6 +94,27 @@ class ApiEngine(ScriptedEngine):
             completion.text = text
             made.append(completion)
         return made
+
+    async def _ask(self, **options: Any) -> Any:
+        """The API's answer. The engine has failed where the API does, after the client's retries:
+        rollouts that got no answer say nothing about the model.
+        """
+        import openai
+
+        try:
+            return await self._client.chat.completions.create(model=self._model, **options)
+        except openai.APIConnectionError as error:
+            self._failed = f"{self._base_url}: {error} {error.__cause__ or ''}".strip()
+            raise
+        except openai.APIStatusError as error:
+            if error.status_code not in OF_THE_REQUEST:
+                self._failed = f"{self._base_url}: {error}"
+            raise
+
+    def _check(self) -> None:
+        super()._check()
+        if self._failed is not None:
+            raise RuntimeError(self._failed)
 
     async def close(self) -> None:
         """See Engine."""

@@ -199,7 +199,8 @@ class Scheduler:
 
     async def _work(self, index: int, runner: Runner) -> None:
         """One runner's life: next share, run it, hand over the outcome."""
-        while True:
+        # a rollout that fails of the engine while it is being cancelled raises its own error
+        while not self._closing:
             async with self._wake:
                 while not self._heap:
                     await self._wake.wait()

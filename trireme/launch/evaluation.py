@@ -70,7 +70,8 @@ def evaluate(plan: Plan, *, rollouts: int | None = None, api: Api | None = None)
     """Try every task of the plan's evaluation tasksets `rollouts` times (their own number), with
     the plan's model, or the `api`'s.
 
-    Raises ValueError where there is no such taskset.
+    Raises ValueError where there is no such taskset, RuntimeError where the engine or the API
+    fails, or more rollouts do than `explorer.max_failures` allows.
     """
     return asyncio.run(_evaluate(plan, rollouts, api))
 
@@ -122,18 +123,29 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
                 tasks = [dataclasses.replace(task, repeat_times=rollouts) for task in tasks]
             await scheduler.submit(name, tasks)
         return [
-            _evaluated(taskset.name, await scheduler.results(name))
+            _evaluated(
+                taskset.name, await scheduler.results(name), plan.config.explorer.max_failures
+            )
             for name, taskset in zip(names, tasksets, strict=True)
         ]
 
 
-def _evaluated(name: str, outcomes: list[Outcome]) -> Evaluated:
-    """The values of a taskset's rollouts. Raises RuntimeError where every one has failed."""
+def _evaluated(name: str, outcomes: list[Outcome], limit: float) -> Evaluated:
+    """The values of a taskset's rollouts. Raises RuntimeError where every one has failed, or more
+    than the share `limit`.
+    """
     rows = [runs_of(outcome.rollouts) for outcome in outcomes]
     failures = Counter(str(one.fault) for outcome in outcomes for one in outcome.failures)
     known = {key for runs in rows for run in runs for key in run}
     if not known:
         raise RuntimeError(f"{name}: every rollout failed: {failures.most_common(1)[0][0]}")
+    wanted = sum(outcome.task.repeat_times for outcome in outcomes)
+    if failures.total() > limit * wanted:
+        worst = failures.most_common(1)[0][0]
+        raise RuntimeError(
+            f"{name}: {failures.total()} of {wanted} rollouts failed "
+            f"(explorer.max_failures is {limit:g}): {worst}"
+        )
     measure = next((key for key in MEASURES if key in known), None)
     if measure is None:
         raise RuntimeError(f"{name}: the workflow gives neither accuracy nor reward")
