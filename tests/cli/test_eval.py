@@ -73,18 +73,27 @@ class Api(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict[str, Any]]] = []
     status: ClassVar[int] = 200
     """Of the answers after the first three."""
+    refused: ClassVar[str] = ""
+    """A field that gets a 400."""
+    calls: ClassVar[list[dict[str, Any]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append(body | {"key": self.headers["authorization"]})
         first = int(body["messages"][-1]["content"].split()[0])
         reply = f"\\boxed{{{first + 1 + len(self.asked) % 2}}}"
-        choice = {"index": 0, "finish_reason": "stop",
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop",
                   "message": {"role": "assistant", "content": reply}}  # fmt: skip
+        if self.calls:
+            choice["message"] = {"role": "assistant", "content": None, "tool_calls": self.calls}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
                   "choices": [choice]}  # fmt: skip
         data = json.dumps(answer).encode()
-        self.send_response(200 if len(self.asked) < 4 else self.status)
+        if self.refused in body:
+            data = json.dumps({"error": {"message": f"'{self.refused}' is not supported"}}).encode()
+            self.send_response(400)
+        else:
+            self.send_response(200 if len(self.asked) < 4 else self.status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -119,6 +128,40 @@ def test_a_model_behind_an_openai_api(
     assert {one["model"] for one in Api.asked} == {"adder"}
     assert {one["key"] for one in Api.asked} == {"Bearer the key"}
     assert Api.asked[0]["max_tokens"] == 64 and Api.asked[0]["messages"][-1]["role"] == "user"
+
+
+def test_the_length_is_asked_under_the_name_that_the_api_takes(
+    tasks: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Api, "refused", "max_tokens")
+    done = call(
+        *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "1"),
+        *("--model", f"adder@{api}", "--max-tokens", "64", f"model.model_path={tiny_dir}"),
+        "model.max_prompt_tokens=800",
+    )
+    assert done.exit_code == 0, done.output
+    answered = [one for one in Api.asked if "max_tokens" not in one]
+    assert [one["max_completion_tokens"] for one in answered] == [64] * 4
+    assert not any("temperature" in one or "top_p" in one for one in answered)
+
+
+def test_tool_calls_of_an_api_and_options_it_does_not_take_are_never_dropped_in_silence(
+    tasks: Path,
+    tiny_dir: Path,
+    api: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    function = {"name": "multiply", "arguments": "{}"}
+    monkeypatch.setattr(Api, "calls", [{"id": "1", "type": "function", "function": function}])
+    done = call(
+        *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "1"),
+        *("--model", f"adder@{api}", "--max-tokens", "64", f"model.model_path={tiny_dir}"),
+        *("model.max_prompt_tokens=800", "model.top_k=5"),
+    )
+    assert done.exit_code == 1, done.output
+    assert "answered with tool calls" in done.output
+    assert "asked without top_k (5)" in caplog.text
 
 
 def test_an_api_that_fails_ends_its_own_row_alone(

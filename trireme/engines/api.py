@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trireme.engines.engine import Completion, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
+from trireme.log import get_logger
+
+logger = get_logger("api")
 
 CONNECT_S = 10.0
 """For how long a connection may take, so that an address where nobody is ends the evaluation."""
@@ -52,6 +55,8 @@ class ApiEngine(ScriptedEngine):
         self._model = model
         self._base_url = base_url
         self._failed: str | None = None
+        self._told: set[str] = set()
+        self._limit = "max_tokens"
         self._client = openai.AsyncOpenAI(
             base_url=base_url,
             api_key=api_key or "EMPTY",
@@ -73,19 +78,33 @@ class ApiEngine(ScriptedEngine):
             raise ValueError(
                 f"the API of {self._model} takes conversations: expected model.chat, not generate"
             )
+        sent = ("max_tokens", "n", "temperature", "top_p", "stop")
+        for name in ("top_k", "min_p", "repetition_penalty", "min_tokens"):
+            value, default = getattr(sampling, name), getattr(Sampling, name)
+            if value != default and name not in self._told and (name, value) != ("top_k", 0):
+                self._told.add(name)
+                logger.warning(
+                    "%s is asked without %s (%s), which OpenAI's API does not have: it gets %s",
+                    self._model, name, value, ", ".join(sent),
+                )  # fmt: skip
         options: dict[str, Any] = {"tools": list(asked.tools)} if asked.tools else {}
         if sampling.stop:
             options["stop"] = list(sampling.stop)
         answer = await self._ask(
             messages=list(asked.messages),
             n=sampling.n,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            **self._limits(sampling),
             **options,
         )
         made = []
         for choice in answer.choices:
+            if choice.message.tool_calls:
+                self._failed = (
+                    f"{self._base_url}: {self._model} answered with tool calls, which trireme eval "
+                    "does not hand on from an API yet: expected a workflow without tools, or a "
+                    "rollout server"
+                )
+                raise RuntimeError(self._failed)
             text = choice.message.content or ""
             encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             assert isinstance(encoded, list)
@@ -101,8 +120,18 @@ class ApiEngine(ScriptedEngine):
         """
         import openai
 
+        create = self._client.chat.completions.create
         try:
-            return await self._client.chat.completions.create(model=self._model, **options)
+            try:
+                return await create(model=self._model, **options)
+            except openai.BadRequestError as error:
+                most = options.get("max_tokens")
+                if "max_tokens" not in str(error) or most is None:
+                    raise
+                self._limit = "max_completion_tokens"
+                dropped = ("max_tokens", *(k for k in ("temperature", "top_p") if options[k] == 1))
+                other = {k: v for k, v in options.items() if k not in dropped}
+                return await create(model=self._model, max_completion_tokens=most, **other)
         except openai.APIConnectionError as error:
             self._failed = f"{self._base_url}: {error} {error.__cause__ or ''}".strip()
             raise
@@ -110,6 +139,17 @@ class ApiEngine(ScriptedEngine):
             if error.status_code not in OF_THE_REQUEST:
                 self._failed = f"{self._base_url}: {error}"
             raise
+
+    def _limits(self, sampling: Sampling) -> dict[str, Any]:
+        """Its length under the name that the API takes, temperature and top_p. A reasoning model
+        gets the last two only where they are not 1, its own default.
+        """
+        limits: dict[str, Any] = {self._limit: sampling.max_tokens}
+        for name in ("temperature", "top_p"):
+            value = getattr(sampling, name)
+            if value != 1 or self._limit == "max_tokens":
+                limits[name] = value
+        return limits
 
     def _check(self) -> None:
         super()._check()
