@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from trireme.cli.eval import EvalOptions, _plan
+from trireme.cli.eval import EvalOptions, _api_of, _plan
 from trireme.cli.main import app
 from trireme.experience import Experience
 from trireme.explorer.runner import Failed, Outcome
@@ -238,3 +238,29 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(
     done = call("--model", str(tiny_dir), *given)
     assert done.exit_code == 2
     assert sentence in re.sub(r"[│╭╮╰╯─\n]+ *", " ", done.output), done.output
+
+
+def test_a_key_is_not_shown_to_several_hosts(
+    tasks: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    apis = [f"m@http://127.0.0.{n}:9/v1" for n in (1, 2)]
+    done = call(
+        *("--tasks", f"sums={tasks}", "--workflow", "simple_workflow", "--reward", "math_reward"),
+        *(word for api in apis for word in ("--model", api)),
+        f"model.model_path={tiny_dir}",
+    )
+    assert done.exit_code == 2
+    assert "127.0.0.1:9 and 127.0.0.2:9, and there is one key" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("gpt@https://x.y/v1", ("gpt", "https://x.y/v1")),
+        ("http://user:pw@host:1", ("", "")),
+        ("Qwen/Qwen3-0.6B", ("", "")),
+    ],
+)
+def test_an_api_is_told_from_a_server(model: str, expected: tuple[str, str]) -> None:
+    assert _api_of(model) == expected

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -80,11 +81,17 @@ def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -
     from trireme.cli.run import complain
     from trireme.launch.evaluation import Api, evaluate
 
+    apis = [_api_of(model) for model in options.models]
+    hosts = {urlsplit(url).netloc for _, url in apis if url}
+    keys = [plan.engine_key or os.environ.get("OPENAI_API_KEY") for plan in plans]
+    if len(hosts) > 1 and any(keys):
+        raise ValueError(
+            f"--model names APIs of {' and '.join(sorted(hosts))}, and there is one key, which "
+            "all would be shown: measure them one by one, each with its own OPENAI_API_KEY"
+        )
     code = 0
-    for model, plan in zip(options.models, plans, strict=True):
+    for model, plan, (name, url), key in zip(options.models, plans, apis, keys, strict=True):
         print(f"{model} ...", file=sys.stderr, flush=True)
-        name, _, url = model.partition("@") if "://" in model else ("", "", "")
-        key = plan.engine_key or os.environ.get("OPENAI_API_KEY")
         api = Api(name, url, key) if url else None
         try:
             measured.append((model, evaluate(plan, rollouts=options.rollouts, api=api)))
@@ -95,6 +102,12 @@ def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -
         if options.out is not None:
             write_json(options.out, _values(options, measured))
     return code
+
+
+def _api_of(model: str) -> tuple[str, str]:
+    """Name and address of `NAME@URL`, empty for any other model."""
+    name, at, url = model.partition("@")
+    return (name, url) if at and "://" in url and "://" not in name else ("", "")
 
 
 def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
@@ -116,7 +129,7 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
                 f"--model {model} is a server: expected a YAML, or model.model_path=FOLDER, "
                 "whose tokenizer it shares"
             )
-        if "@" not in model.partition("://")[0]:
+        if not any(_api_of(model)):
             urls = yaml.safe_dump([model], default_flow_style=True).strip()
             keys += ["explorer.rollout_model.engine_type=remote"]
             keys += [f"explorer.rollout_model.base_urls={urls}"]
