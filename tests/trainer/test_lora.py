@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
@@ -19,7 +19,7 @@ from tests.trainer.samples import backend_of, experiences, optimizer_of
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.trainer.backend import Backend
-from trireme.trainer.lora import Lora
+from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import train_step
 
@@ -235,3 +235,10 @@ def test_two_ranks_go_on_from_an_adapter_as_one_process_does(tiny_dir, tmp_path)
             assert set(ours) == set(theirs)
             for name, tensor in theirs.items():
                 assert torch.allclose(ours[name].float(), tensor.float(), atol=within), name
+
+
+def test_dora_is_refused_on_layers_that_keep_their_weights_transposed() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
+    with pytest.raises(ValueError, match=r"use_dora: transformer.h.0.attn.c_attn keeps its weight"):
+        Adapter(model, Lora(rank=4, alpha=8, dora=True))
+    Adapter(model, Lora(rank=4, alpha=8))

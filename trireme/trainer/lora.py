@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
@@ -64,6 +65,12 @@ class Adapter:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             self._peft = get_peft_model(model, _config(lora))
         assert isinstance(self._peft, PeftModel)
+        turned = [n for n, layer in self._layers() if isinstance(layer.get_base_layer(), Conv1D)]
+        if turned and self._peft.peft_config[_ADAPTER].use_dora:
+            raise ValueError(
+                f"model.lora_configs[0].use_dora: {turned[0]} keeps its weight transposed, and a "
+                "row's norm cannot be taken there: leave use_dora out for this model"
+            )
         self._dtypes_as_trained(model)
         self.starts_at_zero = lora.path is None
         if lora.path is not None:
