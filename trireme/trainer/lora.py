@@ -66,7 +66,8 @@ class Adapter:
             self._peft = get_peft_model(model, _config(lora))
         assert isinstance(self._peft, PeftModel)
         turned = [n for n, layer in self._layers() if isinstance(layer.get_base_layer(), Conv1D)]
-        if turned and self._peft.peft_config[_ADAPTER].use_dora:
+        config: Any = self._peft.peft_config[_ADAPTER]
+        if turned and config.use_dora:
             raise ValueError(
                 f"model.lora_configs[0].use_dora: {turned[0]} keeps its weight transposed, and a "
                 "row's norm cannot be taken there: leave use_dora out for this model"
