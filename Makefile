@@ -177,7 +177,7 @@ test-agents: setup
 	    verifiers openenv-core
 	$(AGENTS)/bin/python -c "import site; print(site.getsitepackages()[0])" | { read folder; \
 	    $(BIN)/python -c "import site; print('$(CURDIR)', *site.getsitepackages(), sep='\n')" > $$folder/setup.pth; }
-	npm ci --prefix tests/agents --no-audit --no-fund --loglevel=error
+	npm install --no-save --prefix tests/agents --no-audit --no-fund --loglevel=error
 	OMP_NUM_THREADS=1 $(REQUIRE)=test-agents $(AGENTS)/bin/python -m pytest -q -rs -s tests/agents
 
 # the unit tests on the other interpreters that are promised, each in an environment of its own
