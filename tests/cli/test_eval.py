@@ -35,7 +35,10 @@ def call(*words: str) -> Any:
     return CliRunner().invoke(app, ["eval", *words])
 
 
-def test_two_models_are_measured_and_compared(tasks: Path, tmp_path: Path, tiny_dir: Path) -> None:
+def test_two_models_are_measured_and_compared(
+    tasks: Path, tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_PLUGIN_DIRS", "")  # set by --plugin-dir: for this test alone
     (tmp_path / "own_task.py").write_text(
         "def share_of_fs(task, answer):\n    return answer.count('f') / max(len(answer), 1)\n"
     )
