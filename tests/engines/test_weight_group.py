@@ -48,16 +48,6 @@ def test_tensors_of_all_kinds_arrive_in_buckets_as_they_were() -> None:
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
 
 
-def test_a_dtype_is_that_of_numbers_with_a_point_alone() -> None:
-    trainer, engine = pair()
-    sent = {"a": torch.tensor([1.5]), "b": torch.tensor([3])}
-    with ThreadPoolExecutor() as pool:
-        sending = pool.submit(trainer.send, sent.items(), dtype=torch.bfloat16)
-        found = dict(engine.receive())
-        sending.result()
-    assert found["a"].dtype == torch.bfloat16 and found["b"].dtype == torch.int64
-
-
 def test_who_does_not_come_is_named_on_both_sides() -> None:
     trainer = WeightGroup(Meeting("127.0.0.1", 0, 3, 0, timeout=1))
     engine = WeightGroup(Meeting("127.0.0.1", trainer.port, 3, 1, timeout=1))

@@ -122,15 +122,11 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def buckets(
-    tensors: Iterable[tuple[str, Tensor]], most: int, dtype: torch.dtype | None = None
-) -> Iterator[dict[str, Tensor]]:
+def buckets(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
     """Tensors together up to `most` bytes, in their order; a larger one is alone."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
         if bucket and size + tensor.nbytes > most:
             yield bucket
             bucket, size = {}, 0
@@ -247,16 +243,12 @@ class WeightGroup:
             self._group = gloo_group(store, m.rank, m.world_size, timeout=m.timeout, address=m.host)
 
     def send(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        self, tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Broadcast them, as `dtype` where it is given."""
+        """Broadcast them."""
         self._begin()
         try:
-            for bucket in buckets(tensors, bucket_bytes, dtype):
+            for bucket in buckets(tensors, bucket_bytes):
                 self._announce(parts=[list(vars(part).values()) for part in parts_of(bucket)])
                 self.broadcast(self._flat(bucket.values()))
         except BaseException as error:

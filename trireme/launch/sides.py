@@ -70,6 +70,7 @@ class TrainerSide:
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Where an explorer of the same run stands: checkpoints hold it too."""
         self._probe = Probe(models.backend.module.config.vocab_size, plan.dtype)
+        self._source = push_source(plan, models.backend)
         self._files = CheckpointPush(
             models.backend,
             stage.device,
@@ -101,7 +102,7 @@ class TrainerSide:
         backend, device = self.models.backend, self.stage.device
 
         async def give() -> None:
-            source = push_source(self.stage.plan, backend)
+            source = self._source
             if isinstance(engine, RemoteEngine):
                 dtype = self.stage.plan.dtype
                 http = HttpSync(source, engine, device, dtype=dtype, probe=self._probe)
@@ -202,8 +203,7 @@ class TrainerSide:
         if plan.mode == "train" or plan.sync_method == "checkpoint":
             return self._files.push
         assert self.engine is not None
-        parts = self.models.backend, self.engine, self.stage.device
-        return make_push(plan, *parts, host, self._probe)
+        return make_push(plan, self._source, self.engine, self.stage.device, host, self._probe)
 
     def _auxiliary(self) -> dict[str, Buffer]:
         """Data sets that are mixed into the batches, where the checkpoint left them."""

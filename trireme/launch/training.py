@@ -187,16 +187,15 @@ def push_source(plan: Plan, backend: Backend) -> WeightSource:
 
 def make_push(
     plan: Plan,
-    backend: Backend,
+    source: WeightSource,
     engine: Engine,
     device: Device,
     host: str,
     probe: Probe,
 ) -> Push:
-    """From this process to its engine, through memory, by HTTP or over a process group that meets
-    at `host`.
+    """Of `push_source`, from this process to its engine: through memory, by HTTP or over a process
+    group that meets at `host`.
     """
-    source = push_source(plan, backend)
     if plan.sync_method == "nccl":
         assert isinstance(engine, RemoteEngine)
         return GroupSync(

@@ -250,9 +250,9 @@ class GroupSync:
         self, group: WeightGroup, tell: Callable[[], object]
     ) -> tuple[dict[str, float], list[float], int]:
         """Broadcast the weights; their fingerprints, the probe's scores by them, and bytes."""
-        tell()
-        expected = self._backend.score([self._probe.ids])[0]
         sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
+        tell()  # from here on engines wait for the first bucket
+        expected = self._backend.score([self._probe.ids])[0]
         # closed at once also where sending fails: other trainer ranks go through them meanwhile
         with closing(self._backend.each_weight(self._dtype)) as weights:
             group.send(sent.noted(weights), bucket_bytes=self._bucket_bytes)

@@ -161,12 +161,10 @@ class Adapter:
             if ".lora_" not in key:
                 yield self.plain_name(key), tensor.detach()
 
-    def merged(self) -> dict[str, Tensor]:
-        """The model's state dict with the additions added, under the names it had without them."""
-        return dict(self.each_merged())
-
     def each_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """`merged` one after the other, each computed when it is asked for."""
+        """The model's weights with the additions added, under the names they had without them,
+        each computed when it is asked for.
+        """
         layers = dict(self._layers())
         for key, tensor in self._model.state_dict().items():
             if ".lora_" in key:
