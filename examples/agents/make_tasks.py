@@ -14,10 +14,10 @@ import os
 import random
 from pathlib import Path
 
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast
 
+from trireme.demo.tiny_model import make_tiny_model
 from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_SOLVED = 1000, 200, 300
@@ -96,32 +96,6 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Random weights, half a million."""
-    end, pad = (tokenizer.convert_tokens_to_ids(name) for name in ("<|end|>", "<|pad|>"))
-    assert isinstance(end, int) and isinstance(pad, int)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.04,
-        tie_word_embeddings=True,
-        eos_token_id=end,
-        pad_token_id=pad,
-        bos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config.eos_token_id = end
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -143,7 +117,8 @@ def main() -> None:
     for name, data in (("test", test), ("train", train), ("solved", solved)):
         write_jsonl(folder / f"{name}.jsonl", data)
     texts = [m["content"] for row in rows for tool in TOOLS for m in conversation(row, tool)]
-    make_model(folder / "model", make_tokenizer([*texts, *(f" {n}" for n in TOOLS)]), seed)
+    tokenizer = make_tokenizer([*texts, *(f" {name}" for name in TOOLS)])
+    make_tiny_model(folder / "model", tokenizer, seed=seed, initializer_range=0.04)
     print(f"{len(train)} tasks, {len(test)} for evaluation, {len(solved)} conversations: {folder}")
 
 

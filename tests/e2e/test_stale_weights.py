@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from tests.e2e.job import small_config
 from trireme.cli.main import app
+from trireme.engines.adapter import Merged
 from trireme.engines.torch import engine as engine_module
 from trireme.engines.torch.shell import load_weights, share_shell
 
 Load = Callable[[Any, Any], None]
+take_adapter = Merged.take
 
 
 def skipped(module: Any, source: Any) -> None:
@@ -62,6 +64,13 @@ def swapped(module: Any, source: Any) -> None:
     assert isinstance(source, dict)
     given: dict[str, Tensor] = {name(key): tensor for key, tensor in source.items()}
     load_weights(module, given)
+
+
+def unmerged(self: Merged, module: nn.Module, adapter: Mapping[str, Tensor]) -> None:
+    """An adapter is noted, and the weights stay as they were."""
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    take_adapter(self, module, adapter)
+    module.load_state_dict(before)
 
 
 def run(folder: Path, *overrides: str) -> tuple[int, str]:
@@ -122,7 +131,7 @@ def test_files_merged_weights_and_an_adapter_that_went_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.setattr(engine_module, "load_weights", skipped)
-    monkeypatch.setattr("trireme.engines.adapter.put", lambda *_: None)
+    monkeypatch.setattr(Merged, "take", unmerged)
     check(*run(tmp_path, *words), tmp_path / "checkpoints/tests/job", ".weight")
 
 

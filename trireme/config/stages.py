@@ -131,13 +131,11 @@ def stages_of(config: Config) -> list[StageConfig]:
     """The stages of a file, in order; a file without any is one stage without a name."""
     out: list[StageConfig] = []
     for index, stage in enumerate(config.stages):
-        values = config.model_dump() | {"stages": [], "mode": stage.mode or config.mode}
-        adapters = config.model.lora_configs  # what the YAML says of them is told from defaults
-        if adapters is not None:
-            values["model"]["lora_configs"] = [a.model_dump(exclude_unset=True) for a in adapters]
+        values = config.model_dump(exclude_unset=True)
+        values |= {"stages": [], "mode": stage.mode or config.mode}
         for name, section in stage:
             if isinstance(section, Section):
-                values[name] = merge(values[name], section.model_dump(exclude_unset=True))
+                values[name] = merge(values.get(name, {}), section.model_dump(exclude_unset=True))
         trained = [s.index for s in out if s.config.mode in ("both", "train")]
         own_model = stage.model is not None and stage.model.model_path
         model_from = trained[-1] if trained and not own_model else None

@@ -51,7 +51,7 @@ def make_tokenizer(texts: Iterable[str], largest: int = 99) -> PreTrainedTokeniz
 
 def make_tiny_model(
     folder: Path,
-    texts: Iterable[str],
+    texts: Iterable[str] | PreTrainedTokenizerFast,
     *,
     seed: int,
     width: int = 128,
@@ -62,9 +62,11 @@ def make_tiny_model(
 ) -> Path:
     """Write a random Qwen3 of about half a million weights and its tokenizer to `folder`.
 
-    The tokenizer knows the pieces of `texts` and the numbers up to `largest` (-1: none).
+    `texts` is a tokenizer, or what one is made from: it then knows their pieces and the numbers up
+    to `largest` (-1: none).
     """
-    tokenizer = make_tokenizer(texts, largest)
+    made = isinstance(texts, PreTrainedTokenizerFast)
+    tokenizer = texts if made else make_tokenizer(texts, largest)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert isinstance(end, int) and isinstance(pad, int)
     config = Qwen3Config(

@@ -67,11 +67,6 @@ def merge(base: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (base.to(wide) + b.to(base.device, wide) @ a.to(base.device, wide)).to(base.dtype)
 
 
-def put(weight: Tensor, value: Tensor) -> None:
-    """Overwrite a weight in place."""
-    weight.copy_(value)
-
-
 class Merged:
     """An adapter in a module's own weights; what these were before is kept beside them."""
 
@@ -100,7 +95,7 @@ class Merged:
         for stem, a, b in layers:
             weight = own[f"{stem}.weight"]
             base = self._base.setdefault(f"{stem}.weight", weight.clone())
-            put(weight, merge(base, a, b))
+            weight.copy_(merge(base, a, b))
         self._adapter = {name: tensor.detach().clone() for name, tensor in adapter.items()}
 
     @torch.no_grad()
