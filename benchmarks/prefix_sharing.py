@@ -29,9 +29,9 @@ from trireme.demo.tiny_model import make_tiny_model
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
 from trireme.trainer.backend import Backend, TrainSettings
-from trireme.trainer.learning import Learning
+from trireme.trainer.learning import TrainState
 from trireme.trainer.pack import pack
-from trireme.trainer.step import Tally, batch_loss
+from trireme.trainer.step import MetricTotals, batch_loss
 
 OBSERVATION, REPLY, ROLLOUTS, WORDS = 20, 8, 8, 80
 
@@ -71,7 +71,9 @@ def gradient(folder: Path, found: list[Experience], share: bool) -> tuple[torch.
     batch = flatten(found)
     batch = batch.with_fields(weights=ALGORITHMS.get("multi_step_grpo").weights(batch))
     recipe = get_recipe(AlgorithmConfig(algorithm_type="multi_step_grpo", kl_loss_fn="none"))
-    loss = partial(batch_loss, recipe=recipe, tally=Tally(), fresh=None, learning=Learning(recipe))
+    loss = partial(
+        batch_loss, recipe=recipe, totals=MetricTotals(), fresh=None, train_state=TrainState(recipe)
+    )
     seconds = []
     for _ in range(2):  # the first one warms up
         backend.module.zero_grad()

@@ -21,7 +21,7 @@ from trireme.launch import training
 from trireme.launch.check import make_plans
 from trireme.launch.training import TrainerRanks, follow_plan
 from trireme.trainer.backend import Backend
-from trireme.trainer.learning import Learning
+from trireme.trainer.learning import TrainState
 from trireme.trainer.ranks import RankSpec
 from trireme.trainer.step import train_step
 
@@ -38,7 +38,7 @@ def _plan(folder: Path, model: Path, algorithm: str) -> Plan:
     return make_plans(config_of(folder, given))[0]
 
 
-def _train(backend: Backend, learning: Learning, plan: Plan, job: Path) -> dict[str, Any]:
+def _train(backend: Backend, train_state: TrainState, plan: Plan, job: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a step that is forgotten by loading it, and one more."""
     recipe, folder, metrics = get_recipe(plan.config.algorithm), JobFolder(job), []
 
@@ -46,7 +46,7 @@ def _train(backend: Backend, learning: Learning, plan: Plan, job: Path) -> dict[
         samples = experiences(number)
         for n, e in enumerate(samples):
             e.reward = float(n % 2)
-        metrics.append(train_step(backend, recipe, samples, version=0, learning=learning))
+        metrics.append(train_step(backend, recipe, samples, version=0, train_state=train_state))
 
     for number in (0, 1):
         step(number)
@@ -54,16 +54,16 @@ def _train(backend: Backend, learning: Learning, plan: Plan, job: Path) -> dict[
         folder,
         2,
         save=partial(backend.save, hf=True),
-        save_critic=partial(learning.save_critic, backend) if learning.critic else None,
+        save_critic=partial(train_state.save_critic, backend) if train_state.critic else None,
         run_state={},
         model_dir=plan.model_path,
     )
-    state = learning.state()
+    state = train_state.state()
     step(5)
     backend.load(folder.actor_dir(2))
-    learning.load_state(state)
-    if learning.critic:
-        learning.load_critic(backend, folder.critic_dir(2))
+    train_state.load_state(state)
+    if train_state.critic:
+        train_state.load_critic(backend, folder.critic_dir(2))
     step(2)
     weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
     return {"metrics": metrics, "weights": weights}
@@ -75,7 +75,7 @@ def _rank(place: RankSpec, folder: Path, model: Path, algorithm: str) -> dict[st
         follow_plan(plan, plan.model_path, place)
         return {}
     ranks = TrainerRanks(plan, plan.model_path, get_recipe(plan.config.algorithm), place)
-    trained = _train(ranks.backend, ranks.learning, plan, folder / "job")
+    trained = _train(ranks.backend, ranks.train_state, plan, folder / "job")
     ranks.close()
     return trained
 

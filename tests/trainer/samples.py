@@ -11,7 +11,7 @@ from trireme.config.schema import OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
-from trireme.trainer.orders import Orders
+from trireme.trainer.leader import Leader
 from trireme.trainer.ranks import Ranks
 
 VOCABULARY = 90
@@ -35,11 +35,11 @@ def backend_of(
     ranks: Ranks | None = None,
     *,
     reference: bool = False,
-    orders: Orders | None = None,
+    leader: Leader | None = None,
     **given: Any,
 ) -> Backend:
     """A backend by the settings that are given."""
-    return Backend(path, settings(**given), ranks, reference=reference, orders=orders)
+    return Backend(path, settings(**given), ranks, reference=reference, leader=leader)
 
 
 def critic_of(path: str | Path, ranks: Ranks | None = None, **given: Any) -> Critic:

@@ -13,7 +13,7 @@ from trireme.batch import flatten
 from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.save import write_weights
 from trireme.trainer.critic import HEAD, Critic, value_loss
-from trireme.trainer.learning import Learning
+from trireme.trainer.learning import TrainState
 from trireme.trainer.step import train_step
 
 
@@ -102,11 +102,11 @@ def test_the_policy_stays_while_the_critic_warms_up(tiny_dir):
     for n, e in enumerate(samples):
         e.reward = float(n % 2)
     backend = backend_of(tiny_dir, reference=True)
-    learning = Learning(recipe, _critic(tiny_dir), critic_warmup=1)
+    train_state = TrainState(recipe, _critic(tiny_dir), critic_warmup=1)
     before = {name: w.clone() for name, w in backend.weights().items()}
-    metrics = train_step(backend, recipe, samples, version=0, learning=learning)
+    metrics = train_step(backend, recipe, samples, version=0, train_state=train_state)
     assert metrics["critic/grad_norm"] > 0 and backend.optimizer.steps == 0
-    assert learning.coefficients["kl_loss_fn"] == 0.5  # no divergence was measured
+    assert train_state.coefficients["kl_loss_fn"] == 0.5  # no divergence was measured
     assert all(torch.equal(w, before[n]) for n, w in backend.weights().items())
-    train_step(backend, recipe, samples, version=0, learning=learning)
-    assert backend.optimizer.steps == 1 and learning.steps == 2
+    train_step(backend, recipe, samples, version=0, train_state=train_state)
+    assert backend.optimizer.steps == 1 and train_state.steps == 2

@@ -16,7 +16,7 @@ from torch._utils import _get_device_index
 from tests.trainer.ranks import run
 from trireme.launch.training import make_rank_spec
 from trireme.trainer import ranks as ranks_module
-from trireme.trainer.orders import Orders, follow
+from trireme.trainer.leader import Leader, follow
 from trireme.trainer.ranks import Ranks, RankSpec
 
 PLAN: Any = SimpleNamespace(
@@ -52,9 +52,9 @@ def _meet(place: RankSpec) -> dict[str, Any]:
             follow(make_rank_spec(PLAN, place.rank, place.world, place.address), lambda _: {})
             return {"chosen": chosen}
         ranks = Ranks(make_rank_spec(PLAN, 0, place.world, place.address))
-        orders = Orders(ranks)
-        answer = orders.guarded(lambda: 7)
-        orders.close()
+        leader = Leader(ranks)
+        answer = leader.guarded(lambda: 7)
+        leader.close()
         return {"answer": answer, "chosen": chosen, "device": str(ranks.device)}
 
 
@@ -76,18 +76,18 @@ def _fails_in_its_thread(place: RankSpec) -> str:
             raise RuntimeError("CUDA error: invalid device ordinal")
 
         with patch("torch.cuda.set_device", lost):
-            orders = Orders(ranks)
+            leader = Leader(ranks)
 
             def call() -> None:
                 try:
-                    orders.guarded(lambda: 7)
+                    leader.guarded(lambda: 7)
                 except RuntimeError as error:
                     heard.append(str(error))
 
             caller = threading.Thread(target=call, daemon=True)
             caller.start()
             caller.join(10)
-        orders.close()
+        leader.close()
         return heard[0] if heard else "nothing in 10 s"
 
 

@@ -11,7 +11,7 @@ from tests.trainer.samples import backend_of, critic_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
-from trireme.trainer.learning import Learning
+from trireme.trainer.learning import TrainState
 from trireme.trainer.step import train_step
 
 
@@ -63,8 +63,8 @@ def _step(path, recipe: Recipe, *, share: bool, length: int) -> tuple[dict, dict
         return {}
 
     backend.step = keep
-    learning = Learning(recipe, critic)
-    metrics = train_step(backend, recipe, _samples(recipe), version=0, learning=learning)
+    train_state = TrainState(recipe, critic)
+    metrics = train_step(backend, recipe, _samples(recipe), version=0, train_state=train_state)
     if critic is not None:
         kept |= {f"critic {name}": w.clone() for name, w in critic.weights().items()}
     return kept, metrics

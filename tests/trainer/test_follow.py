@@ -1,4 +1,4 @@
-"""Orders: rank 0 is called like a backend of one process, and the others keep up or are named."""
+"""Leader: rank 0 is called like a backend of one process, and the others keep up or are named."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import Batch
 from trireme.trainer.backend import Backend
-from trireme.trainer.learning import Learning
-from trireme.trainer.orders import Commands, Orders, RankLost, follow
+from trireme.trainer.leader import Commands, Leader, RankLost, follow
+from trireme.trainer.learning import TrainState
 from trireme.trainer.ranks import Ranks, RankSpec, free_address
 from trireme.trainer.step import commands, train_step
 
 RECIPE = get_recipe(SimpleNamespace(algorithm_type="grpo", kl_loss_fn="none"))
 
 
-def _make(path: Path, ranks: Ranks, orders: Orders | None = None) -> Backend:
-    return backend_of(path, ranks, orders=orders)
+def _make(path: Path, ranks: Ranks, leader: Leader | None = None) -> Backend:
+    return backend_of(path, ranks, leader=leader)
 
 
 def _commands(path: Path, ranks: Ranks) -> Commands:
-    return commands(_make(path, ranks), RECIPE, Learning(RECIPE))
+    return commands(_make(path, ranks), RECIPE, TrainState(RECIPE))
 
 
 def _leads(place: RankSpec, path: Path) -> dict:
@@ -41,13 +41,13 @@ def _leads(place: RankSpec, path: Path) -> dict:
         follow(place, partial(_commands, path))
         return {}
     ranks = Ranks(place)
-    orders = Orders(ranks)
-    backend = orders.guarded(lambda: _make(path, ranks, orders))
+    leader = Leader(ranks)
+    backend = leader.guarded(lambda: _make(path, ranks, leader))
     steps = [train_step(backend, RECIPE, experiences(n), version=0) for n in range(2)]
     weights = {name: tensor.clone() for name, tensor in backend.each_weight()}
     next(backend.each_weight())  # the rest is not asked for
     score = backend.score([[5, 6, 7, 8]])
-    orders.close()
+    leader.close()
     return {"loss": [m["actor/loss"] for m in steps], "weights": weights, "score": score}
 
 
@@ -69,14 +69,14 @@ def _until_lost(place: RankSpec, path: Path, how: str, file: Path) -> None:
         follow(place, partial(_commands, path))
         return
     ranks = Ranks(place)
-    orders = Orders(ranks)
-    backend = orders.guarded(lambda: _make(path, ranks, orders))
+    leader = Leader(ranks)
+    backend = leader.guarded(lambda: _make(path, ranks, leader))
     train_step(backend, RECIPE, experiences(), version=0)
     started = time.monotonic()
     with pytest.raises(RankLost) as caught:
         train_step(backend, RECIPE, experiences(), version=0)
     file.write_text(f"{time.monotonic() - started}\n{caught.value}")
-    orders.close()
+    leader.close()
 
 
 def _break_second_step(how: str) -> None:

@@ -12,7 +12,7 @@ from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.experience import EID, Experience
-from trireme.trainer.learning import Learning, prepare, split_pairs, token_rewards
+from trireme.trainer.learning import TrainState, prepare, split_pairs, token_rewards
 from trireme.trainer.step import train_step
 
 
@@ -64,7 +64,7 @@ def test_the_kl_penalty_is_taken_off_the_token_rewards(tiny_dir):
     args = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.5}, "kl_loss_fn": "none"}
     recipe = _recipe("reinforceplusplus", **args)
     assert recipe.needs_reference
-    done, metrics = prepare(backend, recipe, samples, batch, Learning(recipe))
+    done, metrics = prepare(backend, recipe, samples, batch, TrainState(recipe))
     old = batch.fields["old_logprobs"]
     distance = old - backend.logprobs(batch, reference=True)
     plain = token_rewards(samples, batch, asked_by="x") - 0.5 * distance
@@ -86,7 +86,7 @@ def test_entropy_clips_get_the_entropies_of_the_trained_weights(tiny_dir, name):
     samples, _ = recipe.advantages(_rewarded())
     batch = flatten(samples)
     before = batch.fields["advantages"]
-    prepared, metrics = prepare(backend, recipe, samples, batch, Learning(recipe))
+    prepared, metrics = prepare(backend, recipe, samples, batch, TrainState(recipe))
     logprobs, entropies, means = backend.scores(batch)
     torch.testing.assert_close(logprobs, backend.logprobs(batch))
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
@@ -111,14 +111,14 @@ def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):
     adaptive = {"kl_coef": 0.5, "adaptive": True, "target_kl": 1e-4, "horizon": 80}
     recipe = _recipe("grpo", kl_loss_fn="k2", kl_loss_fn_args=adaptive)
     backend = backend_of(tiny_dir, max_token_len=100, reference=True)
-    learning = Learning(recipe)
-    first = train_step(backend, recipe, experiences(), version=0, learning=learning)
+    train_state = TrainState(recipe)
+    first = train_step(backend, recipe, experiences(), version=0, train_state=train_state)
     # the policy is its reference: a divergence of 0 is far below the target, 8 samples of 80
     assert first["actor/kl_coef"] == 0.5
-    assert learning.coefficients["kl_loss_fn"] == pytest.approx(0.5 * (1 - 0.2 * 0.1))
-    again = Learning(recipe)
-    again.load_state(learning.state())
-    assert again.coefficients == learning.coefficients and again.steps == 1
+    assert train_state.coefficients["kl_loss_fn"] == pytest.approx(0.5 * (1 - 0.2 * 0.1))
+    again = TrainState(recipe)
+    again.load_state(train_state.state())
+    assert again.coefficients == train_state.coefficients and again.steps == 1
 
 
 def test_the_reference_scores_a_row_of_a_data_set_once(tiny_dir):
@@ -129,7 +129,7 @@ def test_the_reference_scores_a_row_of_a_data_set_once(tiny_dir):
     pairs[2].chosen = torch.tensor([11])
     backend = backend_of(tiny_dir, max_token_len=100, reference=True)
     recipe = _recipe("dpo")
-    learning, asked = Learning(recipe), []
+    train_state, asked = TrainState(recipe), []
     scored = backend.logprobs
 
     def logprobs(batch, *, reference: bool = False):
@@ -137,9 +137,9 @@ def test_the_reference_scores_a_row_of_a_data_set_once(tiny_dir):
         return scored(batch, reference=reference)
 
     backend.logprobs = logprobs
-    first = train_step(backend, recipe, pairs[:2], version=0, learning=learning)
+    first = train_step(backend, recipe, pairs[:2], version=0, train_state=train_state)
     assert first["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert first["actor/dpo_accuracy"] == 0
-    second = train_step(backend, recipe, pairs, version=0, learning=learning)
+    second = train_step(backend, recipe, pairs, version=0, train_state=train_state)
     assert asked == [4, 1]  # of the third pair only the chosen reply is new
     assert second["actor/dpo_accuracy"] > 0.5

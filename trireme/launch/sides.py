@@ -163,14 +163,14 @@ class TrainerSide:
             state["pushed_step"] = self.sync.pushed_step
         if self.explorer_state is not None:
             state["explorer"] = self.explorer_state()
-        return state | {"learning": self.models.learning.state()}
+        return state | {"learning": self.models.train_state.state()}
 
     def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
         """A whole checkpoint of `step`."""
         trainer = self.stage.plan.config.trainer
         when = trainer.save_hf_checkpoint
         hf = when == "always" or (when == "last" and last)
-        backend, learning = self.models.backend, self.models.learning
+        backend, train_state = self.models.backend, self.models.train_state
         save_checkpoint(
             self.stage.folder,
             step,
@@ -178,7 +178,7 @@ class TrainerSide:
             run_state=run_state,
             model_dir=self.stage.model_path,
             keep=trainer.max_checkpoints_to_keep,
-            save_critic=partial(learning.save_critic, backend) if learning.critic else None,
+            save_critic=partial(train_state.save_critic, backend) if train_state.critic else None,
         )
 
     async def _train_for_others(self) -> None:
@@ -228,7 +228,7 @@ class TrainerSide:
             turn=None if stage.reads_file else self.sync.trainers_turn,
             device=stage.device,
             sync=None if stage.recipe.from_data else self.sync,
-            learning=self.models.learning,
+            train_state=self.models.train_state,
             # Together with an explorer the trainer ends when the experiences do.
             total_steps=(
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps

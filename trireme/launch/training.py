@@ -25,9 +25,9 @@ from trireme.sync.push import GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
 from trireme.trainer.backend import AdapterSource, Backend, TrainSettings
 from trireme.trainer.critic import Critic
-from trireme.trainer.learning import Learning
+from trireme.trainer.leader import Commands, Leader, follow
+from trireme.trainer.learning import TrainState
 from trireme.trainer.lora import Lora
-from trireme.trainer.orders import Commands, Orders, follow
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import commands
 
@@ -37,7 +37,7 @@ class Models:
     """What is trained: the policy, and what train steps share beside it."""
 
     backend: Backend
-    learning: Learning
+    train_state: TrainState
 
 
 def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
@@ -49,16 +49,16 @@ def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
     if spec is not None:
         ranks = TrainerRanks(*parts, spec)
         stage.held.callback(ranks.close)
-        models = Models(ranks.backend, ranks.learning)
+        models = Models(ranks.backend, ranks.train_state)
     else:
         models = Models(make_backend(*parts), make_learning(*parts))
     if (saved := stage.resumed) is not None:
         models.backend.load(saved.actor)
         if state := saved.run_state.get("learning"):
-            models.learning.load_state(state)
-        if models.learning.critic is not None:
-            models.learning.load_critic(models.backend, stage.folder.critic_dir(saved.step))
-    tokens = models.learning.tokens = make_trained_tokens(stage.plan, stage.folder)
+            models.train_state.load_state(state)
+        if models.train_state.critic is not None:
+            models.train_state.load_critic(models.backend, stage.folder.critic_dir(saved.step))
+    tokens = models.train_state.tokens = make_trained_tokens(stage.plan, stage.folder)
     if tokens is not None:
         stage.held.callback(tokens.close)
         tokens.rewind(saved.step if saved else 0)
@@ -70,14 +70,14 @@ def make_backend(
     model_path: str,
     recipe: Recipe,
     ranks: Ranks | None = None,
-    orders: Orders | None = None,
+    leader: Leader | None = None,
 ) -> Backend:
     """The trained model with its optimizer, and the reference where the recipe needs one.
 
-    `orders` on the first of several ranks.
+    `leader` on the first of several ranks.
     """
     settings = _settings(plan)
-    return Backend(model_path, settings, ranks, reference=recipe.needs_reference, orders=orders)
+    return Backend(model_path, settings, ranks, reference=recipe.needs_reference, leader=leader)
 
 
 def _settings(plan: Plan) -> TrainSettings:
@@ -115,13 +115,13 @@ def _settings(plan: Plan) -> TrainSettings:
 
 def make_learning(
     plan: Plan, model_path: str, recipe: Recipe, ranks: Ranks | None = None
-) -> Learning:
+) -> TrainState:
     """What train steps share; the value model, where the recipe has one, begins at its own path,
     else at the policy's.
     """
     config = plan.config
     if not recipe.needs_critic:
-        return Learning(recipe)
+        return TrainState(recipe)
     critic_config = config.algorithm.critic
     critic = Critic(
         config.model.critic_model_path or model_path,
@@ -131,7 +131,7 @@ def make_learning(
         ranks,
         clip_range=critic_config.cliprange_value,
     )
-    return Learning(recipe, critic, critic_warmup=critic_config.warmup_steps)
+    return TrainState(recipe, critic, critic_warmup=critic_config.warmup_steps)
 
 
 def make_synchronizer(
@@ -230,18 +230,18 @@ class TrainerRanks:
         """Waits for the other ranks."""
         logger.info("%d trainer ranks meet at %s", spec.world, spec.address)
         self._group = Ranks(spec)
-        self._orders = Orders(self._group)
+        self._leader = Leader(self._group)
 
-        def load() -> tuple[Backend, Learning]:
+        def load() -> tuple[Backend, TrainState]:
             group = self._group
-            backend = make_backend(plan, model_path, recipe, group, self._orders)
+            backend = make_backend(plan, model_path, recipe, group, self._leader)
             return backend, make_learning(plan, model_path, recipe, group)
 
-        self.backend, self.learning = self._orders.guarded(load, doing="loading")
+        self.backend, self.train_state = self._leader.guarded(load, doing="loading")
 
     def close(self) -> None:
         """Send the others home."""
-        self._orders.close()
+        self._leader.close()
 
 
 def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:

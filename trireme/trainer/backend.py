@@ -1,6 +1,6 @@
 """Backend: the trained weights, their optimizer and the reference model, on one rank or alone.
 
-Every rank calls the same methods in the same order; `Orders` has rank 0 tell the others. A plan
+Every rank calls the same methods in the same order; `Leader` has rank 0 tell the others. A plan
 has a CPU compute in float32. With dtype bfloat16 the weights, gradients and optimizer stay float32
 and the forward pass runs in bfloat16; log-probabilities are float32 always.
 
@@ -32,6 +32,7 @@ from trireme.config.schema import OptimizerConfig
 from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
 from trireme.trainer import ulysses
+from trireme.trainer.leader import Command, Leader
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.model import (
     checkpoint_activations,
@@ -43,7 +44,6 @@ from trireme.trainer.model import (
     without_dropout,
 )
 from trireme.trainer.optim import ScheduledOptimizer
-from trireme.trainer.orders import Order, Orders
 from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
 
 T = TypeVar("T")
@@ -154,16 +154,16 @@ class Backend:
         ranks: Ranks | None = None,
         *,
         reference: bool = False,
-        orders: Orders | None = None,
+        leader: Leader | None = None,
     ) -> None:
         """`reference` keeps the model as it is now for KL terms; with LoRA the adapter alone.
 
-        `orders`: how rank 0 has the others follow; None: they call alike, or there are none.
+        `leader`: how rank 0 has the others follow; None: they call alike, or there are none.
         """
         self.ranks = ranks
         self.device = ranks.device if ranks else torch.device(settings.device)
         self._settings = settings
-        self._orders = orders
+        self._leader = leader
         self._reference: Root | None = None
         self._has_reference = reference
         if reference and settings.lora is None:  # first, so that one model at a time is whole
@@ -229,9 +229,9 @@ class Backend:
 
     def score(self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """log p of every token of plain rows; index 0 is 0."""
-        order = Order("score", {"ids": [list(row) for row in ids], "temperature": temperature})
+        command = Command("score", {"ids": [list(row) for row in ids], "temperature": temperature})
         batch = of_tokens(ids, temperature=temperature)
-        logprobs = self.together(order, lambda: self.logprobs(batch))
+        logprobs = self.together(command, lambda: self.logprobs(batch))
         return [[0.0, *row.tolist()] for row in logprobs.split(batch.counts.tolist())]
 
     def weights(self) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ class Backend:
         `dtype`: what floating point is cast to, before it travels between ranks. With LoRA `part`
         is the base or the adapter (as engines take it) alone.
         """
-        self.together(Order("each_weight", {"dtype": dtype, "part": part}), lambda: None)
+        self.together(Command("each_weight", {"dtype": dtype, "part": part}), lambda: None)
         to = getattr(torch, dtype or "", None)
         gathered = ((name, whole(_cast(tensor, to))) for name, tensor in self.each_shard(part))
         while (item := self._guarded(lambda: next(gathered, None))) is not None:
@@ -280,12 +280,12 @@ class Backend:
         """Fingerprints of what no push brings: none."""
         return {}
 
-    def together(self, order: Order, work: Callable[[], T]) -> T:
+    def together(self, command: Command, work: Callable[[], T]) -> T:
         """`work()`, with every other rank told to do the same; inside such work plain `work()`.
 
         Raises RankLost on rank 0 where another rank is gone.
         """
-        return self._orders.together(order, work) if self._orders else work()
+        return self._leader.together(command, work) if self._leader else work()
 
     def gather(self, value: Any) -> list[Any]:
         """A JSON value of each rank that had a share of the batch to itself."""
@@ -296,16 +296,16 @@ class Backend:
 
         Each rank writes its own files; `hf`: and rank 0 the weights as others load them.
         """
-        order = Order("save", {"actor": str(actor), "hf": hf})
-        self.together(order, partial(self._save, actor, hf))
+        command = Command("save", {"actor": str(actor), "hf": hf})
+        self.together(command, partial(self._save, actor, hf))
 
     def load(self, actor: Path) -> None:
         """Back to where `save` was called, on any number of ranks.
 
         Raises ValueError for the files of another model.
         """
-        order = Order("load", {"actor": str(actor.absolute())})
-        self.together(order, lambda: self._team.attempt(partial(self._load, actor)))
+        command = Command("load", {"actor": str(actor.absolute())})
+        self.together(command, lambda: self._team.attempt(partial(self._load, actor)))
 
     def state(self) -> dict[str, Any]:
         """What a resume needs beside the weights: this rank's part of the optimizer, schedule and
@@ -388,7 +388,7 @@ class Backend:
 
     def _guarded(self, work: Callable[[], T]) -> T:
         """`work()`, which the other ranks are at already; see `together`."""
-        return self._orders.guarded(work) if self._orders else work()
+        return self._leader.guarded(work) if self._leader else work()
 
     def _blame(self) -> str:
         """Which sample's own gradient is not finite. Slow: one sample after the other."""

@@ -26,10 +26,10 @@ from trireme.buffer.trained import TrainedTokens
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
-from trireme.trainer.orders import Order
+from trireme.trainer.leader import Command
 
 
-class Learning:
+class TrainState:
     """Made once for a run; changed by its train steps."""
 
     def __init__(
@@ -78,14 +78,14 @@ class Learning:
     def save_critic(self, backend: Backend, folder: Path) -> None:
         """Write the value model's files into a folder that all ranks see."""
         assert self.critic is not None, "there is none to save"
-        order = Order("save_critic", {"folder": str(folder)})
-        backend.together(order, partial(self.critic.save, folder))
+        command = Command("save_critic", {"folder": str(folder)})
+        backend.together(command, partial(self.critic.save, folder))
 
     def load_critic(self, backend: Backend, folder: Path) -> None:
         """Back to where `save_critic` was called. ValueError where that was for another model."""
         assert self.critic is not None, "there is none to load"
-        order = Order("load_critic", {"folder": str(folder.absolute())})
-        backend.together(order, partial(self.critic.load, folder))
+        command = Command("load_critic", {"folder": str(folder.absolute())})
+        backend.together(command, partial(self.critic.load, folder))
 
     def state(self) -> dict[str, Any]:
         """JSON values; the critic's tensors are in the checkpoint's own folder."""
@@ -104,7 +104,7 @@ def prepare(
     recipe: Recipe,
     experiences: Sequence[Experience],
     batch: Batch,
-    learning: Learning,
+    train_state: TrainState,
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with all that its loss asks for, and metrics of what was done for it."""
     if recipe.schema == "dpo":
@@ -113,10 +113,12 @@ def prepare(
         batch = with_experts(batch, experiences)
     batch = batch.with_fields(weights=recipe.weights(batch))
     if recipe.needs_reference:
-        batch = batch.with_fields(ref_logprobs=learning.reference(backend, batch))
+        batch = batch.with_fields(ref_logprobs=train_state.reference(backend, batch))
     metrics: dict[str, float] = {}
     if advantage := recipe.token_advantage:
-        batch, metrics = _with_advantages(backend, recipe, advantage, experiences, batch, learning)
+        batch, metrics = _with_advantages(
+            backend, recipe, advantage, experiences, batch, train_state
+        )
     if recipe.selects:
         selected = _selected(backend, recipe, batch)
         batch = batch.with_fields(selected=selected)
@@ -150,7 +152,7 @@ def _with_advantages(
     advantage: Part,
     experiences: Sequence[Experience],
     batch: Batch,
-    learning: Learning,
+    train_state: TrainState,
 ) -> tuple[Batch, dict[str, float]]:
     """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
     columns: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
@@ -159,8 +161,8 @@ def _with_advantages(
         columns["old_logprobs"] = backend.logprobs(batch)
     metrics: dict[str, float] = {}
     if recipe.needs_critic:
-        assert learning.critic is not None, "a recipe that asks for values gets a critic"
-        columns["values"] = learning.critic.values(batch)
+        assert train_state.critic is not None, "a recipe that asks for values gets a critic"
+        columns["values"] = train_state.critic.values(batch)
 
     def lookup(name: str, asked_by: str) -> Tensor:
         return columns[name] if name in columns else batch.get(name, asked_by=asked_by)
@@ -173,11 +175,11 @@ def _with_advantages(
         if recipe.penalty:
             columns["logprobs"] = lookup("old_logprobs", recipe.penalty.label)
             distance = recipe.penalty(lookup, has)
-            coefficient = learning.coefficients["kl_penalty_fn"]
+            coefficient = train_state.coefficients["kl_penalty_fn"]
             columns["token_rewards"] = columns["token_rewards"] - coefficient * distance
             mean = float(distance.mean())
             metrics |= {"critic/kl_penalty": mean, "critic/kl_coef": coefficient}
-            learning.adapt("kl_penalty_fn", mean, batch.num_samples)
+            train_state.adapt("kl_penalty_fn", mean, batch.num_samples)
     if "entropies" in wanted:
         names = ("logprobs", "entropies", "mean_discriminators")
         columns |= dict(zip(names, backend.scores(batch), strict=True))
@@ -190,8 +192,8 @@ def _with_advantages(
         )
     batch = batch.with_fields(advantages=advantages, returns=returns)
     metrics["critic/advantage_abs_mean"] = float(advantages.abs().mean())
-    if learning.critic is not None:
-        metrics |= learning.critic.update(batch.with_fields(values=columns["values"]))
+    if train_state.critic is not None:
+        metrics |= train_state.critic.update(batch.with_fields(values=columns["values"]))
     return batch, metrics
 
 

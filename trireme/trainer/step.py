@@ -21,8 +21,8 @@ from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.experience import Experience
 from trireme.trainer.backend import Backend
-from trireme.trainer.learning import Learning, prepare, split_pairs
-from trireme.trainer.orders import Commands, Order
+from trireme.trainer.leader import Command, Commands
+from trireme.trainer.learning import TrainState, prepare, split_pairs
 from trireme.trainer.ranks import NotFinite
 
 
@@ -34,11 +34,11 @@ def train_step(
     version: int,
     moved: bool = False,
     skip_idle: bool = True,
-    learning: Learning | None = None,
+    train_state: TrainState | None = None,
 ) -> dict[str, float]:
     """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
 
-    `learning` is what the steps of a run share; none: this step is the first.
+    `train_state` is what the steps of a run share; none: this step is the first.
 
     `moved`: the trainer's weights are newer than those, so that the two cannot be compared.
 
@@ -47,30 +47,30 @@ def train_step(
 
     Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
     """
-    learning = learning or Learning(recipe)
+    train_state = train_state or TrainState(recipe)
     options = {"version": version, "moved": moved, "skip_idle": skip_idle}
-    order = Order("train_step", options | {"learning_state": learning.state()}, experiences)
+    command = Command("train_step", options | {"state": train_state.state()}, experiences)
     return backend.together(
-        order, partial(_train_step, backend, recipe, experiences, learning, **options)
+        command, partial(_train_step, backend, recipe, experiences, train_state, **options)
     )
 
 
-def commands(backend: Backend, recipe: Recipe, learning: Learning) -> Commands:
-    """What rank 0 orders of the others, by name; each keeps a `learning` of its own."""
+def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Commands:
+    """What rank 0 tells the others to do, by name; each keeps a `train_state` of its own."""
 
     def step(
-        experiences: Sequence[Experience] = (), *, learning_state: dict[str, Any], **options: Any
+        experiences: Sequence[Experience] = (), *, state: dict[str, Any], **options: Any
     ) -> None:
-        learning.load_state(learning_state)
-        train_step(backend, recipe, experiences, learning=learning, **options)
+        train_state.load_state(state)
+        train_step(backend, recipe, experiences, train_state=train_state, **options)
 
     return {
         "train_step": step,
         "score": backend.score,
         "save": lambda actor, hf: backend.save(Path(actor), hf=hf),
         "load": lambda actor: backend.load(Path(actor)),
-        "save_critic": lambda folder: learning.save_critic(backend, Path(folder)),
-        "load_critic": lambda folder: learning.load_critic(backend, Path(folder)),
+        "save_critic": lambda folder: train_state.save_critic(backend, Path(folder)),
+        "load_critic": lambda folder: train_state.load_critic(backend, Path(folder)),
         "each_weight": lambda dtype, part: all(True for _ in backend.each_weight(dtype, part)),
     }
 
@@ -79,7 +79,7 @@ def _train_step(
     backend: Backend,
     recipe: Recipe,
     experiences: Sequence[Experience],
-    learning: Learning,
+    train_state: TrainState,
     *,
     version: int,
     moved: bool,
@@ -92,26 +92,26 @@ def _train_step(
     if not batch.num_tokens:
         return {"perf/trained_tokens": 0.0}
     sizes = _sizes(batch, version)
-    batch, prepared = prepare(backend, recipe, experiences, batch, learning)
-    if learning.tokens is not None:
-        learning.tokens.begin(batch)
+    batch, prepared = prepare(backend, recipe, experiences, batch, train_state)
+    if train_state.tokens is not None:
+        train_state.tokens.begin(batch)
     if skip_idle and recipe.idle_at_zero_advantage:
         batch = _with_advantage(batch)
     sizes["perf/idle_experiences"] = sizes["perf/experiences"] - batch.num_samples
-    tally = Tally()
+    totals = MetricTotals()
     fresh = None if moved else version
-    loss = partial(batch_loss, recipe=recipe, tally=tally, fresh=fresh, learning=learning)
+    loss = partial(batch_loss, recipe=recipe, totals=totals, fresh=fresh, train_state=train_state)
     metrics: dict[str, float] = {}
-    if learning.trains_policy:
+    if train_state.trains_policy:
         backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
         metrics = backend.step()
-    metrics = metrics_of(backend.gather(tally.read())) | metrics | sizes | prepared
+    metrics = metrics_of(backend.gather(totals.read())) | metrics | sizes | prepared
     metrics |= sampler_measures(metrics)
     if recipe.kl:
-        metrics["actor/kl_coef"] = learning.coefficients["kl_loss_fn"]
-        if learning.trains_policy:  # else nothing was measured
-            learning.adapt("kl_loss_fn", metrics["actor/kl_loss"], len(experiences))
-    learning.steps += 1
+        metrics["actor/kl_coef"] = train_state.coefficients["kl_loss_fn"]
+        if train_state.trains_policy:  # else nothing was measured
+            train_state.adapt("kl_loss_fn", metrics["actor/kl_loss"], len(experiences))
+    train_state.steps += 1
     return metrics
 
 
@@ -121,13 +121,13 @@ def batch_loss(
     entropies: Tensor | None,
     *,
     recipe: Recipe,
-    tally: Tally,
+    totals: MetricTotals,
     fresh: int | None,
-    learning: Learning,
+    train_state: TrainState,
 ) -> Tensor:
-    """What a part of the batch adds to the loss, a scalar; `tally` gets what is to be reported."""
+    """What a part of the batch adds to the loss, a scalar; `totals` gets what is to be reported."""
     columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
-    columns["step"] = torch.tensor(learning.steps)
+    columns["step"] = torch.tensor(train_state.steps)
     if "old_logprobs" in batch.fields:
         columns["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
@@ -142,8 +142,8 @@ def batch_loss(
     def has(name: str) -> bool:
         return name in columns or name in batch.fields
 
-    if learning.tokens is not None:
-        learning.tokens.add(batch, logprobs)
+    if train_state.tokens is not None:
+        train_state.tokens.add(batch, logprobs)
     weights = lookup("weights", "the trainer")
     policy = recipe.policy_loss(lookup, has)
     policy, reported = policy if isinstance(policy, tuple) else (policy, {})
@@ -152,29 +152,29 @@ def batch_loss(
         factors, corrected = recipe.correction(lookup, has)
         policy = policy * factors
         for name, values in corrected.items():
-            tally.mean(f"rollout_correction/{name}", values)
+            totals.mean(f"rollout_correction/{name}", values)
     if has("selected"):
         policy = policy * lookup("selected", "the trainer")
     total = policy
     # without a policy gradient the loss has the name of what it is
     kind = "pg" if recipe.schema == "experience" else recipe.schema
-    tally.sum(f"actor/{kind}_loss", policy * weights)
+    totals.sum(f"actor/{kind}_loss", policy * weights)
     if recipe.kl:
         divergence = recipe.kl(lookup, has)
-        total = total + learning.coefficients["kl_loss_fn"] * divergence
-        tally.sum("actor/kl_loss", divergence * weights)
+        total = total + train_state.coefficients["kl_loss_fn"] * divergence
+        totals.sum("actor/kl_loss", divergence * weights)
     if recipe.entropy:
         bonus = recipe.entropy(lookup, has)
         total = total - recipe.entropy.coefficient * bonus
-        tally.mean("actor/entropy", bonus)
+        totals.mean("actor/entropy", bonus)
     elif recipe.schema == "experience":
         # On tokens that the policy sampled itself, -log p is an unbiased estimate of its entropy.
-        tally.mean("actor/entropy", -logprobs)
+        totals.mean("actor/entropy", -logprobs)
     for name, values in reported.items():
-        tally.mean(f"actor/{name}", values)
-    _compare_with_sampler(batch, logprobs, fresh, tally)
+        totals.mean(f"actor/{name}", values)
+    _compare_with_sampler(batch, logprobs, fresh, totals)
     loss = (total * weights).sum()
-    tally.sum("actor/loss", loss)
+    totals.sum("actor/loss", loss)
     if not torch.isfinite(loss):
         _blame(total, batch, recipe)
     return loss
@@ -202,7 +202,9 @@ def _blame(total: Tensor, batch: Batch, recipe: Recipe) -> None:
     raise NotFinite(f"the loss of a batch overflows (algorithm '{recipe.name}')")
 
 
-def _compare_with_sampler(batch: Batch, logprobs: Tensor, fresh: int | None, tally: Tally) -> None:
+def _compare_with_sampler(
+    batch: Batch, logprobs: Tensor, fresh: int | None, totals: MetricTotals
+) -> None:
     """|engine - trainer| on tokens that the current weights sampled: rounding, nothing else."""
     if fresh is None or "versions" not in batch.fields or "old_logprobs" not in batch.fields:
         return
@@ -210,8 +212,8 @@ def _compare_with_sampler(batch: Batch, logprobs: Tensor, fresh: int | None, tal
     if not bool(current.any()):
         return
     difference = (logprobs.detach().cpu() - batch.fields["old_logprobs"])[current].abs()
-    tally.mean("rollout/logprob_diff_mean", difference)
-    tally.max("rollout/logprob_diff_max", difference)
+    totals.mean("rollout/logprob_diff_mean", difference)
+    totals.max("rollout/logprob_diff_max", difference)
 
 
 def _with_advantage(batch: Batch) -> Batch:
@@ -235,11 +237,11 @@ def _sizes(batch: Batch, version: int) -> dict[str, float]:
     return metrics
 
 
-Reading = dict[str, dict[str, Any]]
+Sums = dict[str, dict[str, Any]]
 """Sums, counts and maxima by name, as JSON."""
 
 
-class Tally:
+class MetricTotals:
     """Sums, means over tokens and maxima by name. Values are read once, at the end."""
 
     def __init__(self) -> None:
@@ -265,7 +267,7 @@ class Tally:
         known = self._maxima.get(name)
         self._maxima[name] = largest if known is None else largest.maximum(known)
 
-    def read(self) -> Reading:
+    def read(self) -> Sums:
         """Everything gathered, as numbers."""
         return {
             "sums": {name: float(total) for name, total in self._sums.items()},
@@ -274,7 +276,7 @@ class Tally:
         }
 
 
-def metrics_of(readings: Sequence[Reading]) -> dict[str, float]:
+def metrics_of(readings: Sequence[Sums]) -> dict[str, float]:
     """What the readings of all ranks say together, by name."""
     sums: dict[str, float] = {}
     counts: dict[str, float] = {}

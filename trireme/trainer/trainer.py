@@ -23,7 +23,7 @@ from trireme.log import get_logger
 from trireme.monitor.figures import in_words
 from trireme.sync.synchronizer import Synchronizer
 from trireme.trainer.backend import Backend
-from trireme.trainer.learning import Learning
+from trireme.trainer.learning import TrainState
 from trireme.trainer.step import train_step
 
 logger = get_logger("trainer")
@@ -69,7 +69,7 @@ class Trainer:
         turn: Callable[[], Awaitable[None]] | None = None,
         device: Device,
         sync: Synchronizer | None,
-        learning: Learning | None = None,
+        train_state: TrainState | None = None,
         total_steps: int | None,
         save_interval: int,
         checkpointer: Checkpointer,
@@ -89,7 +89,7 @@ class Trainer:
         self.turn = turn
         self.device = device
         self.sync = sync
-        self.learning = learning or Learning(recipe)
+        self.train_state = train_state or TrainState(recipe)
         self.total_steps = total_steps
         self.save_interval = save_interval
         self.checkpointer = checkpointer
@@ -207,10 +207,10 @@ class Trainer:
             experiences,
             version=self._version,
             moved=sync is not None and sync.trained_step > sync.pushed_step,
-            learning=self.learning,
+            train_state=self.train_state,
         )
-        if self.learning.tokens is not None:
-            self.learning.tokens.end(self.step + 1)
+        if self.train_state.tokens is not None:
+            self.train_state.tokens.end(self.step + 1)
         if self.show is not None:
             self.show(self.step + 1, experiences)
         self.step += 1  # on the device: who pushes next there finds weights and step together

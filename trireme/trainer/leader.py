@@ -1,8 +1,8 @@
-"""Orders: rank 0 tells all ranks what to do next, and sees by a heartbeat when one is lost.
+"""Leader: rank 0 tells all ranks what to do next, and sees by a heartbeat when one is lost.
 
-An order is announced in the store, where the others look for it however long rank 0 is idle; the
+A command is announced in the store, where the others look for it however long rank 0 is idle; the
 experiences that belong to it go through the group. Each rank keeps a counter moving in the store,
-its heartbeat; rank 0 does its own part of an order in a thread, so that a rank which dies or
+its heartbeat; rank 0 does its own part of a command in a thread, so that a rank which dies or
 freezes amid a collective is seen by its heartbeat, not by a time-out.
 """
 
@@ -41,7 +41,7 @@ _WAIT = timedelta(seconds=2)  # of a follower, before it looks whether rank 0 is
 
 
 @dataclass(frozen=True)
-class Order:
+class Command:
     """What all ranks are to do now."""
 
     what: str
@@ -54,7 +54,7 @@ class RankLost(RuntimeError):
     """A trainer rank died, froze or failed by itself."""
 
 
-class Orders:
+class Leader:
     """Rank 0's side."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -66,22 +66,22 @@ class Orders:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="trainer-rank-0", daemon=True).start()
 
-    def together(self, order: Order, work: Callable[[], T]) -> T:
+    def together(self, command: Command, work: Callable[[], T]) -> T:
         """`work()` here and its like on all other ranks. Raises RankLost naming one that is gone.
 
-        Work that gives further orders is inside this one: those are not told.
+        Commands that `work` gives are part of this one: the others are not told them.
         """
         if self._busy:
             return work()
-        data = encode(order.experiences) if order.experiences else b""
-        self._announce(order, len(data))
+        data = encode(command.experiences) if command.experiences else b""
+        self._announce(command, len(data))
 
         def begin() -> T:
             if data:
                 self._ranks.broadcast(data, len(data))
             return work()
 
-        return self.guarded(begin, doing=order.what)
+        return self.guarded(begin, doing=command.what)
 
     def guarded(self, work: Callable[[], T], *, doing: str = "a collective") -> T:
         """`work()`, which the others have begun. Raises RankLost where one is gone."""
@@ -121,16 +121,16 @@ class Orders:
         self._heartbeat.close()
         if self._lost:
             return
-        self._announce(Order(STOP), 0)
+        self._announce(Command(STOP), 0)
         for rank in range(1, self._ranks.world):
             with suppress(dist.DistStoreError):  # it hangs elsewhere, and will miss our heartbeat
                 self._ranks.store.wait([f"bye/{rank}"], timedelta(seconds=GRACE))
         self._ranks.close()
 
-    def _announce(self, order: Order, size: int) -> None:
+    def _announce(self, command: Command, size: int) -> None:
         self._number += 1
-        text = json.dumps({"what": order.what, "options": order.options, "size": size})
-        self._ranks.store.set(f"order/{self._number}", text)
+        text = json.dumps({"what": command.what, "options": command.options, "size": size})
+        self._ranks.store.set(f"command/{self._number}", text)
 
     def _gone(self) -> str:
         """A sentence on the first rank that failed by itself or does not beat; else nothing."""
@@ -164,7 +164,7 @@ class Orders:
 
 
 def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
-    """Be one of the other ranks: do what rank 0 orders until it says stop.
+    """Be one of the other ranks: do what rank 0 commands until it says stop.
 
     Raises what went wrong here, having told rank 0. The process ends where rank 0 is gone.
     """
@@ -173,10 +173,10 @@ def follow(spec: RankSpec, make: Callable[[Ranks], Commands]) -> None:
     try:
         commands = make(ranks)
         number = 1
-        while (order := _await_order(ranks, number))["what"] != STOP:
-            size, command = order["size"], commands[order["what"]]
+        while (message := _await_command(ranks, number))["what"] != STOP:
+            size, command = message["size"], commands[message["what"]]
             experiences = [decode(ranks.broadcast(None, size))] if size else []
-            command(*experiences, **order["options"])
+            command(*experiences, **message["options"])
             number += 1
         ranks.store.set(f"bye/{ranks.rank}", "")
     except BaseException as error:
@@ -249,12 +249,12 @@ def _report_failure(ranks: Ranks, error: BaseException) -> None:
         ranks.store.set(f"failed/{ranks.rank}", json.dumps(report))
 
 
-def _await_order(ranks: Ranks, number: int) -> dict[str, Any]:
-    """The next order, however long that takes. Raises RankLost where rank 0 is gone."""
+def _await_command(ranks: Ranks, number: int) -> dict[str, Any]:
+    """The next command, however long that takes. Raises RankLost where rank 0 is gone."""
     while True:
         try:
-            ranks.store.wait([f"order/{number}"], _WAIT)
-            return json.loads(ranks.store.get(f"order/{number}"))
+            ranks.store.wait([f"command/{number}"], _WAIT)
+            return json.loads(ranks.store.get(f"command/{number}"))
         except dist.DistNetworkError as error:
             raise RankLost("trainer rank 0 is gone") from error
         except dist.DistStoreError:
