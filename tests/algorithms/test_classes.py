@@ -135,6 +135,15 @@ def test_what_chooses_or_weighs_tokens_is_refused_beside_a_loss_that_is_an_avera
         _recipe("grpo", policy_loss_fn="their_ppo", **given)
 
 
+def test_an_experts_rows_are_refused_beside_a_loss_that_is_an_average(plugin: Any) -> None:
+    """Own and expert tokens are averaged apart, which a class that averages all cannot do."""
+    told = "sample_strategy 'mix' brings an expert's rows"
+    with pytest.raises(ValueError, match=told):
+        _recipe("mix", policy_loss_fn="their_ppo")
+    with pytest.raises(ValueError, match=told):
+        _recipe("theirs", sample_strategy="mix")
+
+
 def test_a_loss_weight_is_refused_beside_a_loss_that_is_an_average(plugin: Any) -> None:
     e = Experience([1, 2, 3], prompt_length=1, eid=EID(1, 0, 0), loss_weight=[1.0, 0.0])
     batch = flatten([e])

@@ -192,3 +192,24 @@ def test_a_run_reads_no_data_set_twice(tmp_path: Path) -> None:
     assert isinstance(training, Taskset) and isinstance(parts.training, Taskset)
     assert training is not parts.training and training.rows is parts.training.rows
     assert parts.evaluation[0] is not None and evaluation.rows is parts.evaluation[0].rows
+
+
+def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(checked: Any) -> None:
+    gdpo = "algorithm.algorithm_type=gdpo"
+    assert "no problems" in checked(gdpo)
+    for name in ("gym_workflow", "textarena_workflow", "math_trainable_ruler_workflow"):
+        output = checked(gdpo, f"{WORKFLOW}={name}")
+        assert f"workflow '{name}' gives rewards without parts" in output
+        assert "without parts" not in checked(f"{WORKFLOW}={name}")
+    # what only the run knows is not refused, nor what leaves parts
+    for name in ("own_many", "own_function", "own_simple", "multi_turn_scheduler"):
+        reward = f"{TASKSET}.default_reward_fn_type=math_reward"
+        assert "no problems" in checked(gdpo, f"{WORKFLOW}={name}", reward)
+    penalty = "{name: length_penalty, args: {max_length: 64, cache_length: 8}}"
+    operators = f"data_processor.experience_pipeline.operators=[{penalty}]"
+    assert "operators[0].name is 'length_penalty', which changes the reward" in checked(
+        gdpo, operators
+    )
+    assert "no problems" in checked(operators)
+    filtered = "data_processor.experience_pipeline.operators=[{name: reward_std_filter}]"
+    assert "no problems" in checked(gdpo, filtered)

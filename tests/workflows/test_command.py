@@ -96,6 +96,7 @@ def test_what_the_program_asked_is_trained_and_its_last_line_is_the_reward() -> 
     first, second = outcome.experiences
     assert [e.reward for e in (first, second)] == [0.5, 0.5] and first.metrics["turns"] == 2
     assert second.messages and second.messages[0]["content"] == "1 + 2? at level 4"
+    assert first.info["reward_parts"] == {"reward": (0.5, 1.0)}
     assert int(first.mask.sum()) == 2 and first.info["completion"].startswith("hm 3 3\n")
 
 
@@ -127,6 +128,7 @@ def test_a_reward_function_sees_what_was_printed_and_the_files() -> None:
     outcome = play(task_of(code, reward=of_files, cwd="{workdir}"))
     [experience] = outcome.experiences
     assert experience.reward == 2.0 and experience.metrics["written"] == 1.0
+    assert sum(part for part, _ in experience.info["reward_parts"].values()) == 2.0
 
 
 def test_rewards_that_are_given_together_see_all_that_was_printed() -> None:

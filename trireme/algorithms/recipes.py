@@ -416,6 +416,12 @@ def _refuse_switches_of_tokens(recipe: Recipe) -> None:
             f"algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and {averages}: "
             "expected 1, or a loss that is a function (docs/algorithms.md)"
         )
+    if "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function):
+        raise ValueError(
+            f"algorithm.sample_strategy '{recipe.sample_strategy}' brings an expert's rows, which "
+            f"are averaged by themselves, and {averages}: expected 'default', or a loss that is a "
+            "function (docs/algorithms.md)"
+        )
     if recipe.loss_agg_mode not in ("token-mean", "seq-mean-token-mean"):
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}', and {averages}: expected "

@@ -66,7 +66,7 @@ from trireme.usercode import fault_of
 from trireme.workflows.plugins import load_plugins
 from trireme.workflows.scheduled import ScheduledWorkflow, conversation
 from trireme.workflows.single_turn import SimpleWorkflow
-from trireme.workflows.workflow import resolve
+from trireme.workflows.workflow import WorkflowSpec, resolve
 
 logger = get_logger("launcher")
 
@@ -328,10 +328,22 @@ def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
             continue  # that none is given is said of the YAML
         key = f"{used.key}.default_reward_fn_type"
         spec = parts.tried(partial(resolve, workflow), f"{used.key}.default_workflow_type")
+        if spec is not None and not used.is_eval:
+            parts.tried(partial(_refuse_no_parts, parts.recipe, spec), key)
         reward = reward or getattr(getattr(spec, "code", None), "default_reward", None)
         parts.tried(partial(_resolve_reward, parts, reward, used.config.reward_fn_args), key)
         one = one and spec is not None and spec.one_experience
     return one
+
+
+def _refuse_no_parts(recipe: Recipe | None, spec: WorkflowSpec) -> None:
+    """Raise ValueError for a workflow whose rewards have no parts, where these are compared."""
+    if recipe is not None and recipe.asks("reward_parts") and spec.reward_parts is False:
+        raise ValueError(
+            f"{spec.label} gives rewards without parts, and {recipe.parts['advantage_fn'].label} "
+            "compares the rewards one by one: expected a workflow of reward functions, such as "
+            "simple_workflow or multi_turn_scheduler, or advantage_fn grpo"
+        )
 
 
 def _resolve_reward(parts: Parts, reward: Any, args: Mapping[str, Any]) -> None:
@@ -373,7 +385,15 @@ def _make_operators(parts: Parts) -> None:
     sets += [(TASK_OPERATORS, tasks, TASK_OPERATORS_KEY)] if mode in ("both", "explore") else []
     for registry, operators, key in sets:
         for i, item in enumerate(operators):
-            parts.tried(partial(make_operator, registry, item.name, item.args, f"{key}[{i}]"))
+            make = partial(make_operator, registry, item.name, item.args, f"{key}[{i}]")
+            made, recipe = parts.tried(make), parts.recipe
+            if made and made.changes_reward and recipe and recipe.asks("reward_parts"):
+                parts.stage.problem(
+                    f"{key}[{i}].name",
+                    f"is '{item.name}', which changes the reward and not its parts, and "
+                    f"{recipe.parts['advantage_fn'].label} compares these one by one: expected the "
+                    "same as one more reward function, such as soft_overlong, or advantage_fn grpo",
+                )
 
 
 def _check_template(parts: Parts, facts: ModelFacts) -> None:

@@ -53,6 +53,7 @@ class Operator:
     function: Callable[..., Any]
     made: Any = None
     """The instance, where it is a class."""
+    changes_reward: bool = False
 
     async def __call__(self, experiences: Sequence[Experience]) -> Operated:
         """What the operator makes of an explore step. Raises OperatorFailed."""
@@ -123,13 +124,21 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
                 function([])
             except ValueError as error:
                 raise ValueError(f"{whose}: {error}") from error
-        return Operator(name, function)
+        return Operator(name, function, None, getattr(operator, "changes_reward", False))
     with UserCode(whose, operator):
         made: Any = operator(**options)
     if not callable(getattr(made, "process", None)):
         raise ValueError(f"{whose}: class {operator.__name__} has no method 'process'")
     refuse_signature(whose, made.process, made.process, "(experiences)")
     return Operator(name, made.process, made)
+
+
+def changes_reward(function: Any) -> Any:
+    """Decorator: the rewards that the function leaves are not those that the reward functions gave,
+    so that an advantage of single rewards cannot stand behind it.
+    """
+    function.changes_reward = True
+    return function
 
 
 @operator("reward_filter")
@@ -178,6 +187,7 @@ def mask_response_truncated(experiences: list[Experience]) -> Operated:
 
 
 @operator("reward_shaping_mapper")
+@changes_reward
 def reward_shaping_mapper(
     experiences: list[Experience], *, reward_shaping_configs: Sequence[Mapping[str, Any]]
 ) -> Operated:
@@ -238,6 +248,7 @@ def deduplication(experiences: list[Experience]) -> Operated:
 
 
 @operator("length_penalty")
+@changes_reward
 def length_penalty(
     experiences: list[Experience],
     *,

@@ -32,6 +32,9 @@ class Workflow:
     one_experience: bool = False
     """Whether each rollout leaves exactly one experience, so that the train steps are known
     beforehand. A subclass with another `run` or `ask` says so again."""
+    reward_parts: bool | None = None
+    """Whether `run` leaves what each reward function gave in `info["reward_parts"]`, which `gdpo`
+    compares; None: only the run knows. A subclass with another `run` says so again."""
     calls: tuple[str, ...] = ()
     """Methods that `run` calls, beside those that every workflow has: what a subclass may give."""
 

@@ -104,6 +104,7 @@ class CommandWorkflow(Workflow):
     """
 
     one_at_a_time = True
+    reward_parts = True
     judges: ClassVar[Judges] = Judges()
 
     async def run(self) -> list[Experience]:
@@ -209,18 +210,22 @@ class CommandWorkflow(Workflow):
         grouped = is_grouped(task.reward_fn, task.reward_fn_args)
         reward = None if grouped else resolve(task.reward_fn, task.reward_fn_args)
         parts: dict[str, float] = {}
+        compared: dict[str, float] = {}
         total: float | None = None
         if reward is not None:
             models = self.auxiliary_model_wrappers
             parts = await score(task, answer, reward, (), models, folder)
-            total = sum(parts.values())
+            total, compared = sum(parts.values()), parts
         elif not grouped:
             total, parts = reward_of(answer)
+            compared = {"reward": total}
         experiences = self.model.experiences(total)
         for experience in experiences:
             experience.metrics.update(parts)
             said = answer if grouped else answer[-TAIL:]
             experience.info |= {"completion": said, "request_id": Path(folder).name}
+            if compared:
+                experience.info["reward_parts"] = {k: (v, 1.0) for k, v in compared.items()}
         return experiences
 
 

@@ -31,6 +31,8 @@ _OWN = ("scheduler", "max_turns", "loss_scale")
 class ScheduledWorkflow:
     """See the module. One object serves all tasks."""
 
+    reward_parts = True
+
     def __init__(self) -> None:
         self._judges = Judges()
 

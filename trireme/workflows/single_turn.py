@@ -38,6 +38,7 @@ class SimpleWorkflow(Workflow):
     """One prompt, one reply, judged by the task's reward."""
 
     one_experience = True
+    reward_parts = True
     default_reward: ClassVar[str | None] = None
     judges: ClassVar[Judges] = Judges()
     default_system_prompt: str | None = None
@@ -218,6 +219,7 @@ class MathRulerWorkflow(MathWorkflow):
     """
 
     default_reward = "ruler"
+    reward_parts = True
 
     async def run(self) -> list[Experience]:
         """Ask, and note what the replies are worth by the right answer."""

@@ -92,6 +92,22 @@ class WorkflowSpec:
         return False
 
     @property
+    def reward_parts(self) -> bool | None:
+        """Whether its rewards come with their parts: see `Workflow.reward_parts`. None: only the
+        run knows, as of users' code that does not say so.
+        """
+        code = self.code
+        if not inspect.isclass(code):
+            says, by = getattr(code, "reward_parts", None), getattr(code, "__module__", "")
+            return False if says is None and by.startswith("trireme.") else says
+        for cls in code.__mro__:
+            if vars(cls).get("reward_parts") is not None:
+                return bool(vars(cls)["reward_parts"])
+            if {"run", "run_async"} & set(vars(cls)):
+                return False if cls.__module__.startswith("trireme.") else None
+        return None
+
+    @property
     def label(self) -> str:
         """What it is called in messages."""
         return f"workflow '{self.name}'"
