@@ -37,8 +37,6 @@ from torch import Tensor  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 GIB = 2**30
-PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16 arithmetic a second by the data sheets."""
 BACKENDS = {-1: "none", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 
 
@@ -158,10 +156,10 @@ class Machine:
 
     def most(self) -> tuple[float, str]:
         """FLOP/s that it could do, and who says so."""
-        name = torch.cuda.get_device_name(self.device) if self.gpu else ""
-        for known, peak in PEAKS.items():
-            if known in name:
-                return peak, "of the data sheet"
+        from trireme.trainer.measure import peak_flops
+
+        if peak := peak_flops(self.device, half=True):
+            return peak, "of the data sheet"
         return self.product_rate(), "of a large product here"
 
     def memory_rate(self) -> float:
@@ -323,16 +321,6 @@ def backend_on(machine: Machine, **given: Any) -> Any:
     return Backend(made(machine), settings)
 
 
-def flops_of(sizes: Sizes, batch: Any, packed: int) -> float:
-    """Of a train step without what checkpointing computes again: products, and exact attention."""
-    width = sizes.hidden // sizes.heads
-    block = sizes.hidden * width * 2 * (sizes.heads + sizes.key_heads)
-    block += 3 * sizes.hidden * sizes.intermediate
-    head = 6.0 * sizes.hidden * sizes.vocabulary * batch.num_tokens
-    seen = sum(len(row) ** 2 / 2 for row in batch.tokens) * packed / sum(map(len, batch.tokens))
-    return 6.0 * sizes.layers * (block * packed + 2 * sizes.heads * width * seen) + head
-
-
 def step(machine: Machine) -> Lines:
     """Train steps of the made-up model."""
     from trireme.config.memory import Use, memory_of, shape_at
@@ -352,7 +340,9 @@ def step(machine: Machine) -> Lines:
             packed = packed_tokens(batch)
             seconds = machine.seconds(lambda batch=batch: train(batch), times=2)
             peak = machine.peak(lambda batch=batch: train(batch))
-            use = flops_of(machine.sizes, batch, packed) / seconds / most
+            backend.arithmetic.take()
+            train(batch)
+            use = backend.arithmetic.take() / seconds / most
             facts = {"half": True, "device": machine.device.type, "checkpointing": True}
             plan = 0
             if shape is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
+from trireme.trainer.measure import Arithmetic, Phases, Profile
 from trireme.trainer.trainer import Trainer
 
 SFT = ALGORITHMS.get("sft")
@@ -25,6 +27,10 @@ class Learner:
     def __init__(self, fails_at: int = 0) -> None:
         self.sizes: list[int] = []
         self.fails_at = fails_at
+
+        self.rank, self.num_ranks, self.peak = 0, 1, None
+        self.device = torch.device("cpu")
+        self.arithmetic, self.phases = Arithmetic(), Phases(self.device)
 
     def forward_backward(self, batch: Any, loss: Any, *, entropy: bool = False) -> None:
         self.sizes.append(batch.num_samples)
@@ -235,3 +241,11 @@ def test_a_step_reports_its_metrics_with_the_synchronizers() -> None:
 
 def test_without_a_synchronizer_it_trains_alone() -> None:
     assert trained(4, sync=None).events == ["save 2, 0 left, the last", "commit"]
+
+
+def test_the_steps_that_are_asked_for_leave_a_trace_and_say_where(tmp_path: Path) -> None:
+    said: list[str] = []
+    profile = Profile(frozenset({2}), tmp_path / "profile", said.append)
+    trained(6, profile=profile)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_2_rank_0.json"]
+    assert said == [f"profile of train step 2: {tmp_path}/profile/step_2_rank_*.json"]

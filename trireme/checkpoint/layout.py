@@ -1,6 +1,7 @@
 """Layout: names the place of each file in a job's folder.
 
-buffer/   log/   monitor/   run/   log/NAME/   monitor/NAME/ (of one of several explorers)
+buffer/   log/   monitor/   run/   profile/
+log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
 global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
 global_step_N/actor/lora_adapter/   (with LoRA: as peft reads it)
@@ -80,6 +81,11 @@ class JobFolder:
     def monitor(self) -> Path:
         """Metrics."""
         return self.root / "monitor" / self.own
+
+    @property
+    def profile(self) -> Path:
+        """Traces of train steps."""
+        return self.root / "profile"
 
     @property
     def starts(self) -> Path:

@@ -28,6 +28,10 @@ def check_algorithm(stage: StageConfig) -> None:
         stage.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
     if len(config.model.lora_configs or []) > 1:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
+    last = config.trainer.total_steps
+    if late := [step for step in config.trainer.profile.steps if last and step > last]:
+        text = f"has {late[0]}: trainer.total_steps is {last}"
+        stage.problem("trainer.profile.steps", text)
 
 
 def check_tasksets(stage: StageConfig) -> None:

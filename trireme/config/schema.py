@@ -246,6 +246,14 @@ class SynchronizerConfig(Section):
     """The trainer's interval; both sides have one here."""
 
 
+class ProfileConfig(Section):
+    """What torch's profiler watches."""
+
+    steps: list[Count] = []
+    """Train steps, each of which leaves a trace of every rank in the job's `profile` folder, and on
+    a GPU a snapshot of its memory."""
+
+
 class TrainerConfig(Section):
     """The train loop and its backend."""
 
@@ -317,6 +325,10 @@ class TrainerConfig(Section):
         PositiveFloat, Mapped("one process trains, and waits for no other", on="ray")
     ] = 1800
     """Seconds that trainer ranks may wait for one another; dead ones are seen sooner."""
+    profile: ProfileConfig = ProfileConfig()
+    """Single train steps under torch's profiler."""
+    peak_tflops: PositiveFloat | None = None
+    """TFLOP/s that a trainer's device could do, for `perf/mfu`; not given: by its name."""
     trainer_config: Annotated[dict[str, Any], Mapped("is read key by key")] = {}
     """Options of verl, as it spells them: docs/migrate/verl.md says what each is read as."""
 

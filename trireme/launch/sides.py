@@ -31,6 +31,7 @@ from trireme.sync.probe import Probe
 from trireme.sync.push import HttpSync
 from trireme.sync.synchronizer import ExplorerSync, Push
 from trireme.trainer.backend import Backend
+from trireme.trainer.measure import Profile
 from trireme.trainer.trainer import Stopped, Trainer
 
 
@@ -237,9 +238,16 @@ class TrainerSide:
             checkpointer=self,
             report=stage.console.step,
             show=self._show_rows(),
+            profile=self._profile(),
         )
         trainer.step = stage.resumed.step if stage.resumed else 0
         return trainer
+
+    def _profile(self) -> Profile | None:
+        """Which train steps are watched."""
+        steps = frozenset(self.stage.plan.config.trainer.profile.steps)
+        stage = self.stage
+        return Profile(steps, stage.folder.profile, stage.console.note) if steps else None
 
     def _show_rows(self) -> Callable[[int, Sequence[Experience]], None] | None:
         """Keeps the text of a data set's rows, step by step, where the YAML wants copies."""

@@ -110,6 +110,7 @@ def _settings(plan: Plan) -> TrainSettings:
         offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
         seed=plan.seed,
+        peak_tflops=config.trainer.peak_tflops,
     )
 
 

@@ -34,6 +34,7 @@ from trireme.files import write_json
 from trireme.trainer import ulysses
 from trireme.trainer.leader import Command, Leader
 from trireme.trainer.lora import Adapter, Lora
+from trireme.trainer.measure import Arithmetic, Phases, peak_flops
 from trireme.trainer.model import (
     checkpoint_activations,
     empty_model,
@@ -77,6 +78,8 @@ class TrainSettings:
     trust_remote_code: bool = False
     seed: int = 0
     """Of all that training draws."""
+    peak_tflops: float | None = None
+    """TFLOP/s that a rank's device could do, where its name does not tell."""
 
     def load(
         self, path: str | Path, ranks: Ranks | None, *, frozen: bool = False
@@ -179,11 +182,26 @@ class Backend:
         self._train_mode = settings.gradient_checkpointing or bool(lora and lora.dropout)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.module)
+        watched = [self.module, *([self._reference.model] if self._reference else [])]
+        self.arithmetic = Arithmetic(*watched)
+        self.phases = Phases(self.device)
+        self.peak = peak_flops(self.device, half=settings.half, tflops=settings.peak_tflops)
+        """FLOP/s that the device could do; None where that is not known."""
         self._root = settings.spread(self.module, ranks, model_path)
         self.optimizer = settings.make_optimizer(self.module.parameters())
         self._team = settings.team(ranks)
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that train."""
+        return self._team.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many train."""
+        return self._team.size
 
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
         """Add the gradient of the batch's loss, one micro-batch after the other.

@@ -21,6 +21,7 @@ from trireme.checkpoint.saved import read
 from trireme.trainer import ulysses
 from trireme.trainer.attention import select
 from trireme.trainer.backend import TrainSettings
+from trireme.trainer.measure import Arithmetic
 from trireme.trainer.model import checkpoint_activations, hidden_states
 from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import Ranks, dummy
@@ -64,6 +65,7 @@ class Critic:
         self.model.add_module(HEAD, self.head)
         if settings.gradient_checkpointing:
             checkpoint_activations(self.model)
+        self.arithmetic = Arithmetic(self.model)
         self._root = settings.spread(self.model, ranks, model_path)
         nn.init.zeros_(self.head.weight)
         self.optimizer = settings.make_optimizer(self.model.parameters())

@@ -8,7 +8,8 @@ scores, values, advantages of tokens (which a critic learns from first).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from trireme.experience import Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Command, Commands
 from trireme.trainer.learning import TrainState, prepare, split_pairs
+from trireme.trainer.measure import peak_memory, profiled
 from trireme.trainer.ranks import NotFinite
 
 
@@ -35,6 +37,7 @@ def train_step(
     moved: bool = False,
     skip_idle: bool = True,
     train_state: TrainState | None = None,
+    profile: str | None = None,
 ) -> dict[str, float]:
     """Train on these experiences. `version` is that of the engine's weights now; returns metrics.
 
@@ -45,14 +48,24 @@ def train_step(
     `skip_idle` leaves out samples whose gradient is 0 because all their advantages are (groups with
     equal rewards, mostly). They count in every average; metrics of single tokens are without them.
 
+    `profile`: how names of files begin that get the profiler's trace of this step, of every rank.
+
     Raises ValueError where the recipe asks for data that they lack, NotFinite for a broken loss.
     """
     train_state = train_state or TrainState(recipe)
     options = {"version": version, "moved": moved, "skip_idle": skip_idle}
-    command = Command("train_step", options | {"state": train_state.state()}, experiences)
-    return backend.together(
-        command, partial(_train_step, backend, recipe, experiences, train_state, **options)
-    )
+    told = options | {"state": train_state.state(), "profile": profile}
+    command = Command("train_step", told, experiences)
+
+    def work() -> dict[str, float]:
+        with profiled(profile, backend.rank, backend.device):
+            return _measured(
+                backend,
+                train_state,
+                lambda: _train_step(backend, recipe, experiences, train_state, **options),
+            )
+
+    return backend.together(command, work)
 
 
 def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Commands:
@@ -75,6 +88,27 @@ def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Comma
     }
 
 
+def _measured(
+    backend: Backend, train_state: TrainState, work: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """The metrics of a train step, and what all ranks measured of their devices meanwhile."""
+    counts = [backend.arithmetic, *([train_state.critic.arithmetic] if train_state.critic else [])]
+    begun = time.monotonic()
+    metrics = work()
+    seconds = time.monotonic() - begun
+    flops = sum(count.take() for count in counts)
+    readings = backend.gather([flops, peak_memory(backend.device)])
+    metrics["perf/peak_memory_gib"] = max(memory for _, memory in readings)
+    total, ranks = sum(done for done, _ in readings), backend.num_ranks
+    if total and all(count.known for count in counts):
+        rate = total / max(seconds, 1e-9) / ranks
+        metrics["perf/train_tflop"] = total / 1e12
+        metrics["perf/tflops_per_device"] = rate / 1e12
+        if backend.peak is not None:
+            metrics["perf/mfu"] = rate / backend.peak
+    return metrics | backend.phases.take()
+
+
 def _train_step(
     backend: Backend,
     recipe: Recipe,
@@ -92,7 +126,8 @@ def _train_step(
     if not batch.num_tokens:
         return {"perf/trained_tokens": 0.0}
     sizes = _sizes(batch, version)
-    batch, prepared = prepare(backend, recipe, experiences, batch, train_state)
+    with backend.phases("time/train/prepare"):
+        batch, prepared = prepare(backend, recipe, experiences, batch, train_state)
     if train_state.tokens is not None:
         train_state.tokens.begin(batch)
     if skip_idle and recipe.idle_at_zero_advantage:
@@ -103,8 +138,10 @@ def _train_step(
     loss = partial(batch_loss, recipe=recipe, totals=totals, fresh=fresh, train_state=train_state)
     metrics: dict[str, float] = {}
     if train_state.trains_policy:
-        backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
-        metrics = backend.step()
+        with backend.phases("time/train/gradient"):
+            backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
+        with backend.phases("time/train/optimizer"):
+            metrics = backend.step()
     metrics = metrics_of(backend.gather(totals.read())) | metrics | sizes | prepared
     metrics |= sampler_measures(metrics)
     if recipe.kl:

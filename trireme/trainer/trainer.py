@@ -24,6 +24,7 @@ from trireme.monitor.figures import in_words
 from trireme.sync.synchronizer import Synchronizer
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState
+from trireme.trainer.measure import Profile
 from trireme.trainer.step import train_step
 
 logger = get_logger("trainer")
@@ -75,6 +76,7 @@ class Trainer:
         checkpointer: Checkpointer,
         report: Report,
         show: Callable[[int, Sequence[Experience]], None] | None = None,
+        profile: Profile | None = None,
     ) -> None:
         """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
 
@@ -95,6 +97,7 @@ class Trainer:
         self.checkpointer = checkpointer
         self.report = report
         self.show = show
+        self.profile = profile
         self.step = 0
         self.seconds = 0.0
         self.doing = ""
@@ -178,11 +181,15 @@ class Trainer:
         elapsed = time.monotonic() - started
         self.seconds += elapsed
         tokens = sum(len(e.tokens) for e in experiences)
+        rate = tokens / max(elapsed, 1e-9)
         metrics |= sampled | {
             "time/train": elapsed,
             "time/wait": waited,
-            "perf/train_tokens_per_s": tokens / max(elapsed, 1e-9),
+            "perf/train_tokens_per_s": rate,
+            "perf/train_tokens_per_s_per_device": rate / self.backend.num_ranks,
         }
+        if self.profile is not None and (stem := self.profile.stem(self.step)):
+            self.profile.say(f"profile of train step {self.step}: {stem}_rank_*.json")
         if self.sync is not None:
             trained = time.monotonic()
             metrics |= await self.sync.trained(self.step)
@@ -208,6 +215,7 @@ class Trainer:
             version=self._version,
             moved=sync is not None and sync.trained_step > sync.pushed_step,
             train_state=self.train_state,
+            profile=self.profile and self.profile.stem(self.step + 1),
         )
         if self.train_state.tokens is not None:
             self.train_state.tokens.end(self.step + 1)

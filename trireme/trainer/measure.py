@@ -1,0 +1,222 @@
+"""Measures a train step: arithmetic, seconds of its phases, memory, and a profiler's trace.
+
+The arithmetic is that of the packed layout: what a shared prefix saves is not counted, nor is what
+gradient checkpointing and the output head compute again. A multiplication with its addition is two
+operations. Attention counts the keys that a query sees, not those that a kernel's padding adds.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trireme.config.memory import GIB, shape_of
+from trireme.files import whole_file
+from trireme.trainer.pack import PackedBatch
+
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H200", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+)
+"""Dense bfloat16 TFLOP/s by the data sheets; the first whose name is in the device's counts."""
+
+
+def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None) -> float | None:
+    """FLOP/s that a device could do: `tflops` where the user says it, else by its name; None where
+    neither tells, as for float32, whose peak depends on what torch is allowed to round.
+    """
+    if tflops is not None:
+        return tflops * 1e12
+    if device.type != "cuda" or not half:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for known, peak in PEAKS if known in name), None)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Sizes that decide what a pass of a dense decoder costs."""
+
+    trained: int
+    """Weights of its linear layers that are trained; embeddings are looked up, and cost nothing."""
+    frozen: int
+    head: int
+    """Weights of the output head; 0 for a model without one."""
+    head_trained: bool
+    query_width: int
+    windows: tuple[int, ...]
+    """Of each layer how many keys a query sees at most; 0: all before it."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Passes | None:
+        """Of a model, before it is spread over ranks or after; None where it is no dense decoder
+        that the memory plan knows, such as one with experts.
+        """
+        text = model.config.get_text_config()
+        shape = shape_of(text.to_dict())
+        if shape is None:
+            return None
+        looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        linear = [p for p in model.base_model.parameters() if p.ndim == 2 and p not in looked_up]
+        head = model.get_output_embeddings()
+        weight = head.weight if head is not None else None
+        window = getattr(text, "sliding_window", None) or 0
+        window = window if getattr(text, "use_sliding_window", True) else 0
+        kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * shape.layers
+        return cls(
+            trained=sum(p.numel() for p in linear if p.requires_grad),
+            frozen=sum(p.numel() for p in linear if not p.requires_grad),
+            head=weight.numel() if isinstance(weight, Tensor) else 0,
+            head_trained=isinstance(weight, Tensor) and weight.requires_grad,
+            query_width=shape.query_width,
+            windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        )
+
+    def flops(self, tokens: Any, pairs: Any, nodes: Any, *, backward: bool) -> Any:
+        """Of one pass over `tokens`, with so many logits rows (`nodes`); numbers, or tensors.
+
+        `pairs`: of queries and the keys that they see, all layers together.
+        """
+        linear = (2 + 4 * backward) * self.trained + (2 + 2 * backward) * self.frozen
+        head = (2 + (2 + 2 * self.head_trained) * backward) * self.head
+        return tokens * linear + nodes * head + 4 * (1 + 2 * backward) * self.query_width * pairs
+
+
+class Arithmetic:
+    """What a model's passes cost, counted as they are made and read once a step."""
+
+    def __init__(self, *models: PreTrainedModel) -> None:
+        """Nothing is counted of models whose cost is not known."""
+        self._total: Tensor | None = None
+        self.known = True
+        for model in models:
+            passes = Passes.of(model)
+            if passes is None:
+                self.known = False
+            else:
+                self._watch(model, passes)
+
+    def take(self) -> float:
+        """FLOPs since the last call, on this rank."""
+        total, self._total = self._total, None
+        return 0.0 if total is None else float(total)
+
+    def _watch(self, model: PreTrainedModel, passes: Passes) -> None:
+        def count(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            layout = options.get("packed")
+            if layout is not None:  # counted on the device: reading it here would wait for that
+                backward = torch.is_grad_enabled()
+                cost = passes.flops(*counted(layout, passes.windows), backward=backward)
+                self._total = cost if self._total is None else self._total + cost
+
+        model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def counted(layout: PackedBatch, windows: Sequence[int]) -> tuple[int, Tensor, Tensor]:
+    """Tokens of a layout, pairs of queries and keys in all layers, and nodes that need logits."""
+    seen = (layout.positions + 1).double()
+    pairs = torch.zeros_like(seen[0])
+    for window in set(windows):
+        in_one = (seen.clamp(max=window) if window else seen).sum()
+        pairs = pairs + windows.count(window) * in_one
+    marked = torch.zeros_like(seen)
+    marked[layout.predecessors] = 1.0
+    return len(seen), pairs, marked.sum()
+
+
+class Phases:
+    """Seconds of the parts of a train step, by the names of their metrics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """What happens inside counts towards the metric `name`."""
+        begun = time.monotonic()
+        yield
+        if self._device.type == "cuda":  # its work may be asked for and not done
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB that this process's device held at most since the last call; on a CPU the process's
+    memory, at most since it started.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return held / GIB
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Which train steps the profiler watches."""
+
+    steps: frozenset[int]
+    folder: Path
+    """Where traces lie; all ranks see it."""
+    say: Callable[[str], None]
+    """Tells people where a trace lies."""
+
+    def stem(self, step: int) -> str | None:
+        """How names of a step's files begin; None where it is not watched."""
+        return str(self.folder / f"step_{step}") if step in self.steps else None
+
+
+@contextmanager
+def profiled(stem: str | None, rank: int, device: torch.device) -> Iterator[None]:
+    """torch's profiler over what happens inside, where there is a `stem` for its files; on a GPU
+    also a snapshot of its memory. Raises OSError where they cannot be written.
+    """
+    if stem is None:
+        yield
+        return
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    gpu = device.type == "cuda"
+    if gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.memory._record_memory_history(device=device)
+    try:
+        with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
+            yield
+            if gpu:
+                torch.cuda.synchronize(device)
+        if gpu:
+            with whole_file(Path(f"{stem}_rank_{rank}_memory.pickle")) as path:
+                torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        if gpu:
+            torch.cuda.memory._record_memory_history(enabled=None, device=device)
+    with whole_file(Path(f"{stem}_rank_{rank}.json")) as path:
+        profiler.export_chrome_trace(str(path))
