@@ -28,10 +28,13 @@ class Pair:
         self.job = folder / "checkpoints/tests/job"
         self.running: dict[str, Forked] = {}
 
-    def start(self, mode: str, *overrides: str) -> None:
+    def start(
+        self, mode: str, *overrides: str, prepare: Callable[[], object] | None = None
+    ) -> None:
         """Start a part, or start it again."""
         (self.folder / mode).mkdir(exist_ok=True)
-        self.running[mode] = started(self.folder / mode, self.config, f"mode={mode}", *overrides)
+        words = (f"mode={mode}", *overrides)
+        self.running[mode] = started(self.folder / mode, self.config, *words, prepare=prepare)
 
     def kill_when(self, mode: str, ready: Callable[[], bool]) -> None:
         """SIGKILL a part at a moment when it is known to be under way."""

@@ -41,8 +41,14 @@ def test_the_table_says_what_each_stage_gained() -> None:
 
 def test_what_was_not_measured_has_no_line() -> None:
     rows = summary_rows(Summary(accuracy_rl=0.5, wall_s=10))
-    assert [label for label, _ in rows] == ["accuracy", "wall time", "model"]
+    assert [label for label, _ in rows] == ["accuracy", "wall time"]
     assert rows[0][1] == "after RL     50.0%"
+
+
+def test_a_model_is_missed_only_where_one_was_trained() -> None:
+    for phase, expected in (("grpo train", [("model", "none was saved")]), ("explore", [])):
+        rows = summary_rows(Summary(phases={phase: 1.0}))
+        assert [row for row in rows if row[0] == "model"] == expected
 
 
 def test_a_mean_reward_is_not_called_an_accuracy() -> None:

@@ -222,7 +222,7 @@ def test_a_program_ends_with_the_process_that_started_it_however_that_ends(
     tmp_path: Path,
 ) -> None:
     pid = tmp_path / "pid"
-    code = SPAWN + "ask('a'); ids = f'{os.getpid()} {child.pid}'\n"
+    code = SPAWN + "ask('a'); ids = f'{os.getpid()} {child.pid} ' + os.environ['TRIREME_WORKDIR']\n"
     code += f"open('new', 'w').write(ids); os.rename('new', {str(pid)!r}); child.wait()"
     here = "import sys; from tests.workflows.test_command import play, task_of\n"
     here += "play(task_of(sys.argv[1], cwd=sys.argv[2], timeout=300), limit=300)"
@@ -233,10 +233,11 @@ def test_a_program_ends_with_the_process_that_started_it_however_that_ends(
             assert parent.poll() is None and time.monotonic() - begun < 100
             time.sleep(0.02)
         parent.kill()
-    program, child = map(int, pid.read_text().split())
+    *ids, workdir = pid.read_text().split()
+    program, child = map(int, ids)
     begun = time.monotonic()
     try:
-        while not (ended(program) and ended(child)):
+        while not (ended(program) and ended(child)) or Path(workdir).exists():
             assert time.monotonic() - begun < 20
             time.sleep(0.02)
     finally:

@@ -268,7 +268,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         seen = one["text"].partition(". What to do: ")[0]
         rows.append(("warning", f"{stage}{one['part']} step {one['step']}: {one['cause']}: {seen}"))
     rows.append(("wall time", clock_time(summary.wall_s) + (f"   ({phases})" if phases else "")))
-    rows.append(("model", summary.model_dir or "none was saved"))
+    if summary.model_dir or any(name.endswith("train") for name in summary.phases):
+        rows.append(("model", summary.model_dir or "none was saved"))
     if summary.next_command:
         rows.append(("next", summary.next_command))
     return rows

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import IO, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -53,8 +53,12 @@ exec "$@"
 """
 """A shell's: limits up to `--`, unless there are tighter ones already, on what follows, which
 replaces the shell."""
-WATCH = 'read _; kill -9 -"$1"'
-"""A shell's: when its input ends, so does a process group."""
+WATCH = """
+while read -r line; do group=$line; done
+[ -z "$group" ] || kill -9 -"$group"
+[ -z "$1" ] || rm -rf -- "$1"
+"""
+"""A shell's: when its input ends, so does the process group named last in it, and a folder goes."""
 _HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
@@ -116,18 +120,20 @@ class CommandWorkflow(Workflow):
         parent = None if settings.keep is None else Path(settings.keep).expanduser()
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent)).absolute()
-        try:
-            output = await self._run(settings, address, folder)
-            if not len(model.recorder):
-                raise ProgramFailed(
-                    "the program never asked the model: expected requests to its OPENAI_BASE_URL "
-                    f"(or ANTHROPIC_BASE_URL); {_shown(output)}"
-                )
-            return await self._judged(output, str(folder))
-        finally:
-            if parent is None:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        prefix = f"trireme-{name}-" if parent is None else f"{name}-"
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
+        with _watch(folder if parent is None else None) as watch:
+            try:
+                output = await self._run(settings, address, folder, watch)
+                if not len(model.recorder):
+                    raise ProgramFailed(
+                        "the program never asked the model: expected requests to its "
+                        f"OPENAI_BASE_URL (or ANTHROPIC_BASE_URL); {_shown(output)}"
+                    )
+                return await self._judged(output, str(folder))
+            finally:
+                if parent is None:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     @classmethod
     def examine(cls, task: Task) -> None:
@@ -164,7 +170,9 @@ class CommandWorkflow(Workflow):
             for experience in experiences:  # the rewards have seen all of it
                 experience.info["completion"] = str(experience.info["completion"])[-TAIL:]
 
-    async def _run(self, settings: Settings, address: Address, folder: Path) -> str:
+    async def _run(
+        self, settings: Settings, address: Address, folder: Path, watch: IO[bytes]
+    ) -> str:
         """What the program printed. Raises ProgramFailed where it did not end with 0."""
         holes = _holes(self.task, address, folder, self.model.model_path)
         words, environment, cwd = _fill(settings, holes, address)
@@ -186,7 +194,7 @@ class CommandWorkflow(Workflow):
                 file.close()
         code: int | None = None
         try:
-            with _ended_with_us(process.pid):
+            with _ended_with_us(process.pid, watch):
                 code = await asyncio.wait_for(process.wait(), settings.timeout)
         except TimeoutError:
             pass
@@ -336,27 +344,35 @@ def _limited(settings: Settings, words: list[str]) -> list[str]:
 
 
 @contextmanager
-def _ended_with_us(group: int) -> Iterator[None]:
-    """A process group that ends with the block, and with this process, whatever ends that: another
-    process has the end of a pipe, and sees it close.
+def _watch(folder: Path | None) -> Iterator[IO[bytes]]:
+    """A process that outlives this one, whatever ends it, and then clears up: it has the end of a
+    pipe and sees it close. Yields the pipe, which takes the number of a process group.
     """
-    watch: subprocess.Popen[bytes] | None = None
+    with subprocess.Popen(
+        ["/bin/sh", "-c", WATCH, "sh", str(folder or "")],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None
+        try:
+            yield process.stdin
+        finally:
+            process.kill()  # before its pipe closes: there is nothing left to clear up
+
+
+@contextmanager
+def _ended_with_us(group: int, watch: IO[bytes]) -> Iterator[None]:
+    """A process group that ends with the block, and with this process."""
     try:
-        watch = subprocess.Popen(
-            ["/bin/sh", "-c", WATCH, "sh", str(group)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        watch.write(f"{group}\n".encode())
         yield
     finally:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        if watch is not None:
-            watch.kill()  # before its pipe closes: the group's number may be another's by then
-            with watch:
-                pass
+        watch.write(b"\n")  # the group's number may be another's from now on
 
 
 def _task_json(task: Task) -> str:
