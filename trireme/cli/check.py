@@ -26,7 +26,8 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     """Print every Plan of the file and every problem; the exit code is 1 where there is one."""
     console = console or Console(soft_wrap=True)
     with console.status(f"checking {config}"):  # the line is there before torch is
-        from trireme.launch.check import complete, examine, shared
+        from trireme.config.stages import shared
+        from trireme.launch.check import complete, examine
 
         try:
             plans, problems, parts = examine(config, overrides)

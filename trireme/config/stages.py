@@ -6,8 +6,9 @@ Each stage merges onto the original file, key by key, never onto the stage befor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from trireme.config import Problem, verl
@@ -86,6 +87,17 @@ class StageConfig:
     def rollouts(self) -> int:
         """Rollouts of an explore step."""
         return self.config.buffer.batch_size * self.config.algorithm.repeat_times
+
+
+def shared(stages: Sequence[StageConfig]) -> list[Problem]:
+    """Every stage's problems; one of all stages is of the global section, and is said once."""
+    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
+    times = Counter(replace(problem, stage=None) for problem in problems)
+    out: dict[Problem, None] = {}
+    for problem in problems:
+        of_all = replace(problem, stage=None)
+        out[of_all if times[of_all] == len(stages) else problem] = None
+    return list(out)
 
 
 class UsedTaskset(NamedTuple):

@@ -12,7 +12,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +35,7 @@ from trireme.config.placement import ON_RAY
 from trireme.config.plan import derive, num_gpus
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
-from trireme.config.stages import StageConfig, UsedTaskset, stages_of, used_tasksets
+from trireme.config.stages import StageConfig, UsedTaskset, shared, stages_of, used_tasksets
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
@@ -66,7 +66,7 @@ from trireme.usercode import fault_of
 from trireme.workflows.plugins import load_plugins
 from trireme.workflows.scheduled import ScheduledWorkflow, conversation
 from trireme.workflows.single_turn import SimpleWorkflow
-from trireme.workflows.workflow import WorkflowSpec, resolve
+from trireme.workflows.workflow import resolve
 
 logger = get_logger("launcher")
 
@@ -195,17 +195,6 @@ def _gpus_elsewhere(stages: Sequence[StageConfig]) -> int | None:
         return None
 
 
-def shared(stages: Sequence[StageConfig]) -> list[Problem]:
-    """Every stage's problems; one of all stages is of the global section, and is said once."""
-    problems = [problem for stage in stages for problem in dict.fromkeys(stage.problems)]
-    times = Counter(replace(problem, stage=None) for problem in problems)
-    out: dict[Problem, None] = {}
-    for problem in problems:
-        of_all = replace(problem, stage=None)
-        out[of_all if times[of_all] == len(stages) else problem] = None
-    return list(out)
-
-
 def make_parts(stage: StageConfig, *, names_are_known: bool = True) -> Parts:
     """Make what this machine has of a stage's parts.
 
@@ -328,22 +317,13 @@ def _resolve(parts: Parts, used: UsedTaskset, taskset: Taskset | None) -> bool:
             continue  # that none is given is said of the YAML
         key = f"{used.key}.default_reward_fn_type"
         spec = parts.tried(partial(resolve, workflow), f"{used.key}.default_workflow_type")
-        if spec is not None and not used.is_eval:
-            parts.tried(partial(_refuse_no_parts, parts.recipe, spec), key)
+        recipe = parts.recipe
+        if spec and recipe and recipe.asks("reward_parts") and not used.is_eval:
+            parts.tried(partial(spec.refuse_no_parts, recipe.parts["advantage_fn"].label), key)
         reward = reward or getattr(getattr(spec, "code", None), "default_reward", None)
         parts.tried(partial(_resolve_reward, parts, reward, used.config.reward_fn_args), key)
         one = one and spec is not None and spec.one_experience
     return one
-
-
-def _refuse_no_parts(recipe: Recipe | None, spec: WorkflowSpec) -> None:
-    """Raise ValueError for a workflow whose rewards have no parts, where these are compared."""
-    if recipe is not None and recipe.asks("reward_parts") and spec.reward_parts is False:
-        raise ValueError(
-            f"{spec.label} gives rewards without parts, and {recipe.parts['advantage_fn'].label} "
-            "compares the rewards one by one: expected a workflow of reward functions, such as "
-            "simple_workflow or multi_turn_scheduler, or advantage_fn grpo"
-        )
 
 
 def _resolve_reward(parts: Parts, reward: Any, args: Mapping[str, Any]) -> None:

@@ -107,6 +107,15 @@ class WorkflowSpec:
                 return False if cls.__module__.startswith("trireme.") else None
         return None
 
+    def refuse_no_parts(self, asked_by: str) -> None:
+        """Raise ValueError where its rewards have no parts, for an advantage that compares them."""
+        if self.reward_parts is False:
+            raise ValueError(
+                f"{self.label} gives rewards without parts, and {asked_by} compares the rewards "
+                "one by one: expected a workflow of reward functions, such as simple_workflow or "
+                "multi_turn_scheduler, or advantage_fn grpo"
+            )
+
     @property
     def label(self) -> str:
         """What it is called in messages."""
