@@ -10,12 +10,12 @@ goal are kept.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.household import Household, Layout, clumsy_action
+from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_DEMONSTRATIONS = 3000, 500, 1000
 CLUMSINESS, LAZINESS = 0.1, 0.85
@@ -39,11 +39,6 @@ def demonstration(number: int, source: random.Random) -> list[dict[str, str]] | 
     return None
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def main() -> None:
     """Layouts of different numbers differ: test and training share none."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -65,9 +60,9 @@ def main() -> None:
         if found and len(demonstrations) < NUM_DEMONSTRATIONS:
             demonstrations.append({"messages": found})
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "train.jsonl", [{"layout": number} for number in train])
-    write(out / "test.jsonl", [{"layout": number} for number in test])
-    write(out / "demonstrations.jsonl", demonstrations)
+    write_jsonl(out / "train.jsonl", [{"layout": number} for number in train])
+    write_jsonl(out / "test.jsonl", [{"layout": number} for number in test])
+    write_jsonl(out / "demonstrations.jsonl", demonstrations)
     texts = [m["content"] for row in demonstrations for m in row["messages"]]
     make_tiny_model(
         out / "model", texts, seed=options.seed, max_len=384, initializer_range=0.04, largest=-1

@@ -9,12 +9,12 @@ these only the ones that came to the goal.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.gyms import TextGym
+from trireme.files import write_jsonl
 
 ACTIONS = ("left", "down", "right", "up")
 LAKE = {"is_slippery": True, "success_rate": 0.9, "render_mode": "ansi"}
@@ -39,11 +39,6 @@ def walk(source: random.Random) -> list[dict[str, str]] | None:
     return None
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def main() -> None:
     """Training and test share no seed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -59,9 +54,9 @@ def main() -> None:
         if found := walk(source):
             walks.append({"messages": found})
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "train.jsonl", [{"seed": number} for number in range(NUM_TEST, NUM_TRAIN)])
-    write(out / "test.jsonl", [{"seed": number} for number in range(NUM_TEST)])
-    write(out / "walks.jsonl", walks)
+    write_jsonl(out / "train.jsonl", [{"seed": number} for number in range(NUM_TEST, NUM_TRAIN)])
+    write_jsonl(out / "test.jsonl", [{"seed": number} for number in range(NUM_TEST)])
+    write_jsonl(out / "walks.jsonl", walks)
     texts = [message["content"] for row in walks for message in row["messages"]]
     make_tiny_model(
         out / "model", texts, seed=options.seed, max_len=512, initializer_range=0.04, largest=-1

@@ -9,12 +9,12 @@ move of three; only those in which the puzzle came out are kept.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.sudoku import Sudoku, make_puzzle, solutions
+from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_EPISODES = 4000, 200, 2000
 EMPTY, CLUMSINESS, MAX_STEPS = 3, 1 / 3, 5
@@ -40,11 +40,6 @@ def episode(number: int, source: random.Random) -> list[dict[str, str]] | None:
     return None
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def main() -> None:
     """Training and test share no puzzle."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -63,9 +58,9 @@ def main() -> None:
     played = [messages for number in train if (messages := episode(number, source))]
     episodes = [{"messages": messages} for messages in played[:NUM_EPISODES]]
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "train.jsonl", [{"number": number} for number in train])
-    write(out / "test.jsonl", [{"number": number} for number in test])
-    write(out / "episodes.jsonl", episodes)
+    write_jsonl(out / "train.jsonl", [{"number": number} for number in train])
+    write_jsonl(out / "test.jsonl", [{"number": number} for number in test])
+    write_jsonl(out / "episodes.jsonl", episodes)
     texts = [message["content"] for row in episodes for message in row["messages"]]
     texts += ["1 is given: it stays 1.", "Say a move, for example. all numbers go from to"]
     make_tiny_model(

@@ -10,13 +10,13 @@ no better.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from trireme.demo.prepare import INITIALIZER_RANGE, LARGEST_NUMBER, LARGEST_RESULT
 from trireme.demo.problems import make_problems, with_slips
 from trireme.demo.tiny_model import make_tiny_model
+from trireme.files import write_jsonl
 from trireme.workflows.math_tips import DOUBT, RECHECK
 
 NUM_TRAIN, NUM_TEST, NUM_SHOWN = 2000, 500, 400
@@ -73,7 +73,7 @@ def main() -> None:
     ]
     out.mkdir(parents=True, exist_ok=True)
     for name, data in (("test", rows[:NUM_TEST]), ("train", rows[NUM_TEST:]), ("tries", tries)):
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+        write_jsonl(out / f"{name}.jsonl", data)
     texts = [p["question"] + p["answer"] for p in problems] + [RECHECK, f"\n{DOUBT}\n"]
     texts += [message["content"] for row in tries for message in row["messages"]]
     make_tiny_model(

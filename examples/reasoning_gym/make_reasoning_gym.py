@@ -9,13 +9,13 @@ by one in an addition of seven.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.gyms import problems
+from trireme.files import write_jsonl
 
 SUMS = (
     "reasoning_gym:basic_arithmetic?operators=['+']&min_terms=5&max_terms=5&min_digits=1"
@@ -46,7 +46,7 @@ def main() -> None:
     questions = [made[i]["question"] for i in range(len(made))]
     rows = [{"prompt": q, "response": solution(q, source)} for q in questions]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(out / "solutions.jsonl", rows)
     texts = [text for row in rows for text in row.values()]
     make_tiny_model(out / "model", texts, seed=options.seed, max_len=128)
     print(f"{rows[0]['prompt']}\n{rows[0]['response']}\n{len(rows)} of these, and a model: {out}")

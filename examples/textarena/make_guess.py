@@ -8,12 +8,12 @@ The games are those of someone who listens to higher and lower, but guesses anyw
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from trireme.demo.tiny_model import make_tiny_model
 from trireme.envs.gyms import ArenaGame
+from trireme.files import write_jsonl
 
 NUM_TRAIN, NUM_TEST, NUM_GAMES = 2000, 200, 1000
 
@@ -36,11 +36,6 @@ def play(seed: int, source: random.Random) -> list[dict[str, str]]:
     return messages
 
 
-def write(path: Path, rows: list[dict]) -> None:
-    """JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def main() -> None:
     """Training, test and warm-up share no seed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -52,9 +47,9 @@ def main() -> None:
     first = NUM_TEST + NUM_TRAIN
     games = [{"messages": play(seed, source)} for seed in range(first, first + NUM_GAMES)]
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "train.jsonl", [{"seed": seed} for seed in range(NUM_TEST, first)])
-    write(out / "test.jsonl", [{"seed": seed} for seed in range(NUM_TEST)])
-    write(out / "games.jsonl", games)
+    write_jsonl(out / "train.jsonl", [{"seed": seed} for seed in range(NUM_TEST, first)])
+    write_jsonl(out / "test.jsonl", [{"seed": seed} for seed in range(NUM_TEST)])
+    write_jsonl(out / "games.jsonl", games)
     texts = [message["content"] for row in games for message in row["messages"]]
     make_tiny_model(out / "model", texts, seed=options.seed, max_len=320, largest=20)
     print(f"{NUM_TRAIN} seeds, {NUM_TEST} to test on, {NUM_GAMES} games and a model: {out}")
