@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 256,
-    "trireme lines": 52_440,
+    "trireme files": 257,
+    "trireme lines": 52_620,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from trireme.buffer.record import Record
 from trireme.files import write_bytes
 from trireme.view.app import STATIC, Page, create_app
 from trireme.view.report import write_report
-from trireme.view.serve import PageOptions, serve
+from trireme.view.serve import PageOptions, _listen, serve
 
 RUN = {"run": "run"}
 
@@ -42,6 +43,22 @@ def test_nobody_gets_in_without_the_token(stranger: TestClient) -> None:
     cookie = given.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert stranger.get("/api/runs").status_code == 200
+
+
+def test_a_search_may_leave_out_how_many_there_are(client: TestClient) -> None:
+    query = "/api/rollouts?run=run&kind=train&text=reply&limit=3"
+    whole, quick = client.get(query).json(), client.get(query + "&uncounted=1").json()
+    assert quick["rows"] == whole["rows"] and len(quick["rows"]) == 3
+    assert (quick["total"], whole["total"]) == (None, 24)
+    assert client.get(query + "&uncounted=1&text=nowhere").json()["total"] == 0
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement(folder: Path) -> None:
+    listener = _listen(PageOptions(folder, port=0))
+    with listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_wrong_token_does_not_log_a_browser_out(client: TestClient) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.view.made import experience, make_run
 from trireme.buffer.record import Record
 from trireme.experience import EID
+from trireme.view import search
 from trireme.view.rollouts import Filter, RolloutIndex, Selection, export
 
 
@@ -59,6 +60,48 @@ def test_a_filter_finds_what_a_loop_over_all_lines_finds(
     found = rollouts.rows(rollouts.select(wanted))
     assert {(row["kind"], row["eid"]) for row in found} == expected
     assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("order", ["newest", "oldest", "best", "worst", "longest", "random"])
+def test_the_first_of_a_search_are_those_of_the_whole_one(tmp_path: Path, order: str) -> None:
+    folder = make_run(tmp_path / "run")
+    whole, quick, mixed = (RolloutIndex(folder) for _ in range(3))
+    for index in (whole, quick, mixed):
+        index.refresh()
+    wanted = Filter(text="reply 2", order=order, kind="train")
+    expected = whole.select(wanted).tolist()
+    assert len(expected) == 6
+    for count in (1, 3, 6):
+        first = quick.leading(wanted, count)
+        assert first is not None and first.tolist() == expected[:count]
+    assert quick.leading(wanted, 7) is None, "there are six: only a whole search knows that"
+    assert mixed.leading(wanted, 2) is not None
+    assert mixed.select(wanted).tolist() == expected, "what was read of it before changes nothing"
+    assert mixed.leading(Filter(order=order), 2) is None, "numbers alone are no search"
+
+
+def test_a_search_is_remembered_and_only_new_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run")
+    index = RolloutIndex(folder)
+    index.refresh()
+    before = index.select(Filter(text="reply 2", kind="train"))
+    read = []
+    holds = search._Lines.holds
+    monkeypatch.setattr(
+        search._Lines, "holds", lambda lines, row: read.append(row) or holds(lines, row)
+    )
+    monkeypatch.setattr(search, "_lines_holding", lambda *_: pytest.fail("the file is read again"))
+    monkeypatch.setattr(search, "FEW", 0.5)
+    assert index.select(Filter(text="reply 2", kind="train")).tolist() == before.tolist()
+    assert read == []
+    lines = folder / "buffer/experience_buffer.jsonl"
+    with lines.open("a") as file:
+        file.write(lines.read_text().splitlines()[2].replace('"1/0/2/0"', '"9/0/2/0"') + "\n")
+    index.refresh()
+    after = index.select(Filter(text="reply 2", kind="train"))
+    assert len(after) == len(before) + 1 and read == [len(index) - 1]
 
 
 TEXTS = ["plain words", 'a "quoted" word', "two\nlines", "tab\there", "back\\slash n", "", "prompt",

@@ -96,15 +96,22 @@ class Page:
         return meanings(self.curves.of(self.run(query.get("run", ""))))
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of the rollouts that a filter wants."""
+        """A page of the rollouts that a filter wants, and how many there are.
+
+        `uncounted=1`: `total` may be null, where a search found the page without reading all.
+        """
         rollouts = self.rollouts(self.run(query.get("run", "")))
         rollouts.refresh()
-        places = rollouts.select(filter_of(query))
+        wanted = filter_of(query)
         first, count = _number(query, "offset", 0), min(_number(query, "limit", 100), MOST_ROWS)
+        places = rollouts.leading(wanted, first + count) if query.get("uncounted") == "1" else None
+        counted = places is None
+        if places is None:
+            places = rollouts.select(wanted)
         rows = rollouts.rows(places[first : first + count])
         whole = query.get("whole") == "1"
         return {
-            "total": len(places),
+            "total": len(places) if counted else None,
             "rows": rows if whole else [as_item(row) for row in rows],
             "facts": rollouts.facts(),
         }

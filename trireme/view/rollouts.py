@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
-import random
 import re
 import sqlite3
 import threading
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
+from trireme.view.search import Columns, Mask, Search, Selection
 
 KINDS = ("train", "eval", "failed", "data")
 LINES = {
@@ -41,17 +39,14 @@ LINES = {
 """Where the rollouts of each kind lie in a run's `buffer` folder."""
 DATABASE = "explorer_output.db"
 ORDERS = ("newest", "oldest", "best", "worst", "longest", "random")
-CHUNK = 2**24
-"""Bytes that a search holds at once."""
-PROMPT_KEY, REPLY_KEY = b'"prompt": "', b'", "response": "'
+READ_FIRST = 5000
+"""Rollouts that are read one by one for a search's first page, about 10 ms: then all are."""
 SNIPPET = 160
 """Characters of a reply that a list shows."""
 _COLUMNS = {
     "kind": "b", "offset": "q", "size": "i", "text": "i", "text_end": "i", "step": "i",
     "task": "i", "group": "i", "run": "i", "reward": "d", "length": "i", "version": "i", "cut": "b",
 }  # fmt: skip
-
-Selection = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,7 @@ class RolloutIndex:
         self._first = 0
         """The place of the first rollout: past all places of the indexes before."""
         self._columns: dict[str, array[Any]] = {}
+        self._searched: Search | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -243,41 +239,51 @@ class RolloutIndex:
 
     def select(self, wanted: Filter) -> Selection:
         """Places of the rollouts that are wanted, in their order."""
+        columns, keep, first = self._numbers_fit(wanted)
+        if wanted.text:
+            keep &= self._holding(wanted.text, columns, keep, first)
+        return _ordered(np.flatnonzero(keep), columns, wanted) + first
+
+    def _numbers_fit(self, wanted: Filter) -> tuple[Columns, Mask, int]:
+        """The columns, which rows fit all of the filter but its text, and the first row's place."""
         with self._lock:
             first = self._first
             columns = {name: np.array(values) for name, values in self._columns.items()}
-            tasks, groups = dict(self._tasks.codes), dict(self._groups.codes)
+            tasks, groups = self._tasks.codes, self._groups.codes
+            task = -1 if wanted.task is None else tasks.get(wanted.task, -1)
+            group = -1 if wanted.group is None else groups.get(wanted.group, -1)
         keep = np.ones(len(columns["offset"]), bool)
         if wanted.kind is not None:
             keep &= columns["kind"] == KINDS.index(wanted.kind)
         if wanted.step is not None:
             keep &= columns["step"] == wanted.step
         if wanted.task is not None:
-            keep &= columns["task"] == tasks.get(wanted.task, -1)
+            keep &= columns["task"] == task
         if wanted.group is not None:
-            keep &= columns["group"] == groups.get(wanted.group, -1)
+            keep &= columns["group"] == group
         if wanted.least is not None:
             keep &= columns["reward"] >= wanted.least
         if wanted.most is not None:
             keep &= columns["reward"] <= wanted.most
         if wanted.cut is not None:
             keep &= columns["cut"] == wanted.cut
-        if wanted.text:
-            keep &= self._holding(wanted.text, columns)
-        return _ordered(np.flatnonzero(keep), columns, wanted) + first
+        return columns, keep, first
 
-    def _holding(self, text: str, columns: dict[str, np.ndarray[Any, Any]]) -> Any:
-        """Which rollouts have a text in prompt or reply."""
-        holding = np.zeros(len(columns["offset"]), bool)
-        for source in self._sources:
-            rows = np.flatnonzero(
-                (columns["kind"] == KINDS.index(source.kind)) & (columns["offset"] >= 0)
-            )
-            if not len(rows) or not source.path.exists():
-                continue
-            starts = columns["offset"][rows]
-            begins, ends = starts + columns["text"][rows], starts + columns["text_end"][rows]
-            holding[rows[_lines_holding(source.path, text, starts, begins, ends)]] = True
+    def leading(self, wanted: Filter, count: int) -> Selection | None:
+        """The first `count` places of `select`, where few rollouts had to be read to find them.
+
+        None where that many are not among the first; a whole search knows them then.
+        """
+        columns, keep, first = self._numbers_fit(wanted)
+        if not wanted.text or (columns["offset"] < 0).any():
+            return None
+        order = _ordered(np.flatnonzero(keep), columns, wanted)[:READ_FIRST]
+        found = self._search(first).among(order, wanted.text, columns, count)
+        return None if len(found) < count else found + first
+
+    def _holding(self, text: str, columns: Columns, keep: Mask, first: int) -> Mask:
+        """Which of the rollouts that are kept have a text in prompt or reply."""
+        holding = self._search(first).all(keep, text, columns)
         if (columns["offset"] < 0).any():
             query = (
                 "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
@@ -288,6 +294,13 @@ class RolloutIndex:
                 ids = [-key for (key,) in database.execute(query, [like, like])]
             holding |= np.isin(columns["offset"], ids)
         return holding
+
+    def _search(self, first: int) -> Search:
+        """What searches have read of the lines whose places begin at `first`."""
+        with self._lock:
+            if self._searched is None or self._searched.first != first:
+                self._searched = Search([source.path for source in self._sources], first)
+            return self._searched
 
     def rows(self, places: Sequence[int] | Selection) -> list[dict[str, Any]]:
         """The whole lines at these places, each with its kind, task and group."""
@@ -377,66 +390,14 @@ def _group_and_run(eid: str) -> tuple[str, int]:
     return "/".join(parts[:cut]), int(run) if run.isdigit() else 0
 
 
-def _lines_holding(
-    path: Path, text: str, starts: Selection, begins: Selection, ends: Selection
-) -> list[int]:
-    """Which lines of a file have `text` in the prompt or the reply between `begins` and `ends`."""
-    holding: list[int] = []
-    needle = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
-    at_line, begin, end = starts.tolist(), begins.tolist(), ends.tolist()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        first = 0
-        while first < len(starts):
-            base = at_line[first]
-            last = max(bisect_left(at_line, base + CHUNK), first + 1)
-            low = data[base : end[last - 1]].lower()
-            line, at = first, low.find(needle)
-            while at >= 0:
-                position = base + at
-                line = bisect_right(at_line, position, line, last) - 1
-                if begin[line] <= position < end[line]:
-                    text_span = (begin[line] - base, end[line] - base)
-                    in_text = _lies_in_text(low, text_span, at, len(needle))
-                    if in_text or _says(data[begin[line] : end[line]], text):
-                        holding.append(line)
-                    line += 1  # one is enough
-                    at = low.find(needle, at_line[line] - base) if line < last else -1
-                else:
-                    at = low.find(needle, at + 1)
-            first = last
-    return holding
-
-
-def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool:
-    """Whether a match is surely inside the prompt or the reply; to parse a line takes far longer.
-
-    A quote inside a text is escaped, so the bytes of REPLY_KEY are never part of one. What follows
-    a backslash closely may be part of an escape.
-    """
-    begin, end = part
-    key = low.find(REPLY_KEY, begin, end)
-    if key < 0 or not low.startswith(PROMPT_KEY, begin) or b"\\" in low[max(at - 6, 0) : at]:
-        return False
-    if at < key:
-        return begin + len(PROMPT_KEY) <= at and at + size <= key
-    return key + len(REPLY_KEY) <= at and at + size < end
-
-
-def _says(part: bytes, text: str) -> bool:
-    """Whether the prompt or the reply of a line's part has `text`: its bytes may lie in a key."""
-    row = json.loads(part if part.startswith(b"{") else b"{" + part + b"}")
-    wanted = text.casefold()
-    return any(wanted in (row.get(key) or "").casefold() for key in ("prompt", "response"))
-
-
 def _ordered(
     places: Selection, columns: dict[str, np.ndarray[Any, Any]], wanted: Filter
 ) -> Selection:
     """Places in the wanted order; rollouts without a reward come after the best and the worst."""
     if wanted.order == "random":
-        shuffled = places.tolist()
-        random.Random(wanted.seed).shuffle(shuffled)
-        return np.array(shuffled, np.int64)
+        # a number for each rollout there is: the same order whatever else the filter leaves out
+        drawn = np.random.default_rng(abs(wanted.seed)).random(len(columns["offset"]))
+        return places[np.argsort(drawn[places])]
     by_age = np.lexsort((places, columns["step"][places]))
     places = places[by_age]
     if wanted.order == "oldest":

@@ -89,13 +89,17 @@ def _listen(options: PageOptions) -> socket.socket:
     ports = [PORT, 0] if options.port is None else [options.port]
     for port in ports:
         try:
-            return socket.create_server((options.host, port), family=family)
+            listener = socket.create_server((options.host, port), family=family)
         except OSError as error:
             if port == ports[-1]:
                 raise OSError(
                     f"--host {options.host} --port {port} cannot be served on: {error.strerror}: "
                     "give another"
                 ) from error
+        # an answer's body would wait 40 ms for the browser to acknowledge its headers: asyncio sets
+        # this only on sockets that name their protocol, which create_server's do not
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     raise AssertionError("there is a port to try")
 
 

@@ -4,6 +4,7 @@ import { empty, fill, h, number, segments } from "./dom.js";
 import { reader } from "./reader.js";
 
 const PAGE = 100;
+const SETTLED = 250; // milliseconds for which a search stands before all that fit are counted
 const FILTERS = ["kind", "step", "task", "least", "most", "cut", "text", "order", "seed"];
 const NAMES = { train: "Training", eval: "Held out", failed: "Failed", data: "Data set" };
 let view = null; // {state, found, rows, list, reader}
@@ -18,14 +19,14 @@ export async function rollouts(main, state) {
   const same = view && !view.stale && view.main === main && main.contains(view.list) && JSON.stringify(query) === JSON.stringify(view.asked);
   if (!same) {
     const asked = performance.now();
-    const found = await ask("rollouts", { ...query, kind: query.kind || "train", limit: PAGE });
+    const found = await ask("rollouts", { ...query, kind: query.kind || "train", limit: PAGE, uncounted: 1 });
     if (turn !== state.turn) return;
     if (!Object.keys(found.facts).length) {
       fill(main, empty("No rollouts are stored", "A run keeps a copy of what its model said in buffer/. This one has just begun, or was told to keep none (data_processor.experience_pipeline.save_input)."));
       return;
     }
     if (!query.kind && !found.facts.train) return state.go("rollouts", { ...state.query, kind: found.facts.data ? "data" : Object.keys(found.facts)[0] }, true);
-    view = { main, state, took: performance.now() - asked, asked: query, found, rows: found.rows, offset: found.rows.length };
+    view = { main, state, took: view ? performance.now() - asked : 0, asked: query, found, rows: found.rows, offset: found.rows.length };
     const typing = document.activeElement?.name;
     const caret = document.activeElement?.selectionStart;
     build(main);
@@ -37,6 +38,24 @@ export async function rollouts(main, state) {
   }
   view.state = state;
   await open();
+  const own = view; // where somebody types on, the next letter's list comes first
+  if (own.found.total === null) setTimeout(() => { if (own === view && turn === state.turn) count(own); }, SETTLED);
+}
+
+// A search shows its first page before the server has read all rollouts for the number of them.
+async function count(own) {
+  if (own.found.total !== null || own.counting) return;
+  own.counting = true;
+  try {
+    own.found.total = (await ask("rollouts", { ...own.asked, kind: own.asked.kind || "train", limit: 0 })).total;
+    if (own !== view) return;
+    own.count.textContent = counting();
+    own.list.querySelector(".further")?.replaceWith(...[furtherItem()].filter(Boolean));
+  } catch (error) {
+    own.count.textContent = error.message;
+  } finally {
+    own.counting = false;
+  }
 }
 
 function build(main) {
@@ -77,14 +96,27 @@ function bar(facts, state) {
 }
 
 function listed() {
-  const { found, rows, state } = view;
-  fill(view.count, `${found.total.toLocaleString("en")} ${state.query.kind === "data" ? "rows" : "rollouts"}`);
+  const { rows } = view;
+  fill(view.count, counting());
   if (!rows.length) return void fill(view.list, h("div.empty", {}, h("h2", {}, "None fits"), h("p", {}, "No rollout passes these filters.")));
   fill(view.list, rows.map((row) => h("button.item", { type: "button", role: "option", id: `item ${row.eid}`, onclick: () => choose(row) },
     h("span.first", {}, reward(row), h("span", {}, `step ${row.step}`), row.cut && h("span.badge.warn", {}, "cut"), h("span.grow"), h("span.faint", {}, row.eid)),
     h("span.reply", {}, row.reply || "(nothing)"))),
-    rows.length < found.total && h("button.item", { type: "button", onclick: further }, h("span.quiet", {}, `Show ${Math.min(PAGE, found.total - rows.length)} more of ${(found.total - rows.length).toLocaleString("en")}`)));
-  void state;
+    furtherItem());
+}
+
+function counting() {
+  const { found, rows, state } = view;
+  const what = state.query.kind === "data" ? "rows" : "rollouts";
+  return found.total === null ? `${rows.length} ${what} or more …` : `${found.total.toLocaleString("en")} ${what}`;
+}
+
+function furtherItem() {
+  const { found, rows } = view;
+  const rest = found.total === null ? PAGE : found.total - rows.length;
+  if (rest <= 0) return null;
+  const text = found.total === null ? `Show ${PAGE} more` : `Show ${Math.min(PAGE, rest)} more of ${rest.toLocaleString("en")}`;
+  return h("button.item.further", { type: "button", onclick: further }, h("span.quiet", {}, text));
 }
 
 async function further() {
