@@ -17,6 +17,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
@@ -54,7 +55,7 @@ def get_logger(part: str) -> logging.Logger:
 
 def hide_passwords(text: str) -> str:
     """`text` with the passwords of the URLs in it replaced by stars."""
-    return _PASSWORD.sub(r"\1***", text)
+    return _PASSWORD.sub(r"\1***", text) if "@" in text or "password=" in text else text
 
 
 def setup_logging(
@@ -87,6 +88,7 @@ def setup_logging(
     return close
 
 
+@lru_cache(maxsize=1024)
 def part_of(logger_name: str) -> str:
     """Which part's file a logger writes to: `trireme.sync.probe` -> `synchronizer`."""
     name = logger_name.removeprefix(f"{ROOT}.").split(".")[0]

@@ -134,7 +134,7 @@ class Registry:
         return self.get(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._registered or name in self.built_in()
+        return any(name in names for names in (self._registered, self._at_home, self._built_in))
 
     @cached_property
     def _at_home(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,16 +27,17 @@ def assign_advantages(
     if not experiences:
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
     data = _data(experiences)
+    rewards, groups = data["rewards"](), data["groups"]()
 
     def lookup(name: str, asked_by: str) -> Tensor:
         if name == "reward_parts":
             _refuse_unknown_parts(experiences, asked_by)
         if name in data:
-            return data[name]
+            return data[name]()
         raise ValueError(f"{asked_by} asks for '{name}'. There is: {', '.join(data)}")
 
     scores = part(lookup, data.__contains__)
-    if not isinstance(scores, Tensor) or scores.shape != data["rewards"].shape:
+    if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
         shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(
             f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
@@ -48,7 +50,7 @@ def assign_advantages(
         experience.advantages = torch.from_numpy(advantages)
         experience.returns = torch.from_numpy(advantages.copy())
         kept.append(experience)
-    metrics = _reward_metrics(data["rewards"], data["groups"])
+    metrics = _reward_metrics(rewards, groups)
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
     num_groups = len(group_by(experiences, "task"))
@@ -92,12 +94,12 @@ def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
     if not experiences or any(e.reward is None for e in experiences):
         return {}
     data = _data(experiences)
-    return _reward_metrics(data["rewards"], data["groups"])
+    return _reward_metrics(data["rewards"](), data["groups"]())
 
 
-def _data(experiences: list[Experience]) -> dict[str, Tensor]:
-    """What an advantage may ask for, one entry per experience."""
-    rewards = []
+def _data(experiences: list[Experience]) -> dict[str, Callable[[], Tensor]]:
+    """What an advantage may ask for, one entry per experience, made where it is asked for."""
+    rewards: list[float] = []
     for experience in experiences:
         if experience.reward is None:
             raise ValueError(
@@ -105,21 +107,21 @@ def _data(experiences: list[Experience]) -> dict[str, Tensor]:
             )
         rewards.append(experience.reward)
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}
-    likely = [_mean_logprob(e) for e in experiences if e.logprobs is not None]
+    likely = {"mean_logprobs": lambda: torch.tensor([_mean_logprob(e) for e in experiences])}
     return {
         **_reward_parts(experiences),
-        **({"mean_logprobs": torch.tensor(likely)} if len(likely) == len(experiences) else {}),
-        "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "step_rewards": torch.tensor(_step_rewards(experiences), dtype=torch.float32),
-        "anchors": torch.tensor(_anchors(experiences)),
-        "groups": torch.tensor([numbers[e.eid.tid] for e in experiences]),
-        "runs": torch.tensor([e.eid.run for e in experiences]),
-        "steps": torch.tensor([e.eid.step for e in experiences]),
-        "lengths": torch.tensor([e.trained_tokens for e in experiences]),
+        **(likely if all(e.logprobs is not None for e in experiences) else {}),
+        "rewards": lambda: torch.tensor(rewards, dtype=torch.float32),
+        "step_rewards": lambda: torch.tensor(_step_rewards(experiences), dtype=torch.float32),
+        "anchors": lambda: torch.tensor(_anchors(experiences)),
+        "groups": lambda: torch.tensor([numbers[e.eid.tid] for e in experiences]),
+        "runs": lambda: torch.tensor([e.eid.run for e in experiences]),
+        "steps": lambda: torch.tensor([e.eid.step for e in experiences]),
+        "lengths": lambda: torch.tensor([e.trained_tokens for e in experiences]),
     }
 
 
-def _reward_parts(experiences: list[Experience]) -> dict[str, Tensor]:
+def _reward_parts(experiences: list[Experience]) -> dict[str, Callable[[], Tensor]]:
     """What each reward gave, NaN where it does not apply, and its weight [N, K] both: tasksets may
     weigh a reward of the same name differently. {} where workflows have left nothing of it.
     """
@@ -127,10 +129,13 @@ def _reward_parts(experiences: list[Experience]) -> dict[str, Tensor]:
     names = list(dict.fromkeys(name for parts in found for name in parts))
     if not names:
         return {}
-    unknown = (math.nan, 0.0)
-    pairs = [[parts.get(name, unknown) for name in names] for parts in found]
-    values, weights = torch.tensor(pairs, dtype=torch.float32).unbind(-1)
-    return {"reward_parts": values, "reward_weights": weights}
+
+    def column(of_pair: int) -> Tensor:
+        unknown = (math.nan, 0.0)
+        rows = [[parts.get(name, unknown)[of_pair] for name in names] for parts in found]
+        return torch.tensor(rows, dtype=torch.float32)
+
+    return {"reward_parts": lambda: column(0), "reward_weights": lambda: column(1)}
 
 
 def _refuse_unknown_parts(experiences: list[Experience], asked_by: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ def make_scheduler(
     may ask. `max_retries` goes before the plan's.
     """
 
+    remembered = [({}, sampling_of(plan, {}))]
     gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
 
     def make_further(task: Task) -> list[Any]:
@@ -44,7 +46,11 @@ def make_scheduler(
         return [other.model(key) for other in auxiliary]
 
     def make_model(task: Task, key: Key) -> Model:
-        sampling = sampling_of(plan, task.rollout_args)
+        # checked anew only where the options are others: that takes as long as the rest of this
+        if remembered[0][0] != task.rollout_args:
+            args = copy.deepcopy(dict(task.rollout_args))
+            remembered[0] = args, sampling_of(plan, args)
+        sampling = remembered[0][1]
         if greedy_run and key[2] == 0 and not task.is_eval:
             sampling = dataclasses.replace(sampling, temperature=0.0)
         return model_type(

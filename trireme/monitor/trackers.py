@@ -395,9 +395,10 @@ class TensorBoardMonitor:
 
     def __init__(self, folder: str | Path, keep_until: Mapping[str, int] | None = None) -> None:
         """`keep_until`: what an earlier start drew of a part after this step is no longer shown."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
         from torch.utils.tensorboard import SummaryWriter  # loads torch
 
-        self._open = SummaryWriter
+        self._open, self._summary = SummaryWriter, Summary
         self.folder = Path(folder)
         self._keep_until = dict(keep_until or {})
         self._writers: dict[str, SummaryWriter] = {}
@@ -414,8 +415,11 @@ class TensorBoardMonitor:
                 str(self.folder / name), purge_step=purge if there else None
             )
         writer = self._writers[name]
-        for tag, value in metrics.items():
-            writer.add_scalar(tag, float(value), step)
+        # one event for all: the writer's queue holds ten, and whoever fills it waits for its thread
+        Value = self._summary.Value
+        values = [Value(tag=tag, simple_value=float(v)) for tag, v in metrics.items()]
+        assert writer.file_writer is not None, "it is open"
+        writer.file_writer.add_summary(self._summary(value=values), step)
         writer.flush()
 
     def close(self) -> None:

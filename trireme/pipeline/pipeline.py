@@ -79,7 +79,7 @@ class Pipeline:
             tasks = group_by(experiences, "task")
             metrics["emptied_groups"] = float(len(tasks) - len(groups))
         for members in groups.values():
-            version = min((e.version for e in members if e.version >= 0), default=-1)
+            version = min((v for e in members if (v := e.version) >= 0), default=-1)
             for experience in members:
                 experience.info["group_version"] = version
         logger.info(

@@ -241,10 +241,10 @@ def of_groups(reward: Any) -> bool:
     Raises ValueError for an unknown name.
     """
     if isinstance(reward, str):
-        if reward in ORMS.names():
+        if reward in ORMS:
             return True
-        known = [*REWARDS.names(), *ORMS.names()]
-        if reward not in known and not {".", ":"} & set(reward):
+        if reward not in REWARDS and not {".", ":"} & set(reward):
+            known = [*REWARDS.names(), *ORMS.names()]
             hint = did_you_mean(reward, known)
             raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")
         reward = REWARDS.get(reward)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -188,7 +189,7 @@ def _check_numbers(experience: Experience, whose: str) -> None:
     """
     if not isinstance(experience.tokens, Tensor) or experience.tokens.dim() != 1:
         raise WrongExperience(f"{whose} whose tokens are no tensor of ids [T]")
-    size = len(experience.tokens)
+    size = experience.tokens.shape[0]
     for field in TOKEN_FIELDS:
         values = getattr(experience, field)
         if values is None:
@@ -198,7 +199,9 @@ def _check_numbers(experience: Experience, whose: str) -> None:
             raise WrongExperience(
                 f"{whose} whose {field} is {shape}: expected [{size}], its tokens'"
             )
-        if values.is_floating_point() and not bool(values.isfinite().all()):
+        # a sum is looked at first, in a fraction of the time; one that overflows says nothing
+        summed = values.is_floating_point() and not math.isfinite(values.sum().item())
+        if summed and not bool(values.isfinite().all()):
             first = int((~values.isfinite()).nonzero()[0])
             value = float(values[first])
             raise WrongExperience(

@@ -92,6 +92,8 @@ class TorchEngine:
         self._waiting: list[Request] = []
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._requests: dict[int, Request] = {}
+        self._rollouts: dict[tuple[Any, ...], list[Request]] = {}
+        """The same by the first parts of their keys: batch, task and run."""
         self._bell: asyncio.Event | None = None
         self._driver: asyncio.Task[None] | None = None
         self._updates = 0
@@ -126,15 +128,21 @@ class TorchEngine:
         for request, future in zip(requests, futures, strict=True):
             self._futures[id(request)] = future
             self._requests[id(request)] = request
+            self._rollouts.setdefault(request.key[:3], []).append(request)
         self._waiting += requests
         self._start()
         try:
+            if len(futures) == 1:  # gather takes several times as long
+                return [await futures[0]]
             return list(await asyncio.gather(*futures))
         finally:
             for request in requests:  # where the call was cancelled
                 if self._futures.pop(id(request), None) is not None:
                     self._drop(request)
                 self._requests.pop(id(request), None)
+                self._rollouts[request.key[:3]].remove(request)
+                if not self._rollouts[request.key[:3]]:
+                    del self._rollouts[request.key[:3]]
 
     async def logprobs(
         self, ids: Sequence[Sequence[int]], *, temperature: float = 1.0
@@ -172,17 +180,8 @@ class TorchEngine:
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine."""
-        # The last part differs most often; whole keys are compared only where it does not.
-        at, last = len(key) - 1, key[-1:]
-        aborted = (
-            [
-                r
-                for r in self._requests.values()
-                if r.key[at : at + 1] == last and r.key[: len(key)] == key
-            ]
-            if key
-            else [*self._requests.values()]
-        )
+        there = self._requests.values() if len(key) < 3 else self._rollouts.get(key[:3], ())
+        aborted = [r for r in there if r.key[: len(key)] == key]
         count = 0
         for request in aborted:
             if request.stop_reason is None:
