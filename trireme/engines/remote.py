@@ -85,12 +85,14 @@ class RemoteEngine:
         self._check()
         body = {"ids": list(ids), "sampling": dataclasses.asdict(sampling), "key": list(key)}
         report = None if on_token is None else _without_repeats(on_token)
-        answers = await self._ask_while(key, lambda url: self._generate(url, body, report))
+        size = {"prompt": len(ids), "samples": sampling.n}
+        answers = await self._ask_while(key, lambda url: self._generate(url, body, report), **size)
         if answers is None:
             return [Completion([], [], [], [], "aborted") for _ in range(sampling.n)]
         completions = [_completion(c) for c in answers]
         self._prefilled += len(ids)
         self._generated += sum(len(c.ids) for c in completions)
+        self.servers.router.replied([len(c.ids) for c in completions])
         # new weights may have come from another process
         self._version = max([self._version, *(max(c.versions, default=0) for c in completions)])
         return completions
@@ -235,19 +237,26 @@ class RemoteEngine:
             raise RuntimeError("the engine is closed")
 
     async def _ask_while(
-        self, key: tuple[Any, ...], ask_server: Callable[[str], Awaitable[Any]]
+        self,
+        key: tuple[Any, ...],
+        ask_server: Callable[[str], Awaitable[Any]],
+        *,
+        prompt: int = 0,
+        samples: int = 1,
     ) -> Any:
         """What the server of `key` answers; None where the request was aborted meanwhile."""
+        size: dict[str, Any] = {"prompt": prompt, "samples": samples}
 
         async def ask() -> Any:
             while True:
                 await self.connect()
-                url = await self.servers.of(key)
-                try:
-                    return await ask_server(url)
-                except RuntimeError as error:
-                    if not await self.servers.has_lost(url, error):
-                        raise
+                placed = self.servers.router.place(key, ready=self.servers.ready, **size)
+                async with placed as url:
+                    try:
+                        return await ask_server(url)
+                    except RuntimeError as error:
+                        if not await self.servers.has_lost(url, error):
+                            raise
 
         call = asyncio.ensure_future(ask())
         self._calls[call] = key

@@ -1,6 +1,8 @@
 """Servers: knows a remote engine's rollout servers, and sends requests to them.
 
-- A task's rollouts go to one server, chosen by key, so that they share its prefix cache.
+- A rollout's requests go to one server, and its task's to the same, so that they share its prefix
+  cache; a new task goes to the server with the least to do, and so does a request whose own server
+  has far more to do than the mean (`Router`).
 - A server that is gone, or was started again, has lost its weights, and that ends the engine.
 - Unless its launcher starts servers again (`restarted`): then it is `gone` until it answers, `bare`
   until it has the run's weights, and meanwhile others are asked, or the caller waits. Whoever
@@ -16,8 +18,9 @@ import asyncio
 import json
 import secrets
 import time
-import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -158,8 +161,81 @@ LOOK_S = 25.0
 """How long a server that is busy may take to answer; that of engine processes is the same."""
 Renew = Callable[[Callable[[], bool]], Awaitable[None]]
 """Told by a predicate whether a server still lacks them when its turn comes."""
+Ready = Callable[[], Awaitable[Sequence[str]]]
+SPILL = 1.2
+"""How much of the mean a server may owe before requests that it has cached go elsewhere."""
+FIRST_REPLY = 256.0
+"""Tokens of a reply, before there are any."""
+RECENT_REPLIES = 256
+"""Replies over which their mean length is taken, more or less."""
+MOST_CACHED = 2**17
+"""Tasks and rollouts whose server is remembered."""
 INSTANCE = "x-trireme-instance"
 """Header of every answer: new with every start of a server."""
+
+
+class Router:
+    """Chooses servers by what they have cached, then by how many tokens they still owe.
+
+    A request's tokens are those of its prompt and of replies as long as earlier ones were.
+    """
+
+    def __init__(self) -> None:
+        self.owed: dict[str, float] = {}
+        """Tokens of requests under way, by server."""
+        self._given: dict[str, float] = {}
+        """Tokens of all requests so far, by server: of those that owe the same the idler one."""
+        self._choosing = 0.0
+        """Tokens of requests that have no server yet."""
+        self._cached: OrderedDict[tuple[Any, ...], str] = OrderedDict()
+        """Where a task, or a rollout, was last; the ones that were asked for last."""
+        self._reply = FIRST_REPLY
+
+    @asynccontextmanager
+    async def place(
+        self, key: tuple[Any, ...], *, prompt: int, samples: int, ready: Ready
+    ) -> AsyncIterator[str]:
+        """The server of one request, which owes its tokens inside. `ready()` names servers that
+        can be asked, once there are any.
+        """
+        tokens = prompt + samples * self._reply
+        servers = await ready()
+        if len(servers) > 1:
+            self._choosing += tokens
+            try:
+                await asyncio.sleep(GATHER_S)  # who asks at the same time counts in the mean
+                servers = await ready()
+            finally:
+                self._choosing -= tokens
+        url = self._choose(key, tokens, servers)
+        self.owed[url] = self.owed.get(url, 0.0) + tokens
+        try:
+            yield url
+        finally:
+            self.owed[url] -= tokens
+
+    def replied(self, lengths: Sequence[int]) -> None:
+        """How long replies were."""
+        for length in lengths:
+            self._reply += (length - self._reply) / RECENT_REPLIES
+
+    def _choose(self, key: tuple[Any, ...], tokens: float, servers: Sequence[str]) -> str:
+        owed = {url: self.owed.get(url, 0.0) for url in servers}
+        least = min(servers, key=lambda url: (owed[url], self._given.get(url, 0.0)))
+        names = (key[:3], key[:2]) if key else ()  # rollout and task
+        cached = [self._cached[name] for name in names if self._cached.get(name) in owed]
+        chosen = cached[0] if cached else least
+        mean = (sum(owed.values()) + self._choosing + tokens) / len(servers)
+        if owed[chosen] > SPILL * mean:
+            chosen = least
+        self._given[chosen] = self._given.get(chosen, 0.0) + tokens
+        for name in names:
+            if name == key[:3] or self._cached.get(name) not in owed:  # a task stays where it began
+                self._cached[name] = chosen
+            self._cached.move_to_end(name)
+        while len(self._cached) > MOST_CACHED:
+            self._cached.popitem(last=False)
+        return chosen
 
 
 class ServerLost(RuntimeError):
@@ -182,6 +258,7 @@ class Servers:
         self.bare: set[str] = set()
         self.renew: Renew | None = None
         """Brings the run's weights to all; None: there are none beside the model's own."""
+        self.router = Router()
         self._restarts = 0
         self._client = client
         self._seed = seed
@@ -195,13 +272,11 @@ class Servers:
                 if url not in self.instances:
                     await self._connect(url)
 
-    async def of(self, key: tuple[Any, ...]) -> str:
-        """The server of a key's task; another one, or a wait, while that has no weights."""
+    async def ready(self) -> list[str]:
+        """Those that are there and have the run's weights, once there is one."""
         while not (here := [u for u in self.urls if u not in self.gone and u not in self.bare]):
             await self._bell.wait()
-        number = zlib.crc32(repr(key[:2]).encode())
-        url = self.urls[number % len(self.urls)]
-        return url if url in here else here[number % len(here)]
+        return here
 
     def judge(self, url: str, response: httpx.Response, version: int) -> None:
         """Raise where an answer is not this server's, or not good."""
