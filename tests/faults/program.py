@@ -19,7 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trireme.trainer.optim import ScheduledOptimizer
 
 LEARNED, FILLER, HIT = "learned.jsonl", "filler", "hit"
 """In the job's folder: what each train step learned from, what fills the disk, which points were
@@ -124,7 +127,8 @@ def _build_in(blow: Blow) -> None:
         if blow.what == "FULL":
             return _fill(Path(FILLER))
         if blow.what == "NAN":
-            for group in args[0].optimizer.param_groups:
+            optimizer: ScheduledOptimizer = args[0]  # as a type, so that a new name is seen
+            for group in optimizer.inner.param_groups:
                 group["params"][0].grad.mul_(float("nan"))
             return None
         for word in blow.what.split():
