@@ -237,6 +237,36 @@ def test_the_correction_of_a_token_that_the_sampler_hardly_had_is_finite():
     assert all(value.isfinite().all() for value in reported.values())
 
 
+def test_the_default_ratio_already_is_the_truncated_correction_of_each_token():
+    """Sampler and trainer differ, as in bfloat16; the old log-probabilities are the sampler's."""
+    torch.manual_seed(0)
+    sampler = -torch.rand(4000, dtype=torch.float64)
+    gap = 0.3 * torch.randn(4000, dtype=torch.float64)
+    advantages = torch.randn(4000, dtype=torch.float64)
+
+    def slopes(correct: bool) -> Tensor:
+        logprobs = (sampler + gap).requires_grad_()
+        old = logprobs.detach() if correct else sampler
+        loss, _ = ppo(logprobs, old, advantages)
+        if correct:
+            weights, _ = rollout_correction(
+                logprobs, sampler, torch.arange(4000), rollout_is="token"
+            )
+            loss = loss * weights
+        loss.sum().backward()
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    default, corrected = slopes(False), slopes(True)
+    inside = (gap.exp() - 1).abs() < 0.2
+    assert 0.4 < inside.double().mean() < 0.9
+    assert torch.allclose(default[inside], corrected[inside])
+    # beyond the clip range the loss's own bound is the stricter one: nothing weighs more
+    assert (default.abs() <= corrected.abs() + 1e-12)[gap.exp() < 2].all()
+    uncorrected = -advantages
+    assert not torch.allclose(default[inside], uncorrected[inside], rtol=0.05)
+
+
 def test_the_correction_refuses_an_unknown_level():
     with pytest.raises(ValueError, match="rollout_is is 'geometric': expected one of token, seq"):
         rollout_correction(RATIOS, RATIOS, SAMPLES, rollout_is="geometric")  # pyright: ignore
