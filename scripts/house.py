@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 257,
-    "trireme lines": 52_673,
+    "trireme lines": 52_770,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -82,7 +82,11 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
     [
         (("run.yaml", "--trainer.grad_clip", "0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
         (("run.yaml", "--trainer.grad_clip=0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
-        (("run.yaml", "--num_iterations", "2"), "no such option: --num_iterations. Set buffer"),
+        (("run.yaml", "--kl_in_reward", "true"), "no such option: --kl_in_reward. Set algorithm"),
+        (
+            ("run.yaml", "--num_iterations", "2", "--max_steps", "5"),
+            "--max_steps 5 counts optimizer steps",
+        ),
         (("run.yaml", "--beta", "low"), "--beta low: expected a number"),
         (("run.yaml", "--loss_type", "real"), "--loss_type real: expected one of grpo, bnpo"),
         (("run.yaml", "--max_turns", "two"), "--max_turns two: expected a whole number"),
@@ -257,3 +261,11 @@ def test_the_rollout_server_takes_flags_of_vllm(monkeypatch: pytest.MonkeyPatch)
     assert (options.max_model_len, options.tool_call_parser) == (512, "hermes")
     assert options.engine_options == {"gpu_memory_utilization": 0.5, "enforce_eager": True}
     assert "--vllm_enable_lora is without effect here" in done.output
+
+
+def test_steps_on_a_batch_divide_what_counts_optimizer_steps(keys: Any) -> None:
+    words = ("--num_iterations", "4", "--max_steps", "100", "--save_steps", "20")
+    config, _ = keys("run.yaml", *words, "--warmup_steps", "8")
+    assert config.algorithm.num_iterations == 4
+    assert (config.trainer.total_steps, config.trainer.save_interval) == (25, 5)
+    assert config.algorithm.optimizer.lr_warmup_steps == 8  # of optimizer steps, as there

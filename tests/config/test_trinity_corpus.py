@@ -97,7 +97,6 @@ def test_our_own_key_goes_before_an_option_of_verl(base: dict[str, Any], tmp_pat
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("{actor_rollout_ref: {actor: {ppo_epochs: 2}}}", "a batch is trained once"),
         ("{actor_rollout_ref: {actor: {optimizer: {lr: 1}}}}", "did you mean"),
         ("{custom_reward_function: {path: x.py}}", "default_reward_fn_type"),
         ("{reward_model: {enable: true}}", "name a reward in default_reward_fn_type"),

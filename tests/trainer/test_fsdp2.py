@@ -26,6 +26,7 @@ FULL = {
     "kl_loss_fn": "k3",
     "kl_loss_fn_args": {"kl_coef": 0.3},
     "entropy_loss_fn_args": {"entropy_coef": 0.2},
+    "num_iterations": 2,
 }
 # By rank: how a layout is spread, and what the backend is given.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -72,6 +72,8 @@ class Recipe:
     """Run 0 of a task is greedy: a baseline."""
     bypass_old_logprobs: bool = True
     """The sampler's log-probabilities are the old ones; False: the trainer's own."""
+    num_iterations: int = 1
+    """Optimizer steps on a batch."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     use: str = ""
     """When to take it, in a sentence."""
@@ -118,6 +120,14 @@ class Recipe:
     def selects(self) -> bool:
         """Whether the policy learns from a part of the batch's tokens."""
         return self.top_entropy < 1 or self.policy_loss.marked("selects")
+
+    @property
+    def keeps_old_logprobs(self) -> bool:
+        """Whether the trainer's own log-probabilities from before the first optimizer step on a
+        batch are needed in the later ones.
+        """
+        own = not self.bypass_old_logprobs or self.correction is not None
+        return self.num_iterations > 1 and own
 
     @property
     def correction(self) -> Part | None:
@@ -333,7 +343,10 @@ def get_recipe(config: Any) -> Recipe:
     where one is named.
     """
     row = row_of(config.algorithm_type)
-    chosen: dict[str, Any] = {"bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True)}
+    chosen: dict[str, Any] = {
+        "bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True),
+        "num_iterations": getattr(config, "num_iterations", 1),
+    }
     options = {kind: dict(args) for kind, args in row.options.items()}
     for kind in PARTS:
         chosen_part = getattr(config, kind, None)

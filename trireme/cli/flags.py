@@ -31,6 +31,7 @@ KEYS = {
     "output_dir": "checkpoint_root_dir",
     "seed": "seed",
     "rlhf_type": "algorithm.algorithm_type",
+    "num_iterations": "algorithm.num_iterations",
     "num_generations": "algorithm.repeat_times",
     "generation_batch_size": "buffer.train_batch_size",
     "num_train_epochs": "buffer.total_epochs",
@@ -151,7 +152,6 @@ ELSEWHERE = {
     "reward_model": "reward_funcs judge, or a reward of your own: docs/rewards.md",
     "per_device_train_batch_size": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
-    "num_iterations": "buffer.train_batch_size: a batch is trained once, in parts of that size",
     "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
     "teacher_model": "algorithm.algorithm_type=on_policy_distill with explorer.auxiliary_models",
     "sync_ref_model": "algorithm.kl_loss_fn=none: the reference model is fixed",
@@ -300,8 +300,9 @@ def overrides(flags: Given, config: Source) -> list[str]:
     ]
     if "multi_turn_scheduler" in flags:
         out.append(f"{_INPUT}.default_workflow_type=multi_turn_scheduler")
+    each = _each_batch(flags)
     out += [
-        f"{KEYS[name]}={_value(name, values)}"
+        f"{KEYS[name]}={_value(name, each.get(name, values))}"
         for name, values in flags.items()
         if name in KEYS and name not in _SERVERS
     ]
@@ -351,6 +352,24 @@ def translated(flags: Given, config: Source) -> list[str]:
     if flags.get("async_generate", ["false"])[0].lower() == "true":
         keys["synchronizer.sync_offset"] = 1
     return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _each_batch(flags: Given) -> dict[str, list[str]]:
+    """The flags that count optimizer steps, in train steps: several of these are one batch's.
+
+    Raises BadParameter for what is no multiple.
+    """
+    iterations = _number("num_iterations", flags.get("num_iterations", ["1"])[0])
+    out: dict[str, list[str]] = {}
+    for name in ("max_steps", "save_steps", "eval_steps") if iterations > 1 else ():
+        steps = _number(name, flags.get(name, ["0"])[0])
+        if steps % iterations:
+            raise typer.BadParameter(
+                f"--{name} {steps:g} counts optimizer steps, and a batch has {iterations:g} "
+                f"(--num_iterations): expected a multiple"
+            )
+        out[name] = [f"{steps / iterations:g}"]
+    return out
 
 
 def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:

@@ -21,7 +21,8 @@ class OptimizerConfig(Section):
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: Annotated[int, Ge(-1)] = -1
-    """Train steps of linear warm-up; -1 takes `lr_warmup_steps_ratio` instead."""
+    """Optimizer steps of linear warm-up (train steps, unless `algorithm.num_iterations` is more
+    than 1); -1 takes `lr_warmup_steps_ratio` instead."""
     lr_warmup_steps_ratio: Share = 0.0
     """Warm-up as a share of all train steps."""
     min_lr_ratio: Annotated[float | None, Ge(0), Le(1)] = 0.01
@@ -97,6 +98,9 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """How token losses are averaged; not given: the algorithm's own."""
+    num_iterations: Count = 1
+    """Optimizer steps on each train batch, the critic's too. The old log-probabilities stay those
+    from before the first; a batch is saved with all of its steps or none."""
     bypass_old_logprobs: bool = True
     """Take the sampler's log-probabilities as the old ones instead of computing them again."""
     rollout_correction: dict[str, Any] = {}

@@ -31,6 +31,7 @@ READ_AS = {
     f"{_ACTOR}.optim.clip_grad": "trainer.grad_clip",
     f"{_ACTOR}.grad_clip": "trainer.grad_clip",
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "trainer.max_token_len_per_gpu",
+    f"{_ACTOR}.ppo_epochs": "algorithm.num_iterations",
     f"{_ACTOR}.use_dynamic_bsz": "trainer.use_dynamic_bsz",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "trainer.ulysses_sequence_parallel_size",
     f"{_ACTOR}.fsdp_config.param_offload": "trainer.offload",
@@ -103,8 +104,6 @@ _IDLE = (
 )
 """Options that change nothing: Trireme's own keys say these things, or they are always so here."""
 _PLAIN = {
-    f"{_ACTOR}.ppo_epochs": 1,
-    "critic.ppo_epochs": 1,
     "trainer.resume_mode": "auto",
     "actor_rollout_ref.model.lora_rank": 0,
 }
@@ -121,7 +120,6 @@ _SWITCHES = {
 }
 """Options -> the one that turns them off where it is given as null, false or 0."""
 _INSTEAD = {
-    f"{_ACTOR}.ppo_epochs": "a batch is trained once; set buffer.train_batch_size for more steps",
     "trainer.resume_*": "the same command resumes; continue_from_checkpoint=false begins anew",
     "actor_rollout_ref.model.lora_*": "set model.lora_configs",
     "actor_rollout_ref.model.target_modules": "set model.lora_configs",

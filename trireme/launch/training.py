@@ -102,7 +102,7 @@ def _settings(plan: Plan) -> TrainSettings:
         optimizer=config.algorithm.optimizer,
         max_token_len=plan.max_token_len,
         grad_clip=config.trainer.grad_clip,
-        total_steps=plan.schedule_steps,
+        total_steps=plan.schedule_steps and plan.schedule_steps * config.algorithm.num_iterations,
         device=plan.device,
         dtype=plan.dtype,
         lora=lora,

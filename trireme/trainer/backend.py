@@ -225,7 +225,7 @@ class Backend:
         norm, lr = self.optimizer.step()
         if not math.isfinite(norm):
             step = self.optimizer.steps + 1
-            raise NotFinite(f"train step {step}: the gradient norm is {norm}; {self._blame()}")
+            raise NotFinite(f"optimizer step {step}: the gradient norm is {norm}; {self._blame()}")
         metrics = {
             "actor/grad_norm": norm,
             "actor/lr": lr,

@@ -119,11 +119,21 @@ def prepare(
         batch, metrics = _with_advantages(
             backend, recipe, advantage, experiences, batch, train_state
         )
-    if recipe.selects:
-        selected = _selected(backend, recipe, batch)
-        batch = batch.with_fields(selected=selected)
-        metrics["actor/masked"] = 1 - float(selected.float().mean())
-    return batch, metrics
+    if recipe.keeps_old_logprobs:
+        batch = batch.with_fields(trainer_logprobs=backend.logprobs(batch))
+    batch, selected = with_selected(backend, recipe, batch)
+    return batch, metrics | selected
+
+
+def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """`selected` [M], which tokens the policy learns from, where the recipe chooses; the metric is
+    the share that it leaves out.
+    """
+    if not recipe.selects:
+        return batch, {}
+    selected = _selected(backend, recipe, batch)
+    masked = 1 - float(selected.float().mean())
+    return batch.with_fields(selected=selected), {"actor/masked": masked}
 
 
 def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
@@ -141,7 +151,7 @@ def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
         old = batch.get("old_logprobs", asked_by=loss.label) if recipe.bypass_old_logprobs else None
         advantages = batch.get("advantages", asked_by=loss.label)
         choose = getattr(loss.function, "selects")  # noqa: B009 (an attribute of a function)
-        old = logprobs if old is None else old
+        old = batch.fields.get("trainer_logprobs", logprobs) if old is None else old
         selected &= choose(logprobs, old, advantages, **loss.options)
     return selected
 
@@ -193,7 +203,8 @@ def _with_advantages(
     batch = batch.with_fields(advantages=advantages, returns=returns)
     metrics["critic/advantage_abs_mean"] = float(advantages.abs().mean())
     if train_state.critic is not None:
-        metrics |= train_state.critic.update(batch.with_fields(values=columns["values"]))
+        for _ in range(recipe.num_iterations):
+            metrics |= train_state.critic.update(batch.with_fields(values=columns["values"]))
     return batch, metrics
 
 

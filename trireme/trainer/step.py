@@ -1,9 +1,9 @@
-"""Step: turns a batch of experiences into a loss and one optimizer step, with its metrics.
+"""Step: turns a batch of experiences into a loss and its optimizer steps, with their metrics.
 
 The loss is policy loss - entropy_coef * entropy + kl_coef * KL, each weighted per token over the
-whole batch. There is one optimizer step a batch, so that the log-probabilities that the sampler
-reported are the old ones. What else a recipe wants is put into the batch before: the reference's
-scores, values, advantages of tokens (which a critic learns from first).
+whole batch. There are `num_iterations` optimizer steps a batch, one by default; the old
+log-probabilities are the sampler's in all of them. What else a recipe wants is put into the batch
+before: the reference's scores, values, advantages of tokens (which a critic learns from first).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trireme.batch import Batch, flatten
 from trireme.experience import Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Command, Commands
-from trireme.trainer.learning import TrainState, prepare, split_pairs
+from trireme.trainer.learning import TrainState, prepare, split_pairs, with_selected
 from trireme.trainer.measure import peak_memory, profiled
 from trireme.trainer.ranks import NotFinite
 
@@ -130,19 +130,21 @@ def _train_step(
         batch, prepared = prepare(backend, recipe, experiences, batch, train_state)
     if train_state.tokens is not None:
         train_state.tokens.begin(batch)
-    if skip_idle and recipe.idle_at_zero_advantage:
-        batch = _with_advantage(batch)
-    sizes["perf/idle_experiences"] = sizes["perf/experiences"] - batch.num_samples
-    totals = MetricTotals()
-    fresh = None if moved else version
-    loss = partial(batch_loss, recipe=recipe, totals=totals, fresh=fresh, train_state=train_state)
-    metrics: dict[str, float] = {}
-    if train_state.trains_policy:
-        with backend.phases("time/train/gradient"):
-            backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
-        with backend.phases("time/train/optimizer"):
-            metrics = backend.step()
-    metrics = metrics_of(backend.gather(totals.read())) | metrics | sizes | prepared
+    steps: list[dict[str, float]] = []
+    for iteration in range(recipe.num_iterations):
+        reselected: dict[str, float] = {}
+        if iteration:
+            with backend.phases("time/train/prepare"):
+                batch, reselected = with_selected(backend, recipe, batch)
+        skips = skip_idle and recipe.idle_at_zero_advantage
+        busy = _with_advantage(batch) if skips else batch
+        sizes["perf/idle_experiences"] = sizes["perf/experiences"] - busy.num_samples
+        if train_state.trains_policy:
+            fresh = None if moved or iteration else version
+            options = {"fresh": fresh, "iteration": iteration}
+            made = _optimizer_step(backend, recipe, busy, train_state, **options)
+            steps.append(prepared | reselected | made)
+    metrics = _over_iterations(steps or [prepared]) | sizes
     metrics |= sampler_measures(metrics)
     if recipe.kl:
         metrics["actor/kl_coef"] = train_state.coefficients["kl_loss_fn"]
@@ -150,6 +152,42 @@ def _train_step(
             train_state.adapt("kl_loss_fn", metrics["actor/kl_loss"], len(experiences))
     train_state.steps += 1
     return metrics
+
+
+def _optimizer_step(
+    backend: Backend,
+    recipe: Recipe,
+    batch: Batch,
+    train_state: TrainState,
+    *,
+    fresh: int | None,
+    iteration: int,
+) -> dict[str, float]:
+    """One optimizer step on a batch that is prepared, with its metrics."""
+    totals = MetricTotals()
+    options = {"totals": totals, "fresh": fresh, "iteration": iteration}
+    loss = partial(batch_loss, recipe=recipe, train_state=train_state, **options)
+    with backend.phases("time/train/gradient"):
+        backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
+    with backend.phases("time/train/optimizer"):
+        metrics = backend.step()
+    return metrics_of(backend.gather(totals.read())) | metrics
+
+
+def _over_iterations(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of all optimizer steps on one batch together: means over those that have them,
+    but for what is a largest value, a count, or the learning rate, which is the last.
+    """
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in steps for name in metrics):
+        values = [metrics[name] for metrics in steps if name in metrics]
+        if name == "actor/lr":
+            out[name] = values[-1]
+        elif name == "perf/micro_batches":
+            out[name] = sum(values)
+        else:
+            out[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return out
 
 
 def batch_loss(
@@ -161,16 +199,21 @@ def batch_loss(
     totals: MetricTotals,
     fresh: int | None,
     train_state: TrainState,
+    iteration: int = 0,
 ) -> Tensor:
-    """What a part of the batch adds to the loss, a scalar; `totals` gets what is to be reported."""
+    """What a part of the batch adds to the loss, a scalar; `totals` gets what is to be reported.
+
+    `iteration`: optimizer steps on this batch so far.
+    """
     columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
     columns["step"] = torch.tensor(train_state.steps)
     if "old_logprobs" in batch.fields:
         columns["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
         columns["entropies"] = entropies[0]
+    before = batch.fields.get("trainer_logprobs", logprobs.detach()).to(logprobs.device)
     if not recipe.bypass_old_logprobs:
-        columns["old_logprobs"] = logprobs.detach()
+        columns["old_logprobs"] = before
 
     def lookup(name: str, asked_by: str) -> Tensor:
         column = columns[name] if name in columns else batch.get(name, asked_by=asked_by)
@@ -179,14 +222,17 @@ def batch_loss(
     def has(name: str) -> bool:
         return name in columns or name in batch.fields
 
-    if train_state.tokens is not None:
+    if train_state.tokens is not None and not iteration:
         train_state.tokens.add(batch, logprobs)
     weights = lookup("weights", "the trainer")
     policy = recipe.policy_loss(lookup, has)
     policy, reported = policy if isinstance(policy, tuple) else (policy, {})
     _check(policy, batch, recipe)
     if recipe.correction:
-        factors, corrected = recipe.correction(lookup, has)
+        # of sampler and trainer on equal weights: what the policy has moved since is not in it
+        factors, corrected = recipe.correction(
+            lambda name, by: before if name == "logprobs" else lookup(name, by), has
+        )
         policy = policy * factors
         for name, values in corrected.items():
             totals.mean(f"rollout_correction/{name}", values)

@@ -1,0 +1,144 @@
+"""Several optimizer steps on one batch: against a plain float64 loop, and what they leave alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import make_model
+from tests.trainer.samples import backend_of, experiences, optimizer_of
+from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.experience import Experience
+from trireme.trainer.learning import TrainState
+from trireme.trainer.step import train_step
+
+LR = 0.3
+SGD = optimizer_of(optimizer_type="sgd", lr=LR, weight_decay=0.0)
+
+
+def _recipe(**given: Any) -> Recipe:
+    return get_recipe(SimpleNamespace(**{"algorithm_type": "grpo", "kl_loss_fn": "none"} | given))
+
+
+def _samples() -> list[Experience]:
+    samples = experiences()
+    for n, e in enumerate(samples):
+        e.advantages = e.mask * [1.2, -0.7, 0.0, -1.5][n % 4]
+    return samples
+
+
+def _logprob(model: Any, e: Experience, t: int) -> Tensor:
+    assert e.temperature is not None
+    logits = model(e.tokens[None, :t]).logits[0, -1] / e.temperature
+    return logits.log_softmax(-1)[e.tokens[t]]
+
+
+def _clipped(now: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    ratio = (now - old).exp()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    return torch.minimum(loss, -advantage * 3.0) if advantage < 0 else loss
+
+
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("bypass", [True, False])
+def test_three_steps_on_a_batch_are_those_of_a_plain_float64_loop(
+    bypass: bool, correction: bool, tmp_path: Path
+) -> None:
+    """SGD, token-mean. Old are the sampler's, or the trainer's own from before the first step; a
+    correction weighs by the trainer's own from before the first step over the sampler's, cut at 2.
+    """
+    bypass = bypass and not correction
+    path = make_model(tmp_path / "tiny", "qwen3")
+    backend = backend_of(path, optimizer=SGD, grad_clip=1e9)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    begun = copy.deepcopy(plain)
+    samples = _samples()
+    own = [(e, t) for e in samples for t in e.mask.nonzero().squeeze(1).tolist()]
+    with torch.no_grad():
+        sampled = [e.logprobs[t].double() for e, t in own if e.logprobs is not None]
+        first = [_logprob(begun, e, t) for e, t in own]
+    old = sampled if bypass else first
+    factors = [(a - b).exp().clamp(max=2.0) for a, b in zip(first, sampled, strict=True)]
+    for _ in range(3):
+        total = torch.zeros((), dtype=torch.float64)
+        for (e, t), before, factor in zip(own, old, factors, strict=True):
+            assert e.advantages is not None
+            loss = _clipped(_logprob(plain, e, t), before, e.advantages[t].double())
+            total = total + loss * (factor if correction else 1.0) / len(own)
+        plain.zero_grad()
+        total.backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= LR * (p.grad if p.grad is not None else 0)
+    given = {"rollout_correction": {"rollout_is": "token"}} if correction else {}
+    recipe = _recipe(num_iterations=3, bypass_old_logprobs=bypass, **given)
+    metrics = train_step(backend, recipe, samples, version=0)
+    assert backend.optimizer.steps == 3
+    assert metrics["actor/ppo_kl"] != 0 or not bypass
+    expected, moved = dict(plain.named_parameters()), dict(begun.named_parameters())
+    for name, p in backend.module.named_parameters():
+        assert torch.allclose(p.double(), expected[name], atol=2e-6, rtol=1e-4), name
+        # and one step alone would have been another model
+        assert not torch.allclose(expected[name], moved[name], atol=1e-5) or "bias" in name
+
+
+def test_the_schedule_counts_optimizer_steps(tiny_dir: Path) -> None:
+    optimizer = optimizer_of(lr=1.0, lr_warmup_steps=4, lr_scheduler_type="cosine")
+    backend = backend_of(tiny_dir, optimizer=optimizer, total_steps=8)
+    recipe, state = _recipe(num_iterations=2), TrainState(_recipe(num_iterations=2))
+    lrs = [
+        train_step(backend, recipe, _samples(), version=0, train_state=state)["actor/lr"]
+        for _ in range(4)
+    ]
+    # warm-up 1/4, 2/4, 3/4, 1, then half a cosine to 0.1: of each two steps the last is reported
+    cosine = [0.1 + 0.9 * (1 + torch.tensor(torch.pi * k / 4).cos().item()) / 2 for k in range(4)]
+    assert lrs == pytest.approx([0.5, 1.0, cosine[1], cosine[3]])
+    assert (backend.optimizer.steps, state.steps) == (8, 4)
+
+
+def test_the_comparison_with_the_sampler_is_of_the_first_step_alone(tiny_dir: Path) -> None:
+    """On the engine's weights the two agree; after a step of the policy they differ by that."""
+    scored = backend_of(tiny_dir)
+    samples = _samples()
+    for e in samples:
+        [row] = scored.score([e.tokens.tolist()], temperature=e.temperature or 1.0)
+        e.logprobs = torch.tensor(row) * e.mask
+        e.versions = torch.where(e.mask, 0, -1).int()
+    backend = backend_of(tiny_dir, optimizer=SGD)
+    metrics = train_step(backend, _recipe(num_iterations=3), samples, version=0)
+    assert metrics["rollout/logprob_diff_max"] < 1e-4 < abs(metrics["actor/ppo_kl"])
+
+
+def test_tokens_are_chosen_anew_before_each_step(tiny_dir: Path) -> None:
+    """M2PO leaves nothing out of the first step on samples of these weights, and some later."""
+    samples = _samples()
+    for e in samples:
+        [row] = backend_of(tiny_dir).score([e.tokens.tolist()], temperature=e.temperature or 1.0)
+        e.logprobs = torch.tensor(row) * e.mask
+    options = {"policy_loss_fn": "m2po", "policy_loss_fn_args": {"m2_threshold": 1e-9}}
+    once = train_step(backend_of(tiny_dir, optimizer=SGD), _recipe(**options), samples, version=0)
+    more = _recipe(num_iterations=3, **options)
+    later = train_step(backend_of(tiny_dir, optimizer=SGD), more, samples, version=0)
+    assert once["actor/masked"] == 0 < later["actor/masked"]
+
+
+def test_a_resumed_run_goes_on_as_one_that_was_not(tiny_dir: Path, tmp_path: Path) -> None:
+    recipe = _recipe(num_iterations=2)
+    backend, state = backend_of(tiny_dir), TrainState(recipe)
+    train_step(backend, recipe, _samples(), version=0, train_state=state)
+    backend.save(tmp_path, hf=False)
+    other, kept = backend_of(tiny_dir), TrainState(recipe)
+    other.load(tmp_path)
+    kept.load_state(state.state())
+    for one, its in ((backend, state), (other, kept)):
+        train_step(one, recipe, _samples(), version=0, train_state=its)
+    assert backend.optimizer.steps == other.optimizer.steps == 4
+    theirs = other.weights()
+    assert all(torch.equal(w, theirs[name]) for name, w in backend.weights().items())
