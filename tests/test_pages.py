@@ -188,6 +188,7 @@ NOT_RUN = {
     "python3": "verl's command line",
     "swift": "ms-swift's own",
     "docker": "not on every machine; tests/test_package.py lints the images",
+    "sed": "tests/e2e/test_tutorials.py runs it",
     **dict.fromkeys(("cd", "export", "source", "git"), "the shell's"),
 }
 

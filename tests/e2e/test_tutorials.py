@@ -48,9 +48,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in PAGES:
         for name, code in files_of(page):
             (folder / name).write_text(code)
-    for name in ("make_secrets.py", "make_calls.py"):
+    for name in ("make_secrets.py", "make_calls.py", "make_shop.py"):
         script(folder, f"lab/{name}")
-    for test in (assets / "test.jsonl", folder / "lab/calls/test.jsonl"):
+    [edit] = re.findall(r"^sed .*", PAGES[3].read_text(encoding="utf-8"), re.MULTILINE)
+    subprocess.run(edit, shell=True, cwd=folder, check=True)
+    evaluated = ("lab/calls/test.jsonl", "lab/shop/test.jsonl")
+    for test in (assets / "test.jsonl", *(folder / name for name in evaluated)):
         test.write_text("".join(test.read_text().splitlines(keepends=True)[:4]))
     return folder
 
@@ -82,7 +85,14 @@ def test_every_page_but_the_first_shows_files() -> None:
 @pytest.mark.timeout(400)  # some 10 s of work
 @pytest.mark.parametrize(
     ("name", "overrides"),
-    [("brief", ()), ("guess", ()), ("calls", STAGES), ("async", ()), ("replay", ())],
+    [
+        ("brief", ()),
+        ("guess", ()),
+        ("calls", STAGES),
+        ("shop", STAGES),
+        ("async", ()),
+        ("replay", ()),
+    ],
 )
 def test_a_tutorials_yaml_runs(place: Path, name: str, overrides: tuple[str, ...]) -> None:
     printed = done(place, "run", f"lab/{name}.yaml", *SMALL, *overrides)
