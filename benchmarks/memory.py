@@ -30,6 +30,7 @@ from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.layouts import Rows
 from trireme.trainer.pack import pack
 from trireme.trainer.step import train_step
 
@@ -83,8 +84,9 @@ def paddings() -> tuple[float, float]:
         for n, size in enumerate(sizes)
     ]
     layout = pack(flatten(ragged))
+    assert isinstance(layout.attention, Rows)
     needed = sum(len(e.tokens) - 1 for e in ragged)  # the last token of a sample predicts nothing
-    queries = sum(rows.queries.numel() for rows in layout.rows)
+    queries = sum(rows.queries.numel() for rows in layout.attention.buckets)
     return max(0.0, 1 - needed / len(layout.tokens)), 1 - len(layout.tokens) / queries
 
 

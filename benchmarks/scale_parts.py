@@ -39,6 +39,7 @@ from trireme.engines.engine import Completion
 from trireme.experience import EID, Experience
 from trireme.serialize import decode, encode
 from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.layouts import Rows
 from trireme.trainer.pack import pack
 from trireme.trainer.step import train_step
 
@@ -125,7 +126,8 @@ def padding() -> float:
         for n, size in enumerate(source.randint(1, 512) for _ in range(64))
     ]
     layout = pack(flatten(ragged))
-    return 1 - len(layout.tokens) / sum(rows.queries.numel() for rows in layout.rows)
+    assert isinstance(layout.attention, Rows)
+    return 1 - len(layout.tokens) / sum(rows.queries.numel() for rows in layout.attention.buckets)
 
 
 class Largest(TorchDispatchMode):

@@ -361,6 +361,43 @@ def step(machine: Machine) -> Lines:
             )
 
 
+def kernels(machine: Machine) -> Lines:
+    """Attention of one layer over a trie, forward and backward, by each kernel that there is."""
+    from trireme.trainer.layouts import choose_kernel
+    from trireme.trainer.pack import pack_on
+
+    s, seconds = machine.sizes, {}
+    tokens, width = s.tokens[-2], s.hidden // s.heads
+    sizes = {"device": machine.device, "dtype": torch.bfloat16, "requires_grad": True}
+    shape = {"heads": s.heads, "key_heads": s.key_heads, "width": width}
+    for asked in ("sdpa", "varlen", "flex"):
+        what = f"{asked}, {tokens} tokens with shared prompts"
+        try:
+            kernel = choose_kernel(asked, machine.device, half=True, **shape)
+        except ValueError as error:
+            verdict = machine.judged(False)
+            yield Row("kernels", what, f"not here: {error}"[:200], "it works on a GPU", verdict)
+            continue
+        packed = pack_on(machine.device, batch_of(s, tokens, shared=True), kernel=kernel)
+        counts = s.heads, s.key_heads, s.key_heads
+        rows = [torch.randn(1, n, len(packed.tokens), width, **sizes) for n in counts]
+
+        def work(packed: Any = packed, rows: Sequence[Tensor] = rows) -> None:
+            out = packed.attention.attend(*rows, window=0, scale=None)
+            out.float().sum().backward()
+
+        seconds[asked] = machine.seconds(work)
+        peak = machine.peak(work)
+        yield Row(
+            "kernels",
+            what,
+            f"{seconds[asked]:.4f} s a layer, {peak / GIB:.2f} GiB at most",
+            "at most 1.1 times sdpa's",
+            machine.judged(seconds[asked] <= 1.1 * seconds["sdpa"]),
+            {"seconds": seconds[asked], "peak_bytes": peak},
+        )
+
+
 def head(machine: Machine) -> Lines:
     """The output head beside its three products, and its gradient beside float64."""
     from types import SimpleNamespace
@@ -636,6 +673,7 @@ LINES: tuple[Callable[[Machine], Lines], ...] = (
     sdpa,
     tests,
     step,
+    kernels,
     head,
     gap,
     decode,

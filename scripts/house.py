@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 257,
-    "trireme lines": 52_770,
+    "trireme files": 258,
+    "trireme lines": 53_101,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

@@ -31,6 +31,33 @@ def test_a_good_configuration_has_none(tmp_path):
     assert problems_of(tmp_path) == []
 
 
+def test_attention_that_cannot_be_computed_is_a_problem(tmp_path, monkeypatch):
+    key = "trainer.attn_implementation"
+    for kernel, why in (
+        ("varlen", "is a GPU's kernel alone"),
+        ("flex", "has no gradients on a CPU"),
+    ):
+        text = only_problem(tmp_path, f"{key}={kernel}")
+        assert text == f"{key} is {kernel}, which {why}, and this run trains on a CPU: take sdpa"
+    with pytest.raises(ConfigError, match="'flash_attention_2': expected one of auto, sdpa, "):
+        problems_of(tmp_path, f"{key}=flash_attention_2")
+    assert problems_of(tmp_path, f"{key}=flex", "mode=explore") == []
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
+    assert problems_of(tmp_path, f"{key}=varlen") == []
+    half = "explorer.rollout_model.dtype=float32"
+    assert "does not compute in float32" in only_problem(tmp_path, f"{key}=varlen", half)
+    monkeypatch.setattr("trireme.config.check.metadata.version", lambda _: "2.9.1+cu128")
+    text = only_problem(tmp_path, f"{key}=varlen")
+    assert text == f"{key} is varlen: torch 2.9.1+cu128 has none, 2.10 and newer do"
+
+
+def test_capped_attention_scores_are_a_problem(tmp_path):
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "does not compute attention whose scores are capped" in only_problem(tmp_path)
+
+
 def test_the_error_lists_all_problems_a_line_each(tmp_path):
     config = config_of(tmp_path, values(tmp_path), f"{TASKSET}.path=/no.jsonl", "model.model_path=")
     with pytest.raises(ConfigError) as error:

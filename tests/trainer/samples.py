@@ -11,7 +11,9 @@ from trireme.config.schema import OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
+from trireme.trainer.layouts import AttentionRows, Rows
 from trireme.trainer.leader import Leader
+from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import Ranks
 
 VOCABULARY = 90
@@ -45,6 +47,12 @@ def backend_of(
 def critic_of(path: str | Path, ranks: Ranks | None = None, **given: Any) -> Critic:
     """A critic by the settings that are given."""
     return Critic(path, settings(**given), ranks, clip_range=0.5)
+
+
+def buckets(layout: PackedBatch) -> tuple[AttentionRows, ...]:
+    """The padded rows of a layout for SDPA."""
+    assert isinstance(layout.attention, Rows)
+    return layout.attention.buckets
 
 
 def experiences(seed: int = 0) -> list[Experience]:

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.trainer.samples import experiences
+from tests.trainer.samples import buckets, experiences
 from trireme.batch import Batch, flatten, of_tokens
 from trireme.engines.torch import rows as engine_rows
 from trireme.trainer import attention
@@ -54,7 +54,7 @@ def test_aligned_rows_need_no_mask() -> None:
     rng = torch.Generator().manual_seed(0)
     for _ in range(200):
         batch = random_batch(rng)
-        for rows in pack(batch, align=True).rows:
+        for rows in buckets(pack(batch, align=True)):
             (queries, keys), width = (rows.queries.shape, rows.keys.shape), rows.queries.shape[1]
             assert rows.named is not None and width % 128 == 0
             assert rows.starts.tolist() == [keys[1] - queries[1]] * len(rows.queries)
@@ -148,5 +148,5 @@ def test_no_tensor_of_a_forward_pass_holds_all_scores(dtype: torch.dtype) -> Non
     batch = long_group()
     masked, aligned = pack(batch), pack(batch, align=True)
     width = 1536
-    most = max(len(aligned.tokens), *(rows.keys.numel() for rows in aligned.rows)) * width
+    most = max(len(aligned.tokens), *(rows.keys.numel() for rows in buckets(aligned))) * width
     assert walk(aligned, dtype) <= most < walk(masked, dtype) / 2

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import make_model
 from tests.trainer.ranks import run
-from tests.trainer.samples import backend_of, critic_of, experiences
+from tests.trainer.samples import backend_of, buckets, critic_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
@@ -32,7 +32,7 @@ GRPO = get_recipe(AlgorithmConfig(algorithm_type="grpo"))
 
 def _padded_pairs(layout: PackedBatch, layers: int) -> int:
     """What a kernel computes, and torch's counter counts: the rows with all of their padding."""
-    return layers * sum(rows.queries.numel() * rows.keys.shape[1] for rows in layout.rows)
+    return layers * sum(rows.queries.numel() * rows.keys.shape[1] for rows in buckets(layout))
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.samples import experiences
+from tests.trainer.samples import buckets, experiences
 from trireme.batch import flatten, of_tokens
+from trireme.trainer.layouts import Rows
 from trireme.trainer.pack import cut, pack
 
 
@@ -13,8 +14,9 @@ def _paths(layout) -> dict[int, list[int]]:
     """Flat token -> the token ids it sees, itself last, from rows and masks."""
     seen = {}
     at = 0
-    where = {int(p): t for t, p in enumerate(layout.place)}
-    for rows in layout.rows:
+    assert isinstance(layout.attention, Rows)
+    where = {int(p): t for t, p in enumerate(layout.attention.place)}
+    for rows in buckets(layout):
         mask = rows.mask()
         for r in range(len(rows.queries)):
             for q in range(rows.queries.shape[1]):
@@ -46,12 +48,12 @@ def test_a_shared_prompt_is_computed_once():
 def test_equal_rollouts_are_one_row():
     layout = pack(of_tokens([[1, 2, 3]] * 5))
     assert layout.tokens.tolist() == [1, 2]
-    assert [len(r.queries) for r in layout.rows] == [1]
+    assert [len(r.queries) for r in buckets(layout)] == [1]
 
 
 def test_steps_that_extend_one_another_are_one_causal_row():
     layout = pack(of_tokens([[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]))
-    [rows] = layout.rows
+    [rows] = buckets(layout)
     assert rows.causal and rows.queries.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
@@ -64,7 +66,7 @@ def test_tokens_after_the_last_trained_one_are_left_out():
 
 def test_a_window_hides_what_is_further_back():
     layout = pack(of_tokens([list(range(8))]))
-    mask = layout.rows[0].mask(window=3)[0, 0]
+    mask = buckets(layout)[0].mask(window=3)[0, 0]
     assert mask.sum(-1).tolist() == [1, 2, 3, 3, 3, 3, 3]
 
 

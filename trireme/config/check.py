@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 from datetime import datetime, timedelta
+from importlib import metadata
 from pathlib import Path
 
-from trireme.config.lookup import ModelFacts, check_adapter, located, model_facts
+from trireme.config.lookup import ModelFacts, check_adapter, located, model_config, model_facts
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import StageConfig, used_tasksets
@@ -133,6 +134,30 @@ def check_model(stage: StageConfig) -> ModelFacts | None:
     if template and not Path(template).is_file():
         stage.problem("model.chat_template_path", f"is {template!r}: expected a file")
     return facts
+
+
+def check_attention(stage: StageConfig, device: str, dtype: str) -> None:
+    """Whether what computes attention can, where and in which format the stage trains."""
+    if stage.config.mode not in ("both", "train"):
+        return
+    asked, key = stage.config.trainer.attn_implementation, "trainer.attn_implementation"
+    if asked in ("varlen", "flex"):
+        why = {"varlen": "is a GPU's kernel alone", "flex": "has no gradients on a CPU"}[asked]
+        version = [int(part) for part in metadata.version("torch").split(".")[:2]]
+        if device == "cpu":
+            stage.problem(key, f"is {asked}, which {why}, and this run trains on a CPU: take sdpa")
+        elif asked == "varlen" and dtype == "float32":
+            stage.problem(key, "is varlen, which does not compute in float32: take sdpa or flex")
+        elif asked == "varlen" and version < [2, 10]:
+            text = f"is varlen: torch {metadata.version('torch')} has none, 2.10 and newer do"
+            stage.problem(key, text)
+    path = stage.config.model.model_path
+    if model_config(path).get("attn_logit_softcapping"):
+        stage.problem(
+            "model.model_path",
+            f"({path}) has attn_logit_softcapping: the torch trainer does not compute attention "
+            "whose scores are capped",
+        )
 
 
 _OF_THE_ADAPTER = (

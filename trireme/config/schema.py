@@ -305,6 +305,9 @@ class TrainerConfig(Section):
     enable_gradient_checkpointing: bool | None = None
     """Compute activations again in the backward pass: less memory, more time; not given: on a GPU
     whose memory they would not fit into."""
+    attn_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """What computes attention: torch's SDPA everywhere, or in bfloat16 on a GPU its variable-length
+    flash attention (varlen; auto, where a trial shows that it works) or FlexAttention (flex)."""
     offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
     param_offload: Annotated[bool, Moved(to="trainer.offload")] = False

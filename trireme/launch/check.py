@@ -1,9 +1,8 @@
 """Check: makes a stage's light parts, derives its Plan from them, and collects all that is wrong.
 
 A data set, an algorithm, an operator or a workflow is validated by making it, so that a user's own
-has the same checks, step counts and sentences as a built-in one. No model is loaded and nothing is
-written. First comes what this machine tells by itself; then, where that has no problem, what has to
-be downloaded, asked over the network or encoded.
+has the same checks, step counts and sentences as a built-in one. No model is loaded, and nothing
+written. What has to be downloaded, asked over the network or encoded comes where all else is right.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
 from trireme.config import ConfigError, Plan, Problem
 from trireme.config.check import (
     check_algorithm,
+    check_attention,
     check_auxiliary_models,
     check_experts,
     check_folder,
@@ -69,7 +69,6 @@ from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
 
 logger = get_logger("launcher")
-
 T = TypeVar("T")
 ROWS = 64
 SECONDS = 10.0
@@ -172,6 +171,8 @@ def draft(config: Config) -> Draft:
     parts = [make_parts(stage, names_are_known=loaded) for stage in stages]
     gpus = _gpus_elsewhere(stages)
     plans = [derive(x, root, gpus if x.config.mode in ON_RAY else None) for x in stages]
+    for stage, plan in zip(stages, plans, strict=True):
+        check_attention(stage, plan.device, plan.dtype)
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")

@@ -107,6 +107,7 @@ def _settings(plan: Plan) -> TrainSettings:
         dtype=plan.dtype,
         lora=lora,
         gradient_checkpointing=plan.gradient_checkpointing,
+        attn_implementation=config.trainer.attn_implementation,
         offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
         seed=plan.seed,

@@ -1,4 +1,4 @@
-"""Attention: computes attention over a flat, packed micro-batch, row by row.
+"""Attention: computes attention over a flat, packed micro-batch, by the kernel of its layout.
 
 Registered with transformers under the name `trireme_packed`, without a mask function of that name,
 so that the model builds no mask of its own. The layout comes as the keyword `packed` of the model's
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from trireme.engines.torch.rows import attend, refuse_plans
+from trireme.engines.torch.rows import refuse_plans
 from trireme.trainer.pack import PackedBatch
 
 NAME = "trireme_packed"
@@ -43,45 +42,11 @@ def packed_attention(
             raise ValueError(
                 f"{type(module).__name__} wants '{name}' in its attention: not supported"
             )
-    flat_query, flat_key, flat_value = (_flat(x) for x in (query, key, value))
-    outputs = []
-    for rows in packed.rows:
-        bias = rows.bias(sliding_window or 0)
-        attended = attend(
-            _take(flat_query, rows.queries, query.shape[1]),
-            _take(flat_key, rows.keys, key.shape[1]),
-            _take(flat_value, rows.keys, value.shape[1]),
-            mask=bias,
-            causal=bias is None,
-            scale=scaling,
-        )
-        outputs.append(attended.transpose(1, 2).reshape(rows.queries.numel(), -1))
-    out = select(torch.cat(outputs) if len(outputs) > 1 else outputs[0], packed.place)
-    return out.view(1, len(packed.place), query.shape[1], -1), None
+    out = packed.attention.attend(query, key, value, window=sliding_window or 0, scale=scaling)
+    return out, None
 
 
 def register() -> None:
     """Make `attn_implementation="trireme_packed"` known to transformers; again does nothing."""
     AttentionInterface.register(NAME, packed_attention)
     refuse_plans()
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[1, H, T, D] -> [T, H * D]"""
-    return x[0].transpose(0, 1).reshape(x.shape[2], -1)
-
-
-def _take(flat: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Rows [R, L] of flat tokens [T, H * D] -> [R, H, L, D]"""
-    taken = select(flat, index.reshape(-1))
-    return taken.view(*index.shape, heads, -1).transpose(1, 2)
-
-
-def select(flat: Tensor, index: Tensor) -> Tensor:
-    """flat[index]; on a CPU by `gather`, whose backward is several times faster there.
-
-    On a GPU that backward adds up rounded numbers in any order; that of an index sorts them first.
-    """
-    if flat.is_cuda:
-        return flat[index]
-    return flat.gather(0, index[:, None].expand(-1, flat.shape[1]))

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, WEIGHTS, rank_file
@@ -32,6 +32,7 @@ from trireme.config.schema import OptimizerConfig
 from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
 from trireme.trainer import ulysses
+from trireme.trainer.layouts import Kernel, choose_kernel
 from trireme.trainer.leader import Command, Leader
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.measure import Arithmetic, Phases, peak_flops
@@ -75,6 +76,8 @@ class TrainSettings:
     offload: bool = False
     """Shards and optimizer lie in the CPU's memory; of ranks only."""
     share_prefix: bool = True
+    attn_implementation: str = "auto"
+    """What computes attention: auto, or a `Kernel`."""
     trust_remote_code: bool = False
     seed: int = 0
     """Of all that training draws."""
@@ -135,6 +138,20 @@ class TrainSettings:
         """Who computes a batch."""
         return Team(ranks, max_token_len=self.max_token_len, share_prefix=self.share_prefix)
 
+    def kernel(self, path: str | Path, device: torch.device) -> Kernel:
+        """What computes attention of the model of a folder; ValueError where that cannot."""
+        model = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        text = model.get_text_config()
+        heads = text.num_attention_heads
+        return choose_kernel(
+            self.attn_implementation,
+            device,
+            half=self.half,
+            heads=heads,
+            key_heads=getattr(text, "num_key_value_heads", None) or heads,
+            width=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        )
+
     def precision(self, ranks: Ranks | None) -> AbstractContextManager:
         """bfloat16 autocast where that was asked for; shards have a policy of their own."""
         if ranks is None and self.half:
@@ -165,6 +182,7 @@ class Backend:
         """
         self.ranks = ranks
         self.device = ranks.device if ranks else torch.device(settings.device)
+        self._kernel = settings.kernel(model_path, self.device)
         self._settings = settings
         self._leader = leader
         self._reference: Root | None = None
@@ -381,7 +399,8 @@ class Backend:
         self, root: Root, part: Batch, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """See `token_logprobs`. Alike on ranks that share a sequence."""
-        options = {"entropy": entropy, "share_prefix": self._settings.share_prefix}
+        share, kernel = self._settings.share_prefix, self._kernel
+        options = {"entropy": entropy, "share_prefix": share, "kernel": kernel}
         if self.ranks and self.ranks.sequence:
             return root(ulysses.sliced_logprobs, part, self.ranks.sequence, **options)
         with self._settings.precision(self.ranks):

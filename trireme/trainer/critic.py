@@ -19,8 +19,8 @@ from trireme.batch import Batch
 from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.saved import read
 from trireme.trainer import ulysses
-from trireme.trainer.attention import select
 from trireme.trainer.backend import TrainSettings
+from trireme.trainer.layouts import Kernel, select
 from trireme.trainer.measure import Arithmetic
 from trireme.trainer.model import checkpoint_activations, hidden_states
 from trireme.trainer.pack import PackedBatch, pack_on
@@ -54,6 +54,7 @@ class Critic:
     ) -> None:
         """`clip_range` is how far a value may move in one update before it stops gaining."""
         self.device = ranks.device if ranks else torch.device(settings.device)
+        self._kernel: Kernel = settings.kernel(model_path, self.device)
         self.model = settings.load(model_path, ranks)
         # What turns hidden states into words has no part in a value.
         self.model.set_output_embeddings(None)
@@ -141,7 +142,8 @@ class Critic:
         self.optimizer.load_state(saved.extra | {"optimizer": optimizer})
 
     def _values(self, part: Batch) -> Tensor:
-        layout = pack_on(self.device, part, share_prefix=self._settings.share_prefix)
+        share = self._settings.share_prefix
+        layout = pack_on(self.device, part, share_prefix=share, kernel=self._kernel)
         with self._settings.precision(self._ranks):
             return self._root(self._worth, layout).float()
 

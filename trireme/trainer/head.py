@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from trireme.config.memory import LOGIT_NUMBERS
 from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
-from trireme.trainer.attention import select
+from trireme.trainer.layouts import select
 
 _BLOCK = 1 << 13
 """Rows of the head's gradient that are computed at once: all of them would be held twice."""

@@ -22,6 +22,7 @@ from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
 from trireme.trainer.head import score_entries
+from trireme.trainer.layouts import Kernel
 from trireme.trainer.pack import PackedBatch, pack_on
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ def token_logprobs(
     *,
     entropy: bool = False,
     share_prefix: bool = True,
+    kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor | None]:
     """Of each entry log p(target | earlier) at its temperature [M], and the entropy there [1, M].
 
@@ -186,7 +188,7 @@ def token_logprobs(
     vocabulary. All are float32 at least, and on the model's device.
     """
     device = next(model.parameters()).device
-    layout = pack_on(device, batch, share_prefix=share_prefix)
+    layout = pack_on(device, batch, share_prefix=share_prefix, kernel=kernel)
     hidden = hidden_states(model, layout)
     targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
     return score_entries(model, hidden, layout.predecessors, targets, temperatures, entropy=entropy)

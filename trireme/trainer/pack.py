@@ -15,56 +15,15 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from trireme.batch import Batch
-
-_SMALLEST = 16  # rows below this many queries or keys are not told apart
-_MULTIPLE = 128  # queries of aligned rows: a kernel's block
-
-
-@dataclass(frozen=True)
-class AttentionRows:
-    """Attention rows of similar size, padded to one: R rows, Q queries, K keys."""
-
-    queries: Tensor
-    """[R, Q] index into the flat tokens; padding repeats the row's last query."""
-    keys: Tensor
-    """[R, K] index into the flat tokens; padding repeats the row's last key."""
-    starts: Tensor
-    """[R] keys before the row's first query: query i sees keys 0 to start + i."""
-    causal: bool
-    """All starts are 0 and Q = K: plain causal attention, no mask needed."""
-    named: CausalBias | None = None
-    """Where all starts are K - Q: the mask by its name, which kernels know, without its numbers."""
-    _masks: dict[int, Tensor] = field(default_factory=dict)
-
-    def bias(self, window: int = 0) -> Tensor | None:
-        """None where attention is plain causal; else the mask, by its name where it has one."""
-        if self.causal and not window:
-            return None
-        return self.mask(window) if window or self.named is None else self.named
-
-    def mask(self, window: int = 0) -> Tensor:
-        """[R, 1, Q, K] true where a query sees a key; `window` > 0: the last so many keys only."""
-        if window not in self._masks:
-            last = self.starts[:, None] + torch.arange(
-                self.queries.shape[1], device=self.starts.device
-            )
-            behind = last[:, :, None] - torch.arange(self.keys.shape[1], device=self.starts.device)
-            seen = behind >= 0
-            if window:
-                # Padded queries of a short row may lie past the window of every key: keep key 0.
-                seen = seen & (behind < window)
-                seen[:, :, 0] |= ~seen.any(-1)
-            self._masks[window] = seen[:, None]
-        return self._masks[window]
+from trireme.trainer.layouts import Kernel, Layout, Trie, lay_out
 
 
 @dataclass(frozen=True)
@@ -75,9 +34,8 @@ class PackedBatch:
     """[T] flat token ids, each computed once."""
     positions: Tensor
     """[T] how many tokens come before each on its path."""
-    rows: tuple[AttentionRows, ...]
-    place: Tensor
-    """[T] where a flat token's attention output lies in the rows' padded queries, end to end."""
+    attention: Layout
+    """Who attends to whom, as the kernel takes it."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
 
@@ -86,22 +44,14 @@ class PackedBatch:
         return PackedBatch(
             self.tokens.to(device),
             self.positions.to(device),
-            tuple(
-                AttentionRows(
-                    r.queries.to(device),
-                    r.keys.to(device),
-                    r.starts.to(device),
-                    r.causal,
-                    r.named,
-                )
-                for r in self.rows
-            ),
-            self.place.to(device),
+            self.attention.to(device),
             self.predecessors.to(device),
         )
 
 
-def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> PackedBatch:
+def pack(
+    batch: Batch, *, share_prefix: bool = True, align: bool = False, kernel: Kernel = "sdpa"
+) -> PackedBatch:
     """The layout of a batch that has at least one entry.
 
     `align`, for a GPU: rows side by side begin at the same token, so that none needs a mask, and
@@ -114,8 +64,10 @@ def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> Pac
     tokens: list[np.ndarray] = []
     total = 0
     before = np.empty(0, np.int64)
+    ends = np.empty(sum(map(len, inputs)), np.int64)
     for n, common in zip(order, shared, strict=True):
         new = len(inputs[n]) - common
+        ends[before[common:]] = total  # nothing continues these any more
         path = np.concatenate([before[:common], np.arange(total, total + new)])
         if new:
             if common and common == len(before):
@@ -125,25 +77,28 @@ def pack(batch: Batch, *, share_prefix: bool = True, align: bool = False) -> Pac
             tokens.append(inputs[n][common:])
         paths[n] = before = path
         total += new
-    rows, place = _rows([(start, paths[n]) for start, n in spans], total, align)
+    ends[before] = total
     depth = np.empty(total, np.int64)
-    for path in (paths[n] for _, n in spans):
-        depth[path] = np.arange(len(path))
+    for _, n in spans:
+        depth[paths[n]] = np.arange(len(paths[n]))
+    trie = Trie([(start, paths[n]) for start, n in spans], depth, ends[:total])
     offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])[:-1]])
     flat_paths = np.concatenate(paths)
     predecessors = flat_paths[offsets[batch.sample_ids.numpy()] + batch.positions.numpy() - 1]
     return PackedBatch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         positions=torch.from_numpy(depth),
-        rows=rows,
-        place=torch.from_numpy(place),
+        attention=lay_out(trie, kernel, align=align),
         predecessors=torch.from_numpy(predecessors),
     )
 
 
-def pack_on(device: torch.device, batch: Batch, *, share_prefix: bool = True) -> PackedBatch:
+def pack_on(
+    device: torch.device, batch: Batch, *, share_prefix: bool = True, kernel: Kernel = "sdpa"
+) -> PackedBatch:
     """`pack` as the device wants it, and there."""
-    return pack(batch, share_prefix=share_prefix, align=device.type == "cuda").to(device)
+    align = device.type == "cuda"
+    return pack(batch, share_prefix=share_prefix, align=align, kernel=kernel).to(device)
 
 
 def cut(batch: Batch, max_tokens: int, *, share_prefix: bool = True) -> Iterator[Batch]:
@@ -218,46 +173,3 @@ def _neighbours(batch: Batch, order: Sequence[int]) -> Iterator[tuple[int, int]]
         if at == len(order) or batch.groups[order[at]] != batch.groups[order[begin]]:
             yield begin, at
             begin = at
-
-
-def _rows(
-    spans: Sequence[tuple[int, np.ndarray]], total: int, align: bool
-) -> tuple[tuple[AttentionRows, ...], np.ndarray]:
-    """Rows in padded buckets, and each flat token's place among their queries."""
-    buckets: dict[tuple[int, int, int], list[tuple[int, np.ndarray]]] = {}
-    for start, path in spans:
-        first = start if align else start == 0
-        key = (first, _grid(len(path) - start), _grid(len(path)))
-        buckets.setdefault(key, []).append((start, path))
-    out: list[AttentionRows] = []
-    place = np.empty(total, np.int64)
-    base = 0
-    for _, members in sorted(buckets.items(), key=lambda item: item[0]):
-        num_queries = max(len(path) - start for start, path in members)
-        num_keys = max(len(path) for _, path in members)
-        if align:
-            padded = -(-num_queries // _MULTIPLE) * _MULTIPLE
-            num_queries, num_keys = padded, num_keys + padded - num_queries
-        queries = np.empty((len(members), num_queries), np.int64)
-        keys = np.empty((len(members), num_keys), np.int64)
-        for r, (start, path) in enumerate(members):
-            tail = path[start:]
-            queries[r, : len(tail)], queries[r, len(tail) :] = tail, tail[-1]
-            keys[r, : len(path)], keys[r, len(path) :] = path, path[-1]
-            place[tail] = base + r * num_queries + np.arange(len(tail))
-        base += queries.size
-        starts = torch.tensor([start for start, _ in members])
-        whole = not members[0][0]
-        named = causal_lower_right(num_queries, num_keys) if align else None
-        out.append(
-            AttentionRows(torch.from_numpy(queries), torch.from_numpy(keys), starts, whole, named)
-        )
-    return tuple(out), place
-
-
-def _grid(length: int) -> int:
-    """Lengths of one bucket: within a factor of 1.5 or so of each other."""
-    size = _SMALLEST
-    while size < length:
-        size += size // 2
-    return size

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trireme.batch import Batch
 from trireme.trainer.attention import packed_attention
 from trireme.trainer.head import score_entries
+from trireme.trainer.layouts import Kernel
 from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import SequenceGroup
 
@@ -49,6 +50,7 @@ def sliced_logprobs(
     *,
     entropy: bool = False,
     share_prefix: bool = True,
+    kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor | None]:
     """See `token_logprobs`: the same numbers on every rank of the group."""
     device = next(model.parameters()).device
@@ -59,7 +61,7 @@ def sliced_logprobs(
         logprobs, entropies = score_entries(model, hidden, at, *selected, entropy=entropy)
         return [logprobs] if entropies is None else [logprobs, *entropies]
 
-    layout = pack_on(device, batch, share_prefix=share_prefix)
+    layout = pack_on(device, batch, share_prefix=share_prefix, kernel=kernel)
     scored = sliced(model, layout, sequence, score)
     return scored[0], torch.stack(scored[1:]) if entropy else None
 
