@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from trireme.cli.eval import EvalOptions, _api_of, _plan
 from trireme.cli.main import app
 from trireme.experience import Experience
+from trireme.explorer.metrics import _evaluated
 from trireme.explorer.runner import Failed, Outcome
-from trireme.launch.evaluation import _evaluated
 from trireme.task import Task
 from trireme.usercode import Fault
 

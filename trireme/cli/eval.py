@@ -18,7 +18,7 @@ from trireme.explorer.scores import difference, estimate, pass_at
 from trireme.files import write_json
 
 if TYPE_CHECKING:
-    from trireme.launch.evaluation import Evaluated
+    from trireme.explorer.metrics import Evaluated
 
 Measured = list[tuple[str, "list[Evaluated]"]]
 """Each model that could be tried, and what it did."""

@@ -29,7 +29,7 @@ from trireme.registry import did_you_mean
 
 Launcher = Literal["local", "ray"]
 EngineKind = Literal["torch", "vllm"]
-ON_RAY = ("both", "train", "explore", "serve")
+ON_RAY = ("both", "train", "explore", "serve", "bench")
 """Modes that the Ray launcher knows."""
 VARIABLE = "TRIREME_VLLM_PYTHON"
 KEY = "explorer.rollout_model"

@@ -7,6 +7,7 @@ on from a checkpoint, the same tasks are asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
@@ -15,9 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trireme.data.tasksets import PassRates
+from trireme.data.tasksets import PassRates, Taskset
 from trireme.experience import Experience, group_by
 from trireme.explorer.runner import Failed, Outcome
+from trireme.explorer.scheduler import Scheduler
 
 
 def rollout_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -226,3 +228,61 @@ class Feedback:
         for step, taskset, row, rate in state["rates"]:
             tasksets: Any = self._rates.setdefault(step, {})
             tasksets.setdefault(taskset, {})[row] = rate
+
+
+MEASURES = ("accuracy", "reward")
+"""What a rollout is worth: the first of these that rollouts have."""
+
+
+@dataclass
+class Evaluated:
+    """What one model did on one taskset."""
+
+    taskset: str
+    measure: str
+    values: list[list[float]] = field(default_factory=list)
+    """Of each task, one a rollout; a rollout that failed has 0."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Why, and how often."""
+
+
+async def try_tasksets(
+    scheduler: Scheduler, tasksets: Sequence[Taskset], rollouts: int | None, max_failures: float
+) -> list[Evaluated]:
+    """What rollouts of all their tasks are worth; `rollouts` goes before the tasks' own number."""
+    names = [f"0/{taskset.name}" for taskset in tasksets]
+    for name, taskset in zip(names, tasksets, strict=True):
+        tasks = taskset.all()
+        if rollouts is not None:
+            tasks = [dataclasses.replace(task, repeat_times=rollouts) for task in tasks]
+        await scheduler.submit(name, tasks)
+    return [
+        _evaluated(taskset.name, await scheduler.results(name), max_failures)
+        for name, taskset in zip(names, tasksets, strict=True)
+    ]
+
+
+def _evaluated(name: str, outcomes: list[Outcome], limit: float) -> Evaluated:
+    """The values of a taskset's rollouts. Raises RuntimeError where every one has failed, or more
+    than the share `limit`.
+    """
+    rows = [runs_of(outcome.rollouts) for outcome in outcomes]
+    failures = Counter(str(one.fault) for outcome in outcomes for one in outcome.failures)
+    known = {key for runs in rows for run in runs for key in run}
+    if not known:
+        raise RuntimeError(f"{name}: every rollout failed: {failures.most_common(1)[0][0]}")
+    wanted = sum(outcome.task.repeat_times for outcome in outcomes)
+    if failures.total() > limit * wanted:
+        worst = failures.most_common(1)[0][0]
+        raise RuntimeError(
+            f"{name}: {failures.total()} of {wanted} rollouts failed "
+            f"(explorer.max_failures is {limit:g}): {worst}"
+        )
+    measure = next((key for key in MEASURES if key in known), None)
+    if measure is None:
+        raise RuntimeError(f"{name}: the workflow gives neither accuracy nor reward")
+    values = []
+    for outcome, runs in zip(outcomes, rows, strict=True):
+        own = [run[measure] for run in runs if measure in run]
+        values.append(own + [0.0] * (outcome.task.repeat_times - len(own)))
+    return Evaluated(name, measure, values, failures)

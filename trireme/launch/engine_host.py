@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -32,8 +32,11 @@ from trireme.config import Plan
 from trireme.config.placement import size_of
 from trireme.engines.make import EngineSpec
 from trireme.engines.servers import Servers
-from trireme.launch.engines import engine_spec
+from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.log import get_logger
+
+if TYPE_CHECKING:
+    from trireme.engines.remote import RemoteEngine
 
 
 def engine_hosts(plan: Plan, model_path: str, log_folder: Path) -> list[EngineHost]:
@@ -131,6 +134,21 @@ class EngineKeeper:
                 return RuntimeError(f"{host.name}: {loss.result()}")
         except (RuntimeError, TimeoutError) as error:
             return error
+
+
+def remote_engine(plan: Plan, hosts: Sequence[EngineHost]) -> RemoteEngine | None:
+    """The engine processes, or the user's rollout servers; None: the engine is embedded."""
+    urls = tuple(host.url for host in hosts) or plan.engine_urls
+    key = hosts[0].key if hosts else None
+    return make_remote_engine(plan, urls, key or plan.engine_key) if urls else None
+
+
+async def kept(
+    work: Awaitable[T], plan: Plan, hosts: Sequence[EngineHost], engine: RemoteEngine
+) -> T:
+    """Run `work`; restart engines that die where weights come by sync."""
+    restarts = 0 if plan.mode == "bench" else plan.config.cluster.engine_restarts
+    return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
 
 
 START_S = 600.0

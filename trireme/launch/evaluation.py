@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import os
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
-
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.data.tasksets import Taskset
 from trireme.engines.api import ASKED, ApiEngine, Asked
-from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.engines.make import make_torch_engine
-from trireme.explorer.metrics import runs_of
-from trireme.explorer.runner import Outcome
-from trireme.launch.data import make_eval_tasksets, make_text
-from trireme.launch.engine_host import engine_hosts, start_all, stop_all
-from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, make_remote_engine
-from trireme.launch.rollout import make_scheduler
+from trireme.explorer.metrics import Evaluated, try_tasksets
+from trireme.launch.data import Text, make_eval_tasksets
+from trireme.launch.engine_host import engine_hosts, kept, remote_engine, start_all, stop_all
+from trireme.launch.rollout import open_scheduler
 from trireme.model.model import Model, Reply
-
-MEASURES = ("accuracy", "reward")
-"""What a rollout is worth: the first of these that rollouts have."""
-
-
-@dataclass
-class Evaluated:
-    """What one model did on one taskset."""
-
-    taskset: str
-    measure: str
-    values: list[list[float]] = field(default_factory=list)
-    """Of each task, one a rollout; a rollout that failed has 0."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """Why, and how often."""
 
 
 @dataclass(frozen=True)
@@ -80,77 +56,46 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
     tasksets = make_eval_tasksets(plan)
     if not tasksets:
         raise ValueError("buffer.explorer_input.eval_tasksets is empty: there is nothing to try")
-    disable_progress_bar()
-    os.environ.update(plan.config.explorer.env_vars)
-    text = make_text(plan, plan.model_path)
-    async with AsyncExitStack() as held:
-        device = Device()
-        held.callback(device.close)
-        hosts = [] if api else engine_hosts(plan, plan.model_path, Path(plan.job_dir) / "log")
-        held.push_async_callback(stop_all, hosts)
+    if api is None and plan.launcher == "ray":
+        from trireme.launch.ray.run import evaluate_on_ray
+
+        return await evaluate_on_ray(plan, rollouts)
+    hosts = [] if api else engine_hosts(plan, plan.model_path, JobFolder(plan.job_dir).log)
+    try:
         await start_all(hosts)
-        engine: Engine
-        if api is not None:
-            engine = ApiEngine(
-                api.base_url,
-                api.name,
-                tokenizer=text.tokenizer,
-                max_model_len=plan.max_model_len,
-                api_key=api.key,
-                timeout=plan.config.explorer.max_timeout,
-            )
-        elif urls := tuple(host.url for host in hosts) or plan.engine_urls:
-            key = hosts[0].key if hosts else plan.engine_key
-            engine = make_remote_engine(plan, urls, key)
-        else:
-            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
-        held.push_async_callback(engine.close)
-        others = make_auxiliary(plan, device)
-        for other in others:
-            if isinstance(other, Auxiliary):
-                held.push_async_callback(other.engine.close)
-        kind = Model if api is None else ApiModel
-        path = plan.model_path
-        scheduler = make_scheduler(
-            plan, path, engine, text, None, auxiliary=others, model_type=kind
-        )
-        held.push_async_callback(scheduler.close)
-        scheduler.start()
-        names = [f"0/{taskset.name}" for taskset in tasksets]
-        for name, taskset in zip(names, tasksets, strict=True):
-            tasks = taskset.all()
-            if rollouts is not None:
-                tasks = [dataclasses.replace(task, repeat_times=rollouts) for task in tasks]
-            await scheduler.submit(name, tasks)
-        return [
-            _evaluated(
-                taskset.name, await scheduler.results(name), plan.config.explorer.max_failures
-            )
-            for name, taskset in zip(names, tasksets, strict=True)
-        ]
+        engine = None if api else remote_engine(plan, hosts)
+        work = _try_here(plan, tasksets, rollouts, engine, api)
+        return await (kept(work, plan, hosts, engine) if hosts and engine else work)
+    finally:
+        await stop_all(hosts)
 
 
-def _evaluated(name: str, outcomes: list[Outcome], limit: float) -> Evaluated:
-    """The values of a taskset's rollouts. Raises RuntimeError where every one has failed, or more
-    than the share `limit`.
-    """
-    rows = [runs_of(outcome.rollouts) for outcome in outcomes]
-    failures = Counter(str(one.fault) for outcome in outcomes for one in outcome.failures)
-    known = {key for runs in rows for run in runs for key in run}
-    if not known:
-        raise RuntimeError(f"{name}: every rollout failed: {failures.most_common(1)[0][0]}")
-    wanted = sum(outcome.task.repeat_times for outcome in outcomes)
-    if failures.total() > limit * wanted:
-        worst = failures.most_common(1)[0][0]
-        raise RuntimeError(
-            f"{name}: {failures.total()} of {wanted} rollouts failed "
-            f"(explorer.max_failures is {limit:g}): {worst}"
+async def _try_here(
+    plan: Plan,
+    tasksets: Sequence[Taskset],
+    rollouts: int | None,
+    remote: Engine | None,
+    api: Api | None,
+) -> list[Evaluated]:
+    """From this process: the `remote` engine answers, the `api`, or one that is embedded."""
+
+    def make_engine(text: Text) -> Engine:
+        if api is None:
+            assert remote is not None
+            return remote
+        return ApiEngine(
+            api.base_url,
+            api.name,
+            tokenizer=text.tokenizer,
+            max_model_len=plan.max_model_len,
+            api_key=api.key,
+            timeout=plan.config.explorer.max_timeout,
         )
-    measure = next((key for key in MEASURES if key in known), None)
-    if measure is None:
-        raise RuntimeError(f"{name}: the workflow gives neither accuracy nor reward")
-    values = []
-    for outcome, runs in zip(outcomes, rows, strict=True):
-        own = [run[measure] for run in runs if measure in run]
-        values.append(own + [0.0] * (outcome.task.repeat_times - len(own)))
-    return Evaluated(name, measure, values, failures)
+
+    embedded = remote is None and api is None
+    opened = open_scheduler(
+        plan, None if embedded else make_engine, model_type=Model if api is None else ApiModel
+    )
+    async with opened as (scheduler, _):
+        limit = plan.config.explorer.max_failures
+        return await try_tasksets(scheduler, tasksets, rollouts, limit)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
 
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.engines.device import Device, Turns
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
-from trireme.launch.engine_host import EngineHost, EngineKeeper, engine_hosts, start_all, stop_all
-from trireme.launch.engines import make_remote_engine
-from trireme.launch.modes import result_of, run_both, run_explore, run_train
+from trireme.launch.engine_host import engine_hosts, kept, remote_engine, start_all, stop_all
+from trireme.launch.modes import run_bench, run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.stop import Stop
 from trireme.launch.training import load_models, make_polled_sync, restarts_by
 from trireme.monitor.console import Console
-
-T = TypeVar("T")
 
 
 async def run_plan(
@@ -44,12 +38,12 @@ async def run_plan(
     try:
         with open_run(plan, model_path, device, console) as (stage, monitored):
             await start_all(hosts)
-            engine = _remote_engine(plan, hosts)
+            engine = remote_engine(plan, hosts)
             if plan.takes_turns and engine is not None:
                 device.turns = engine.turns = Turns(engine)
             work = _run_mode(stage, engine, stop, measure_end)
             if hosts and engine is not None:
-                work = _kept(work, plan, hosts, engine)
+                work = kept(work, plan, hosts, engine)
             result = await work
             result.warnings = monitored.warnings()
     finally:
@@ -73,21 +67,6 @@ def nothing_left(plan: Plan, steps: int) -> str:
     return f"nothing was left to do: step {steps} was this run's last. To train on, raise {more}"
 
 
-def _remote_engine(plan: Plan, hosts: Sequence[EngineHost]) -> RemoteEngine | None:
-    """The engine processes, or the user's rollout servers; None: the engine is embedded."""
-    urls = tuple(host.url for host in hosts) or plan.engine_urls
-    key = hosts[0].key if hosts else None
-    return make_remote_engine(plan, urls, key or plan.engine_key) if urls else None
-
-
-async def _kept(
-    work: Awaitable[T], plan: Plan, hosts: Sequence[EngineHost], engine: RemoteEngine
-) -> T:
-    """Run `work`; restart engines that die where weights come by sync."""
-    restarts = 0 if plan.mode == "bench" else plan.config.cluster.engine_restarts
-    return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
-
-
 async def _run_mode(
     stage: Stage, remote: RemoteEngine | None, stop: Stop, measure_end: bool
 ) -> StageResult:
@@ -97,7 +76,7 @@ async def _run_mode(
     if stage.plan.mode == "explore":
         return await _run_explore(stage, remote or embedded_engine(stage))
     if stage.plan.mode == "bench":
-        return await _run_bench(stage, remote)
+        return await _run_bench(stage, remote or embedded_engine(stage))
     from trireme.launch.serving import run_serve  # a web server, which no other mode needs
 
     return await run_serve(stage, remote, stop)
@@ -146,23 +125,12 @@ async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
         await engine.close()
 
 
-async def _run_bench(stage: Stage, remote: RemoteEngine | None) -> StageResult:
-    """Evaluate the base model and every checkpoint of the job, or its newest one alone."""
-    folder, steps = stage.folder, stage.folder.steps()
-    only_newest = stage.plan.config.explorer.bench_on_latest_checkpoint
-    if only_newest and not steps:
-        raise ValueError(f"mode bench: there is no checkpoint in {folder.root}")
-    engine = remote or embedded_engine(stage)
-    sync = make_polled_sync(stage.plan, engine, folder)
+async def _run_bench(stage: Stage, engine: Engine) -> StageResult:
+    """Mode `bench`."""
+    sync = make_polled_sync(stage.plan, engine, stage.folder)
     explorer = ExplorerSide(stage, engine, None, sync, prefix="bench")
     try:
-        if not only_newest:
-            await explorer.explorer.evaluate(0)
-        for step in steps[-1:] if only_newest else steps:
-            prove(weights := folder.weights_dir(step))
-            await engine.update_weights(weights, step)
-            await explorer.explorer.evaluate(step)
+        return await run_bench(stage, explorer)
     finally:
         await explorer.close()
         await engine.close()
-    return await result_of(stage, explorer)

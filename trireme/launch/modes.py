@@ -48,6 +48,10 @@ class Explores(Protocol):
         """Until there are no tasks left, or the trainer wants no more."""
         ...
 
+    async def load(self, step: int) -> None:
+        """Give the engine a checkpoint's weights."""
+        ...
+
     async def evaluate(self, step: int | None = None) -> None:
         """All evaluation tasksets; None: as of the explorer's own last step."""
         ...
@@ -99,6 +103,19 @@ async def run_explore(stage: Stage, explorer: Explores) -> StageResult:
     """The explorer alone: experiences go into the SQL store, weights come from the job folder."""
     await explorer.explore()
     await explorer.evaluate()
+    return await result_of(stage, explorer)
+
+
+async def run_bench(stage: Stage, explorer: Explores) -> StageResult:
+    """Evaluate the base model and every checkpoint of the job, or its newest one alone."""
+    steps = stage.folder.steps()
+    if stage.plan.config.explorer.bench_on_latest_checkpoint:
+        steps = steps[-1:]
+    else:
+        await explorer.evaluate(0)
+    for step in steps:
+        await explorer.load(step)
+        await explorer.evaluate(step)
     return await result_of(stage, explorer)
 
 

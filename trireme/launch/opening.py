@@ -103,7 +103,10 @@ def open_run(
 
 def _validate(stage: Stage) -> None:
     """Raise ConfigError for parts and options that cannot be, before a model is loaded."""
+    newest = stage.plan.config.explorer.bench_on_latest_checkpoint
     try:
+        if stage.plan.mode == "bench" and newest and not stage.folder.steps():
+            raise ValueError(f"mode bench: there is no checkpoint in {stage.folder.root}")
         _ = stage.operators  # made now, and used by the run
         examine_auxiliary(stage.plan)
         for taskset in (stage.taskset, *stage.eval_tasksets):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from trireme.config import Plan
-from trireme.engines.device import Gate
+from trireme.engines.device import Device, Gate
 from trireme.engines.engine import Engine, Sampling, with_options
+from trireme.engines.make import make_torch_engine
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.data import Text
-from trireme.launch.engines import Auxiliary, Endpoint
+from trireme.launch.data import Text, make_text
+from trireme.launch.engines import Auxiliary, Endpoint, engine_spec, make_auxiliary
 from trireme.model.model import Model
 from trireme.server.gateway import Gateway
 from trireme.server.rollouts import Rollouts
@@ -97,6 +102,35 @@ def make_scheduler(
         further=make_further if auxiliary else None,
         close_last=gateway.close,
     )
+
+
+@asynccontextmanager
+async def open_scheduler(
+    plan: Plan, make_engine: Callable[[Text], Engine] | None = None, **options: Any
+) -> AsyncIterator[tuple[Scheduler, Text]]:
+    """A scheduler that tries tasks outside a run, over the plan's embedded engine or the one that
+    `make_engine` gives, with the models beside it; all is closed. `options`: make_scheduler's.
+    """
+    disable_progress_bar()
+    os.environ.update(plan.config.explorer.env_vars)
+    text = make_text(plan, plan.model_path)
+    async with AsyncExitStack() as held:
+        device = Device()
+        held.callback(device.close)
+        if make_engine is not None:
+            engine = make_engine(text)
+        else:
+            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
+        held.push_async_callback(engine.close)
+        others = make_auxiliary(plan, device)
+        for other in others:
+            if isinstance(other, Auxiliary):
+                held.push_async_callback(other.engine.close)
+        path = plan.model_path
+        scheduler = make_scheduler(plan, path, engine, text, None, auxiliary=others, **options)
+        held.push_async_callback(scheduler.close)
+        scheduler.start()
+        yield scheduler, text
 
 
 def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:

@@ -13,6 +13,7 @@ from typing import Any
 
 from trireme.buffer.buffer import Buffer, Puts
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
+from trireme.checkpoint.manifest import prove
 from trireme.checkpoint.save import save_checkpoint
 from trireme.config import Plan
 from trireme.engines.engine import Engine
@@ -287,6 +288,7 @@ class ExplorerSide:
         # several explorers would write the same files, and bench over the run's evaluations
         shows = not plan.explorer_name and prefix != "bench"
         self.stage = stage
+        self.engine = engine
         self.models = make_auxiliary(plan, stage.device)
         if stage.recipe.asks("teacher_logprobs"):
             refuse_other_vocabulary(self.models, stage.text.tokenizer)
@@ -323,6 +325,11 @@ class ExplorerSide:
     async def explore(self) -> None:
         """Until there are no tasks left, or the trainer wants no more."""
         await self.explorer.explore()
+
+    async def load(self, step: int) -> None:
+        """Give the engine a checkpoint's weights, once they are proved."""
+        prove(weights := self.stage.folder.weights_dir(step))
+        await self.engine.update_weights(weights, step)
 
     async def evaluate(self, step: int | None = None) -> None:
         """All evaluation tasksets; None: as of the explorer's own last step."""

@@ -10,30 +10,23 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
-
 from trireme.aio import running_loop
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
-from trireme.engines.device import Device
 from trireme.engines.engine import Engine
-from trireme.engines.make import make_torch_engine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import Experience
 from trireme.launch.check import checked
-from trireme.launch.data import Text, make_text, make_training_taskset
-from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary
-from trireme.launch.rollout import make_scheduler
+from trireme.launch.data import Text, make_training_taskset
+from trireme.launch.rollout import open_scheduler
 from trireme.launch.train import config_from
 from trireme.log import ROOT
 
@@ -110,33 +103,21 @@ async def _try(plan: Plan, number: int, replies: Replies | None, rollouts: int) 
     tasks = taskset.all()
     if not 0 <= number < len(tasks):
         raise ValueError(f"there is no task {number}: the taskset has 0 to {len(tasks) - 1}")
-    disable_progress_bar()
-    os.environ.update(plan.config.explorer.env_vars)
     quiet = logging.getLogger(ROOT)
     if not quiet.handlers:  # a failure is raised, and so not logged as well
         quiet.addHandler(logging.NullHandler())
     task = dataclasses.replace(tasks[number], repeat_times=rollouts, is_eval=False)
-    text, greedy = make_text(plan, plan.model_path), get_recipe(plan.config.algorithm).greedy_run
-    async with AsyncExitStack() as held:
-        device = Device()
-        held.callback(device.close)
-        engine: Engine
-        if replies is None:
-            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
-        else:
-            length = plan.max_model_len
-            engine = ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)
-        held.push_async_callback(engine.close)
-        others = make_auxiliary(plan, device)
-        for other in others:
-            if isinstance(other, Auxiliary):
-                held.push_async_callback(other.engine.close)
-        scheduler = make_scheduler(
-            plan, plan.model_path, engine, text, None, greedy_run=greedy, auxiliary=others,
-            max_retries=0,  # the first failure is the one to show, and replies are there once
-        )  # fmt: skip
-        held.push_async_callback(scheduler.close)
-        scheduler.start()
+
+    def scripted(text: Text) -> Engine:
+        assert replies is not None
+        length = plan.max_model_len
+        return ScriptedEngine(replies, tokenizer=text.tokenizer, max_model_len=length)
+
+    make_engine = None if replies is None else scripted
+    greedy = get_recipe(plan.config.algorithm).greedy_run
+    # the first failure is the one to show, and replies are there once
+    opened = open_scheduler(plan, make_engine, greedy_run=greedy, max_retries=0)
+    async with opened as (scheduler, text):
         await scheduler.submit(1, [task])
         [outcome] = await scheduler.results(1)
     if outcome.failures:

@@ -27,6 +27,7 @@ from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
+from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.launch.engine_host import EngineHost
 from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.launch.ray.remote import Event, Reports, Worker, remote
@@ -256,7 +257,15 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
         if plan.mode == "explore":
             await sync.load_latest()
         buffer = stage.buffer if plan.mode == "explore" else None
-        self.side = ExplorerSide(stage, engine, buffer, sync)
+        prefix = "bench" if plan.mode == "bench" else "eval"
+        self.side = ExplorerSide(stage, engine, buffer, sync, prefix=prefix)
+
+    async def try_all(self, rollouts: int | None) -> list[Evaluated]:
+        """What `trireme eval` measures, with the model as it is."""
+        stage, scheduler = self.opened.stage, self.opened.explorer.scheduler
+        scheduler.start()
+        limit = stage.plan.config.explorer.max_failures
+        return await try_tasksets(scheduler, stage.eval_tasksets, rollouts, limit)
 
     async def stop(self) -> None:
         """End the runners, leave the engines, close the files."""

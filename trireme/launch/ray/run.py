@@ -18,13 +18,15 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
+from rich.console import Console as Terminal
 
 from trireme.aio import GRACE_S, first_failure, running
 from trireme.config import Plan
 from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
+from trireme.explorer.metrics import Evaluated
 from trireme.launch.engines import make_remote_engine
-from trireme.launch.modes import run_both, run_explore, run_train
+from trireme.launch.modes import run_bench, run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.ray.actors import (
     EngineWorker,
@@ -37,7 +39,7 @@ from trireme.launch.ray.actors import (
 from trireme.launch.ray.cluster import PlacementGroups, cluster
 from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
 from trireme.launch.sides import ExplorerSide, TrainerSide
-from trireme.launch.stage import Stage, StageResult
+from trireme.launch.stage import Stage, StageResult, open_stage
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.serialize import decode
@@ -70,6 +72,21 @@ async def run_on_ray(
         device.close()
     result.seconds = time.monotonic() - started
     return result
+
+
+async def evaluate_on_ray(plan: Plan, rollouts: int | None) -> list[Evaluated]:
+    """What `trireme eval` measures, with the engines of a cluster."""
+    device, console = Device(), Console(live=False, output=Terminal(stderr=True))
+    try:
+        with open_stage(plan, plan.model_path, device, console) as stage, cluster(plan) as here:
+            actors = Actors(stage)
+            try:
+                await actors.start(may_grow=not here)
+                return await actors.evaluate(rollouts)
+            finally:
+                await actors.stop()
+    finally:
+        device.close()
 
 
 class Actors:
@@ -105,7 +122,7 @@ class Actors:
             name = f"trainer_rank_{rank}"
             self._followers.append(self._actor(name, places.rank(rank), FollowerWorker))
         measures = stage.recipe.from_data and stage.eval_tasksets
-        if plan.mode in ("both", "explore") or measures:
+        if plan.mode in ("both", "explore", "bench") or measures:
             self._explorer = self._actor("explorer", places.explorer(), ExplorerWorker)
         await self._guarded(self._open())
 
@@ -127,6 +144,10 @@ class Actors:
             for handle in sides:
                 with suppress(asyncio.TimeoutError, RayError):  # of a worker that is gone
                     await asyncio.wait_for(self._show(handle, 0.0), GRACE_S)
+
+    async def evaluate(self, rollouts: int | None) -> list[Evaluated]:
+        """Try the evaluation tasksets, watched."""
+        return await self._guarded(remote(ExplorerWorker, self._explorer).try_all(rollouts))
 
     def stop_training(self) -> bool:
         """Ask the trainer to save and end after its train step; one that does not train has nothing
@@ -166,7 +187,8 @@ class Actors:
         explorer = None if self._explorer is None else remote(ExplorerSide, self._explorer)
         if not stage.trains:
             assert explorer is not None
-            return await run_explore(stage, explorer)
+            run_mode = run_bench if stage.plan.mode == "bench" else run_explore
+            return await run_mode(stage, explorer)
         trainer = remote(TrainerSide, self._trainer)
         if stage.plan.mode == "train":
             return await run_train(stage, trainer, explorer, measure_end=measure_end)
