@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoTokenizer
 
 from tests.tiny import make_model
 from trireme.buffer.record import Record
@@ -156,3 +158,46 @@ def test_weights_and_masks_have_colours_of_their_own() -> None:
     assert text.plain == "<s>askreplymore(x0.5)"
     styles = {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
     assert styles == {"<s>": "dim", "reply": "green", "more": "yellow", "(x0.5)": "yellow italic"}
+
+
+def test_stored_rollouts_show_roles_instead_of_the_templates_marks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "model"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    said: list[tuple[str, bool, dict[str, Any] | None]] = [
+        ("<|im_start|>user\n", False, None),
+        ("2+2?", False, {"role": "user", "content": "2+2?"}),
+        ("<|im_end|>\n<|im_start|>assistant\n", False, None),
+        ("<think>so</think>add(2, 2)<|im_end|>", True,
+         {"role": "assistant", "content": "", "tool_calls": [call]}),
+        ("\n<|im_start|>tool\n", False, None),
+        ("4", False, {"role": "tool", "content": "4"}),
+        ("<|im_end|>\n<|im_start|>assistant\n", False, None),
+        ("It is 4<|im_end|>", True, {"role": "assistant", "content": "It is 4"}),
+    ]  # fmt: skip
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, *_ in said]
+    mask = [trained for ids, (_, trained, _) in zip(pieces, said, strict=True) for _ in ids]
+    experience = Experience(
+        tokens=torch.tensor([i for ids in pieces for i in ids]), mask=torch.tensor(mask),
+        reward=1.0, eid=EID(1, 0),
+        messages=[message for *_, message in said if message],
+    )  # fmt: skip
+    url, model = f"sqlite:///{tmp_path}/x.db", str(tmp_path / "model")
+    record = Record(database=url)
+    record._write([experience])
+    record.close()
+    assert view(None, url, tokenizer=model, color=False) == 0
+    assert capsys.readouterr().out.partition("\n")[2] == (
+        "user: 2+2?\nassistant: [[<think>so</think>add(2, 2)<|im_end|>]]\n"
+        "tool: 4\nassistant: [[It is 4<|im_end|>]]\n"
+    )
+    assert view(None, url, tokenizer=model, color=False, wanted=Wanted(raw=True)) == 0
+    assert capsys.readouterr().out.count("<|im_start|>assistant\n[[") == 2
+    experience.messages = [{"role": "user", "content": "edited by the template"}]
+    edited = f"sqlite:///{tmp_path}/y.db"
+    record = Record(database=edited)
+    record._write([experience])
+    record.close()
+    assert view(None, edited, tokenizer=model, color=False) == 0
+    assert "<|im_start|>user\n2+2?" in capsys.readouterr().out, "nothing is left out by a guess"

@@ -116,7 +116,32 @@ def test_of_several_turns_the_question_of_the_first_sampled_reply_is_shown() -> 
     messages += [{"role": "user", "content": "No."}, {"role": "assistant", "content": "2"}]
     mask = torch.tensor([False, False, True, False, True])
     console.rollout(Experience(tokens=torch.arange(5), mask=mask, messages=messages, reward=1.0))
-    assert "asked    1+1=?" in text.getvalue()
+    assert text.getvalue().splitlines()[1:] == [
+        "    asked    1+1=?",
+        "    replied  3",
+        "    user     No.",
+        "    replied  2",
+        "    reward   1",
+    ]
+
+
+def test_a_tools_turns_are_named_and_the_middle_of_many_is_left_out() -> None:
+    console, _, text = make_console()
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "?"}]}]
+    for turn in range(9):
+        messages += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        messages += [{"role": "tool", "content": f"result {turn}"}]
+    mask = torch.tensor([False, *([True, False] * 9)])
+    console.rollout(Experience(tokens=torch.arange(19), mask=mask, messages=messages, reward=0.0))
+    lines = [line[4:] for line in text.getvalue().splitlines()[1:]]
+    assert lines[:4] == [
+        "asked    ?",
+        'replied  add({"a": 1})',
+        "tool     result 0",
+        "         ... 10 turns ...",
+    ]
+    assert lines[-2:] == ["tool     result 8", "reward   0"] and len(lines) == 11
 
 
 def test_long_lines_are_not_broken_where_there_is_no_terminal() -> None:

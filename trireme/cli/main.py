@@ -427,6 +427,7 @@ def view(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Print samples: the default.")] = True,
+    raw: Annotated[bool, typer.Option("--raw", help="With the chat template's marks.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colour; [[trained]].")] = False,
 ) -> None:
     """Open a local page over runs; with --plain, print samples.
@@ -438,8 +439,9 @@ def view(
 
     words = rest or []
     places = [word for word in words if not word.isdigit() and "=" not in word]
-    asks = (config, url, table, tokenizer, step, best or None, worst or None, no_color or None)
-    printed = plain or any(ask is not None for ask in asks) or len(words) > len(places)
+    asks = (config, url, table, tokenizer, step)
+    said = plain or best or worst or raw or no_color
+    printed = said or any(ask is not None for ask in asks) or len(words) > len(places)
     if not printed and len(places) <= 1 and Path(places[0] if places else "checkpoints").is_dir():
         root = Path(places[0] if places else "checkpoints")
         raise typer.Exit(open_page(root, host, port, api_key_file, html, open_browser=open_browser))
@@ -465,7 +467,7 @@ def view(
             overrides=[word for word in words if "=" in word],
             table=table,
             tokenizer=tokenizer,
-            wanted=Wanted(numbers[0] if numbers else 3, step, order),
+            wanted=Wanted(numbers[0] if numbers else 3, step, order, raw),
             color=not no_color,
         )
     )

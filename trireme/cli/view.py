@@ -6,9 +6,10 @@ experiences that a run has stored, found by the run's folder, its YAML, or their
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.text import Text
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED, JobFolder
 from trireme.config import ConfigError, Plan, load_config
 from trireme.log import hide_passwords
+from trireme.monitor.figures import spoken
 
 _LEGEND = "trained (green; yellow: with another weight than 1), not trained, its special tokens dim"
 _BYTES = "experience_bytes"
@@ -55,6 +57,8 @@ class Wanted:
     """Of this explore step only."""
     order: Literal["newest", "best", "worst"] = "newest"
     """By reward, or by age."""
+    raw: bool = False
+    """Every token as it is, with the marks of the chat template, where messages are known too."""
 
 
 def view(
@@ -251,6 +255,40 @@ def _sample(title: str, ids: Sequence[int], weights: Sequence[float], tokenizer:
     return Sample(f"{title}: {len(ids)} tokens, {trained} trained", parts, len(ids))
 
 
+def _in_turns(sample: Sample, messages: Sequence[Mapping[str, Any]]) -> Sample:
+    """The sample with its roles instead of the template's marks; all that is trained stays.
+
+    As it was without messages, and where the text of one is not found in the tokens' (a template
+    that edits it).
+    """
+    if not messages:
+        return sample
+    text = "".join(part for part, *_ in sample.parts)
+    weights = [weight for part, weight, _ in sample.parts for _ in part]
+    trained = [place for place, weight in enumerate(weights) if weight]
+    turns: list[tuple[str, int, int]] = []
+    cursor = 0
+    for message in messages:
+        content = spoken({"content": message.get("content")})
+        begin = text.find(content, cursor)
+        if begin < 0:
+            return sample
+        end = begin + len(content)
+        sampled = next((place for place in trained if place >= cursor), len(text))
+        if message.get("role") == "assistant" and (not content or sampled < begin):
+            begin, end = sampled, max(end, sampled)  # tool calls and thoughts are no content
+        turns.append((message.get("role") or "?", begin, end))
+        cursor = end
+    shown: list[tuple[str, float, bool]] = []
+    ends = [*(begin for _, begin, _ in turns[1:]), len(text)]
+    for (role, begin, end), until in zip(turns, ends, strict=True):
+        shown.append((f"{chr(10) if shown else ''}{role}: ", 0.0, True))
+        kept = [place for place in range(begin, until) if place < end or weights[place]]
+        for weight, places in groupby(kept, key=weights.__getitem__):
+            shown.append(("".join(text[place] for place in places), weight, False))
+    return dataclasses.replace(sample, parts=shown)
+
+
 def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> Iterator[Sample]:
     """Experiences of a database. Raises ValueError for a table or a step that it has not."""
     from sqlalchemy import create_engine, inspect
@@ -283,7 +321,9 @@ def _of_store(url: str, table: str | None, name: str | None, wanted: Wanted) -> 
         for e in decode(bytes(payload)):
             title = f"{e.eid.uid}, reward {e.reward}, model version {e.version}"
             if tokenizer is not None:
-                yield from _of_experience(title, e, tokenizer)
+                samples = _of_experience(title, e, tokenizer)
+                messages = [] if wanted.raw else e.messages or []
+                yield from (_in_turns(sample, messages) for sample in samples)
             else:
                 yield _of_texts(title, e.prompt_text, e.response_text)
 

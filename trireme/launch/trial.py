@@ -29,6 +29,7 @@ from trireme.launch.data import Text, make_training_taskset
 from trireme.launch.rollout import open_scheduler
 from trireme.launch.train import config_from
 from trireme.log import ROOT
+from trireme.monitor.figures import spoken
 
 Replies = Sequence[str] | Callable[[str], str]
 
@@ -141,8 +142,7 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
         f"{trained} of {size} tokens would be trained; ended by {e.stop_reason or 'the workflow'}"
     )
     for message in e.messages or []:
-        content = message.get("content")
-        shown = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        shown = spoken(message).replace("\n", f"\n{'':13}")
         yield f"  {message.get('role', '?'):<10} {shown}"
     yield "  token     id  trained  logprob  text"
     for is_trained, places in groupby(range(size), key=lambda index: bool(e.mask[index])):

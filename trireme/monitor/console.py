@@ -31,6 +31,7 @@ from trireme.monitor.figures import (
     in_one_line,
     in_words,
     sparkline,
+    spoken,
 )
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # at run time it would load torch before the threads' setting
 CHART_WIDTH, CHART_HEIGHT = 60, 6
 STEPS_TIMED = 20
 MAX_TEXT = 600
+MAX_TURNS = 8
 
 
 class Console:
@@ -120,9 +122,8 @@ class Console:
             return
         self._last_rollout = now
         self._sample = Text()
-        texts = {"asked": _prompt(experience), "replied": experience.response_text or ""}
-        for label, text in texts.items():
-            self._sample.append(f"{label:<9}", style="bold")
+        for label, text in _turns(experience):
+            self._sample.append(f"{label[:8]:<9}", style="bold")
             self._sample.append(f"{in_one_line(text, MAX_TEXT)}\n")
         if truth := experience.info.get("truth"):
             self._sample.append("truth    ", style="bold").append(f"{truth}\n")
@@ -275,13 +276,24 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return rows
 
 
-def _prompt(experience: Experience) -> str:
-    """What the user said before the model's first reply of this experience."""
+def _turns(experience: Experience) -> list[tuple[str, str]]:
+    """What was asked before the first sampled reply, and what was said from then on.
+
+    The middle of a long conversation is left out. Where no messages were recorded, the texts are
+    those of the tokens, with the marks of the chat template.
+    """
     messages, mask = experience.messages or [], experience.mask.tolist()
     sampled = sum(now and not before for before, now in pairwise([False, *mask]))
     replies = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
-    first = replies[-sampled] if 0 < sampled <= len(replies) else len(messages)
-    asked = [m for m in messages[:first] if m.get("role") == "user"]
-    if asked and isinstance(asked[-1].get("content"), str):
-        return asked[-1]["content"]
-    return experience.prompt_text or ""
+    first = replies[-min(sampled, len(replies))] if sampled and replies else len(messages)
+    asked = [spoken(message) for message in messages[:first] if message.get("role") == "user"]
+    turns = [(message.get("role") or "", spoken(message)) for message in messages[first:]]
+    if not turns:
+        turns = [("assistant", experience.response_text or "")]
+    left_out = len(turns) - MAX_TURNS
+    if left_out > 0:
+        turns[2 : 2 + left_out] = [("", f"... {left_out} turns ...")]
+    return [
+        ("asked", asked[-1] if asked else experience.prompt_text or ""),
+        *(("replied" if role == "assistant" else role, text) for role, text in turns),
+    ]

@@ -112,6 +112,20 @@ def in_one_line(text: str, most: int) -> str:
     return f"{line[:half]} … {line[-half:]}"
 
 
+def spoken(message: Mapping[str, Any]) -> str:
+    """What a message says: its text, then its tool calls, each as `name(arguments)`."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content)
+    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
+    made = [
+        f"{call.get('name')}({given if isinstance(given, str) else json.dumps(given)})"
+        for call in calls
+        for given in [call.get("arguments", "")]
+    ]
+    return "\n".join(filter(None, [content.strip(), *made]))
+
+
 Figures = Mapping[str, float]
 FEW = 3
 """Steps of which the beginning of a run is made, and the present."""
