@@ -100,6 +100,15 @@ def test_more_gpus_than_the_machine_has_are_refused(tmp_path, machine):
     assert plan.launcher == "local"
 
 
+def test_shards_are_a_divisor_of_the_trainers_places(tmp_path):
+    asked = ("cluster.launcher=ray", "cluster.gpu_per_node=5")
+    plan_of(tmp_path, *asked, "trainer.fsdp_size=2")
+    for size in (0, 3):
+        text = f"trainer.fsdp_size is {size}: expected a divisor of the trainer's 4 places, or -1 "
+        with pytest.raises(ConfigError, match=text):
+            plan_of(tmp_path, *asked, f"trainer.fsdp_size={size}")
+
+
 def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: None)
     assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").launcher == "ray"
@@ -184,6 +193,18 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_is_short(tmp_path, machin
     asked = "trainer.enable_gradient_checkpointing=true"
     (small,), _, _ = draft(config_of(tmp_path, tree(tmp_path, {}), *given, asked))
     assert small.gradient_checkpointing
+
+
+def test_memory_is_that_of_the_ranks_that_hold_the_model_together(tmp_path, machine):
+    machine(8)
+    given = ("cluster.gpu_per_node=8", f"{MODEL}.engine_type=torch")
+
+    def memory(engines, shards):
+        asked = (f"{ENGINES}={engines}", f"trainer.fsdp_size={shards}")
+        (plan,), _, _ = draft(config_of(tmp_path, tree(tmp_path, SEVEN), *given, *asked))
+        return plan.memory
+
+    assert memory(4, 2) == memory(6, -1) != memory(4, -1) == memory(4, 4)
 
 
 FOUR = {

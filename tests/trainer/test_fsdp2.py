@@ -109,6 +109,28 @@ def test_ranks_that_share_sequences_learn_what_one_process_learns(size, tmp_path
             _same(got[name], expected)
 
 
+def test_two_copies_of_two_shards_learn_what_one_process_learns(tmp_path):
+    path = make_model(tmp_path / "model", tie=True)
+    names = ["plain", "many_micro_batches", "lora"]
+    ranks = run(_learn, tmp_path / "ranks", path, names, world=4, shards=2)
+    for name in names:
+        expected = _learned(_make(path, LAYOUTS[name][1]))
+        for got in ranks:
+            _same(got[name], expected)
+
+
+def test_ranks_that_each_hold_the_model_whole_learn_what_one_process_learns(tmp_path):
+    path = make_model(tmp_path / "model")
+    expected = _learned(_make(path, {}))
+    for got in run(_learn, tmp_path / "ranks", path, ["plain"], shards=1):
+        _same(got["plain"], expected)
+
+
+def test_shards_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"trainer.fsdp_size is 3: expected a divisor of the 4 "):
+        RankSpec(0, 4, "127.0.0.1:1", shards=3, timeout=1)
+
+
 @pytest.mark.parametrize("arch", ["qwen3", "llama"])
 def test_two_ranks_learn_what_one_process_learns(arch, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")

@@ -17,6 +17,7 @@ from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
+from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import load_checkpoint
 from trireme.checkpoint.save import save_checkpoint
@@ -130,6 +131,26 @@ def test_what_two_ranks_save_any_number_resumes(lora, tiny_dir, tmp_path):
     _close(_train(alone, range(2, 4)), whole)
     for got in run(_goes_on, tmp_path / "three", tiny_dir, [job, own], lora, world=3)[0]:
         _close(got, whole)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_two_copies_of_two_shards_save_any_number_resumes(lora, tiny_dir, tmp_path):
+    job = tmp_path / "job"
+    found = run(_interrupted, tmp_path / "four", tiny_dir, job, lora, world=4, shards=2)
+    for whole, resumed in found:
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in found[0][0].items())
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    alone = _make(tiny_dir, lora)
+    alone.load(job / "global_step_2" / "actor")
+    _close(_train(alone, range(2, 4)), found[0][0])
+    for got in run(_goes_on, tmp_path / "two", tiny_dir, [job], lora)[0]:
+        _close(got, found[0][0])
+    if not lora:  # as verl's hybrid shards
+        actor = job / "global_step_2" / "actor"
+        for name, exported in load_file(actor / "huggingface" / "model.safetensors").items():
+            joined = torch.empty_like(exported)
+            FsdpShards(find_shards(actor)).fill(name, joined)
+            assert torch.equal(joined, exported)
 
 
 def test_the_files_of_another_model_are_refused(tiny_dir, tmp_path):

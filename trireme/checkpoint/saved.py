@@ -1,7 +1,8 @@
 """Saved: loads a trainer's checkpoint on any number of ranks, however many ranks wrote it.
 
 A tensor is split along its first dimension into runs of ceil(rows / ranks), as FSDP2 does; a file
-of one rank so holds one run of each. Files are mapped, not read: each rank takes the rows that it
+of one rank so holds one run of each. Where ranks hold several copies of the model, the first copy
+is read. Files are mapped, not read: each rank takes the rows that it
 holds.
 """
 
@@ -97,8 +98,9 @@ def like(source: Tensor | SavedTensor, parameter: Tensor) -> Tensor:
 def own_rows(tensor: DTensor) -> tuple[int, int]:
     """First and last + 1 row of the whole that this rank holds."""
     mesh = tensor.device_mesh
-    length = -(-tensor.shape[0] // mesh.size())
-    start = min(mesh.get_local_rank() * length, tensor.shape[0])
+    along = mesh.ndim - 1  # along another dimension lie copies
+    length = -(-tensor.shape[0] // mesh.size(along))
+    start = min(mesh.get_local_rank(along) * length, tensor.shape[0])
     return start, start + len(tensor.to_local())
 
 
@@ -187,7 +189,9 @@ def _weights(actor: Path, world: int) -> dict[str, Tensor | SavedTensor]:
 def _joined(parts: Sequence[Any]) -> Any:
     """What the files of all ranks hold under one name: sharded, or alike in all of them."""
     if isinstance(parts[0], DTensor):
-        return ShardedRows(tuple(part.to_local() for part in parts))
+        places = parts[0]._spec.mesh.mesh  # of ranks: [copies, shards], or [shards]
+        first = places.reshape(-1, places.shape[-1])[0].tolist()
+        return ShardedRows(tuple(parts[rank].to_local() for rank in first))
     return parts[0]
 
 

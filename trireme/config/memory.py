@@ -127,6 +127,7 @@ class Use:
     """How a trainer uses a model."""
 
     ranks: int
+    """That hold the model together."""
     tokens: int
     """Of a micro-batch, on a rank."""
     half: bool
@@ -268,11 +269,14 @@ def plan_memory(
     if device == "cuda" and not on_ray:
         facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
         engine = _engine_of(stage, shape, shared=shared, free=free or 0, **facts)
+    shards = max(places.trainer_ranks, 1)
+    if 0 < trainer.fsdp_size < shards:
+        shards = trainer.fsdp_size
     critic = None
     if stage.has_critic:  # it turns nothing into words, and has no head for that
         critic = replace(shape_at(config.model.critic_model_path) or shape, tied=True)
     use = Use(
-        ranks=max(places.trainer_ranks, 1) if on_ray else 1,
+        ranks=shards if on_ray else 1,
         tokens=tokens,
         half=half,
         device=device,
@@ -303,7 +307,8 @@ def _say_what_is_short(stage: StageConfig, needs: dict[str, int], use: Use, free
     than there is room for: replies may be short.
     """
     short = sum(needs.values()) - free
-    ways = ["more ranks", "trainer.offload"] if use.ranks > 1 else []
+    more = "more ranks" if stage.config.trainer.fsdp_size == -1 else "a larger trainer.fsdp_size"
+    ways = [more, "trainer.offload"] if use.ranks > 1 else []
     ways += ["model.lora_configs"] if use.trains_all else []
     each = f" for each of {use.ranks} ranks" * (use.ranks > 1)
     text = (

@@ -250,6 +250,10 @@ def _check_split(stage: StageConfig, places: Places) -> None:
             "trainer.ulysses_sequence_parallel_size",
             f"is {window}: expected a divisor of the trainer's {places.trainer_ranks} places",
         )
+    shards = stage.config.trainer.fsdp_size
+    if places.trainer_ranks and shards != -1 and (not shards or places.trainer_ranks % shards):
+        text = f"expected a divisor of the trainer's {places.trainer_ranks} places, or -1 for all"
+        stage.problem("trainer.fsdp_size", f"is {shards}: {text}")
 
 
 def _check_present(stage: StageConfig, places: Places, present: int) -> None:

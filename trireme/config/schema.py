@@ -300,6 +300,11 @@ class TrainerConfig(Section):
         Count, Mapped("one process trains, on whole sequences", on="ray")
     ] = 1
     """Ranks that share one sequence; a divisor of the attention heads and of the ranks."""
+    fsdp_size: Annotated[
+        int, Ge(-1), Mapped("one process trains, so nothing is sharded", on="ray")
+    ] = -1
+    """Ranks that hold the model in shards together, best those of one machine; the others hold it
+    again, and only gradients travel between them. A divisor of the ranks; -1: all."""
     fix_actor_microbatch_loss_scale: Annotated[bool, NoEffect()] = False
     """Normalise losses over the whole batch; always so here."""
     enable_gradient_checkpointing: bool | None = None

@@ -254,6 +254,7 @@ def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:
         world,
         address,
         sequence=trainer.ulysses_sequence_parallel_size,
+        shards=trainer.fsdp_size,
         device=plan.device,
         timeout=trainer.collective_timeout,
     )

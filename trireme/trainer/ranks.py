@@ -63,6 +63,8 @@ class RankSpec:
     """host:port of rank 0."""
     sequence: int = 1
     """Ranks that share a sequence: `trainer.ulysses_sequence_parallel_size`."""
+    shards: int = -1
+    """Ranks that hold the model together: `trainer.fsdp_size`; -1: all."""
     device: str = "cpu"
     """cpu, cuda:N, or cuda: the process's current one, of which a rank on Ray sees no other."""
     timeout: float = field(kw_only=True)
@@ -75,6 +77,11 @@ class RankSpec:
             raise ValueError(
                 f"trainer.ulysses_sequence_parallel_size is {self.sequence}: expected a divisor of "
                 f"the {self.world} ranks that train"
+            )
+        if self.shards != -1 and (self.shards < 1 or self.world % self.shards):
+            raise ValueError(
+                f"trainer.fsdp_size is {self.shards}: expected a divisor of the {self.world} ranks "
+                "that train, or -1 for all"
             )
 
 
@@ -111,7 +118,7 @@ class Ranks:
             world_size=self.world,
             timeout=timedelta(seconds=spec.timeout),
         )
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.world,))
+        self.mesh: DeviceMesh = self._mesh()
         # Neighbours share a sequence: their traffic is the heaviest.
         self.sequence: SequenceGroup | None = None
         if spec.sequence > 1:
@@ -158,6 +165,16 @@ class Ranks:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
+
+    def _mesh(self) -> DeviceMesh:
+        """All ranks in a row; or a row of neighbours for each copy of the model, by names that
+        FSDP2 asks for and verl's checkpoints have.
+        """
+        shards = self.spec.shards
+        if shards in (-1, self.world):
+            return init_device_mesh(self.device.type, (self.world,))
+        shape, names = (self.world // shards, shards), ("ddp", "fsdp")
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def _meet(self) -> None:
         """Until every rank has come."""
