@@ -153,9 +153,10 @@ async def conversations(folder: Path, turns: int) -> tuple[float, float]:
         sampling = Sampling(max_tokens=32, ignore_eos=True)
         model = Model(engine, chat, key=(0, number, 0), sampling=sampling, max_model_len=8192)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "How many apples?"}]
-        for _ in range(turns):
+        for turn in range(turns):
             reply = await model.chat(messages)
-            messages += [reply.message, {"role": "user", "content": "How many books then?"}]
+            asked = f"You find {turn} more. How many books are there then?"  # never the same
+            messages += [reply.message, {"role": "user", "content": asked}]
         return model.experiences(reward=1.0)
 
     began = time.thread_time()

@@ -159,6 +159,9 @@ def by_trireme(work: dict[str, Any]) -> dict[str, Any]:
             "model.min_response_tokens": work["min_tokens"] or 1,
             "buffer.batch_size": work["tasks"],
             "buffer.total_steps": work["steps"],
+            "buffer.train_batch_size": work["tasks"]
+            * work["group"]
+            * (work["episode"] if work["sample_a_step"] else 1),
             "buffer.explorer_input.taskset.format": {
                 "prompt_key": "question",
                 "response_key": "answer",

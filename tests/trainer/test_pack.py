@@ -57,6 +57,18 @@ def test_steps_that_extend_one_another_are_one_causal_row():
     assert rows.causal and rows.queries.tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
+def test_a_long_row_behind_a_short_prefix_needs_no_mask():
+    prefix = [3, 4, 5]
+    samples = [[*prefix, first, *range(7, 607)] for first in (1, 2)]
+    layout = pack(batch := of_tokens(samples))
+    assert all(rows.causal for rows in buckets(layout))
+    assert len(layout.tokens) == 2 * 603 - len(prefix)  # the last token predicts nothing
+    seen = _paths(layout)
+    for m in range(batch.num_tokens):
+        before = samples[int(batch.sample_ids[m])][: int(batch.positions[m])]
+        assert seen[int(layout.predecessors[m])] == before
+
+
 def test_tokens_after_the_last_trained_one_are_left_out():
     [e] = experiences()[-1:]
     e.mask[:] = False

@@ -153,12 +153,12 @@ def checked_ids(ids: Sequence[int], vocabulary: int, what: str) -> list[int]:
         tokens = list(map(operator.index, ids))
     except TypeError as error:
         raise ValueError(f"{what} holds what is no token id: {error}") from error
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocabulary:
-            raise ValueError(
-                f"{what} holds the id {token} (at {index}): expected 0 to {vocabulary - 1}, "
-                f"this model's vocabulary"
-            )
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        index, token = next((n, t) for n, t in enumerate(tokens) if not 0 <= t < vocabulary)
+        raise ValueError(
+            f"{what} holds the id {token} (at {index}): expected 0 to {vocabulary - 1}, "
+            f"this model's vocabulary"
+        )
     return tokens
 
 

@@ -228,7 +228,8 @@ class ChatTokens:
     ) -> str | None:
         """What the template writes behind some placeholder turns; None if it rewrites them."""
         old = [_placeholder(kind) for kind in _opened(kinds)]
-        before, reply = self.render(old[:-1], tools), old[-1]["content"]
+        reply = old[-1]["content"]
+        before = self._opening(old[:-1]) if not tools else self.render(old[:-1], tools)
         whole = self.render([*old, *new], tools, generate=generate)
         if not whole.startswith(before):
             return None

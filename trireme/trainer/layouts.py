@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Kernel = Literal["sdpa", "varlen", "flex"]
 
 _SMALLEST = 16  # rows below this many queries or keys are not told apart
+_LONG = 512  # queries from which on a row is worth its beginning, where that spares it a mask
 _MULTIPLE = 128  # queries of aligned rows: a kernel's block
 _AGREEMENT = 0.02  # of a trial to float32, in parts of the largest number: bfloat16 has 0.004
 
@@ -173,29 +174,32 @@ class Rows:
     @classmethod
     def of(cls, trie: Trie, align: bool) -> Rows:
         """`align`: rows of a bucket begin at the same token, so that none needs a mask."""
-        buckets: dict[tuple[int, int, int], list[tuple[int, np.ndarray]]] = {}
-        for start, path in trie.spans:
+        buckets: dict[tuple[int, int, int], list[tuple[int, int, np.ndarray]]] = {}
+        for begin, path in trie.spans:
+            # a long row costs half without a mask, though its short beginning is computed again
+            spared = not align and len(path) - begin >= max(_LONG, 8 * begin)
+            start = 0 if spared else begin
             first = start if align else start == 0
             key = (first, _grid(len(path) - start), _grid(len(path)))
-            buckets.setdefault(key, []).append((start, path))
+            buckets.setdefault(key, []).append((start, begin, path))
         out: list[AttentionRows] = []
         place = np.empty(len(trie.depth), np.int64)
         base = 0
         for _, members in sorted(buckets.items(), key=lambda item: item[0]):
-            num_queries = max(len(path) - start for start, path in members)
-            num_keys = max(len(path) for _, path in members)
+            num_queries = max(len(path) - start for start, _, path in members)
+            num_keys = max(len(path) for _, _, path in members)
             if align:
                 padded = -(-num_queries // _MULTIPLE) * _MULTIPLE
                 num_queries, num_keys = padded, num_keys + padded - num_queries
             queries = np.empty((len(members), num_queries), np.int64)
             keys = np.empty((len(members), num_keys), np.int64)
-            for r, (start, path) in enumerate(members):
+            for r, (start, begin, path) in enumerate(members):
                 tail = path[start:]
                 queries[r, : len(tail)], queries[r, len(tail) :] = tail, tail[-1]
                 keys[r, : len(path)], keys[r, len(path) :] = path, path[-1]
-                place[tail] = base + r * num_queries + np.arange(len(tail))
+                place[path[begin:]] = base + r * num_queries + np.arange(begin - start, len(tail))
             base += queries.size
-            starts = torch.tensor([start for start, _ in members])
+            starts = torch.tensor([start for start, _, _ in members])
             named = causal_lower_right(num_queries, num_keys) if align else None
             indices = torch.from_numpy(queries), torch.from_numpy(keys)
             out.append(AttentionRows(*indices, starts, not members[0][0], named))

@@ -138,10 +138,10 @@ class SharedPrompts:
 
 def _common(kept: Sequence[int], ids: Sequence[int]) -> int:
     """How many leading tokens are the same, the last of `ids` left out."""
-    for count, (a, b) in enumerate(zip(kept, ids[:-1], strict=False)):
-        if a != b:
-            return count
-    return min(len(kept), len(ids) - 1)
+    most = min(len(kept), len(ids) - 1)
+    if tuple(kept[:most]) == tuple(ids[:most]):  # a later turn, mostly
+        return most
+    return next(n for n in range(most) if kept[n] != ids[n])
 
 
 def _chain(ids: Sequence[int]) -> list[int]:
