@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 
 from trireme import Task
 from trireme.rewards import sandbox
+from trireme.rewards.reward import resolve, score
 
 RIGHT = "def f(a, b):\n return max(a, b)"
 ARGUMENTS = [[1, 2], [4, 3]]
+PASSED = {"accuracy": 1.0, "note/not_run": 0.0}
+NOT_RUN = {"accuracy": 0.0, "note/not_run": 1.0}
 
 
 def answered(program: str) -> Any:
@@ -106,12 +111,12 @@ USUAL = {
 def test_a_program_may_use_what_is_usual(name: str) -> None:
     assert answered(USUAL[name]) == [2, 4]
     scored = sandbox.unit_tests(Task(), USUAL[name], tests=[[[1, 2], 2], [[4, 3], 4]])
-    assert asyncio.run(scored) == {"accuracy": 1.0}
+    assert asyncio.run(scored) == PASSED
 
 
 def test_a_program_that_is_too_long_is_said(caplog: pytest.LogCaptureFixture) -> None:
     program = f"{RIGHT}\n{'#' * sandbox.LONGEST}"
-    assert asyncio.run(sandbox.unit_tests(Task(), program, tests=[])) == {"accuracy": 0.0}
+    assert asyncio.run(sandbox.unit_tests(Task(), program, tests=[])) == NOT_RUN
     assert f"{len(program)} characters is not run" in caplog.text
 
 
@@ -180,9 +185,92 @@ def test_a_hostile_program_gets_nothing(tmp_path: Path, name: str) -> None:
     kept = tmp_path / "kept"
     kept.write_text("mine")
     program = HOSTILE[name].format(path=str(kept))
-    assert answered(f"{program}\n{RIGHT}") is None
+    assert answered(f"{program}\n{RIGHT}") in (None, {"refused": "socket"}, {"refused": "ctypes"})
+    with contextlib.suppress(RuntimeError):  # by the python tool: what was left is no file
+        sandbox.transcript(program)
     assert kept.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_program_that_imports_what_is_not_there_is_counted_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sandbox._say_refused.cache_clear()
+    for number in range(2):
+        program = f"import numpy\n{RIGHT}  # {number}"
+        assert asyncio.run(sandbox.unit_tests(Task(), program, tests=[[[1, 2], 2]])) == NOT_RUN
+    assert caplog.text.count("imports numpy, which the sandbox does not have") == 1
+
+
+def test_a_note_is_a_metric_and_no_part_of_the_reward() -> None:
+    notes: dict[str, float] = {}
+    given = {"tests": [[[1, 2], 2]]}
+    function = resolve("unit_tests", given)
+    assert function is not None
+    parts = asyncio.run(score(Task(), "import numpy", function, notes=notes))
+    assert parts == {"accuracy": 0.0} and notes == {"not_run": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("print(1)\nx = 2\nx + 3", "1\n5"),
+        ("'text'", "'text'"),
+        ("x = 1", "(no output)"),
+        ("None", "(no output)"),
+        ("from math import comb\ncomb(5, 2)", "10"),
+        ("def f(n):\n return n\nf(7)", "7"),
+        ("print('x' * 5000)", f"{'x' * 4000}\n... (1001 more characters)"),
+    ],
+)
+def test_the_python_tool_shows_what_a_terminal_would(code: str, shown: str) -> None:
+    assert sandbox.transcript(code) == shown
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero (line 2)"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+        ("import numpy", "Refused: import numpy (line 1)"),
+        ("while True: pass", "it was stopped: a program has 2 s of processor time"),
+        ("import posix\nposix._exit(0)", "it was stopped"),
+        ("#" * 60_000, "the program has 60000 characters: at most 50000"),
+    ],
+)
+def test_the_python_tool_says_what_went_wrong(code: str, message: str) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        sandbox.transcript(code)
+    assert str(raised.value).startswith(message)
+
+
+def test_behind_bubblewrap_there_are_no_files_no_processes_and_no_network(tmp_path: Path) -> None:
+    if not sandbox.wall():
+        pytest.skip("bubblewrap is not installed, or may make no namespace here")
+    look = (
+        "import json, os, socket\n"
+        f"seen = os.path.exists({str(tmp_path)!r})\n"
+        "numbers = [name for name in os.listdir('/proc') if name.isdigit()]\n"
+        "print(json.dumps([seen, len(numbers) < 4, [n for _, n in socket.if_nameindex()]]))"
+    )
+    words = [*sandbox.wall(), *sandbox.PYTHON, "-c", look]
+    done = subprocess.run(words, env={}, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == [False, True, ["lo"]], done.stderr
+
+
+def test_a_bubblewrap_that_does_not_work_is_said_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'no namespaces here' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sandbox.wall.cache_clear()
+    try:
+        assert sandbox.wall() == ()
+        assert "does not work here, and programs are run without it: no namespaces" in caplog.text
+    finally:
+        sandbox.wall.cache_clear()
 
 
 def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +282,10 @@ def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_unit_tests_all_have_to_pass() -> None:
     tests = [[[1, 2], 2], [[4, 3], 4]]
-    assert asyncio.run(sandbox.unit_tests(Task(), RIGHT, tests=tests)) == {"accuracy": 1.0}
+    assert asyncio.run(sandbox.unit_tests(Task(), RIGHT, tests=tests)) == PASSED
     sometimes = "def f(a, b):\n return b"
-    assert asyncio.run(sandbox.unit_tests(Task(), sometimes, tests=tests)) == {"accuracy": 0.0}
+    failed = {"accuracy": 0.0, "note/not_run": 0.0}
+    assert asyncio.run(sandbox.unit_tests(Task(), sometimes, tests=tests)) == failed
 
 
 @pytest.mark.parametrize(
@@ -209,13 +298,13 @@ def test_unit_tests_all_have_to_pass() -> None:
 )
 def test_the_program_is_the_last_block(answer: str) -> None:
     tests = [[[1, 2], 2]]
-    assert asyncio.run(sandbox.unit_tests(Task(), answer, tests=tests)) == {"accuracy": 1.0}
+    assert asyncio.run(sandbox.unit_tests(Task(), answer, tests=tests)) == PASSED
 
 
 def test_the_function_may_have_another_name() -> None:
     program, tests = RIGHT.replace("f(", "larger("), [[[1, 2], 2]]
     scored = sandbox.unit_tests(Task(), program, tests=tests, function="larger")
-    assert asyncio.run(scored) == {"accuracy": 1.0}
+    assert asyncio.run(scored) == PASSED
 
 
 SCRIPT = "CREATE TABLE people (age, wage); INSERT INTO people VALUES (3, 5), (4, 7), (4, 9);"
@@ -255,16 +344,18 @@ def test_one_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> None:
         tests = [[[1, 2], 2]]
         slow = asyncio.ensure_future(sandbox.unit_tests(Task(), waits, tests=tests))
-        assert await sandbox.unit_tests(Task(), quick, tests=tests) == {"accuracy": 1.0}
+        assert await sandbox.unit_tests(Task(), quick, tests=tests) == PASSED
         assert not slow.done()
         for helper in list(sandbox.helpers().queue):
             assert helper is None or helper._process.poll() is None
-        assert await slow == {"accuracy": 0.0}
+        assert await slow == {"accuracy": 0.0, "note/not_run": 0.0}
 
     asyncio.run(main())
 
 
-def test_a_helper_that_was_killed_is_replaced() -> None:
+def test_a_helper_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "wall", tuple)  # which would be killed in the helper's place
+    sandbox.helpers.cache_clear()
     assert answered(f"# first\n{RIGHT}") == [2, 4]
     free = sandbox.helpers().queue
     [*_, helper] = [one for one in free if one is not None]

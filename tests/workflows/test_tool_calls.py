@@ -66,6 +66,18 @@ def results(experience: Any) -> list[str]:
     return [m["content"] for m in experience.messages if m["role"] == "tool"]
 
 
+def test_a_program_runs_in_the_sandbox_and_every_call_begins_anew() -> None:
+    programs = ["x = 6 * 7\nprint(x)\nx", "x", "open('/etc/passwd').read()"]
+    model = make([*(call("python", code=program) for program in programs), "42"])
+    experience = play(model, tools=["python"])
+    first, second, third = results(experience)
+    assert first == "42\n42"
+    assert second == "Error: NameError: name 'x' is not defined (line 1)"
+    assert third.startswith("Error: Refused: open")
+    infos = experience.info["rollout_infos"]
+    assert infos == {"tool_calls": 3, "tool_errors": 2, "num_turns": 4}
+
+
 def test_a_react_result_is_inserted_in_the_same_turn_and_carries_no_loss() -> None:
     model = make(["Action: calculator\nAction Input: 2+2\n", "Final Answer: 4"])
     experience = play(model)

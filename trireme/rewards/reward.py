@@ -23,6 +23,8 @@ from trireme.task import Task
 from trireme.usercode import Refused, UserCode, refuse_signature
 
 _LARGEST = 3.4e38  # of the float32 in which rewards are compared
+NOTE = "note/"
+"""How the name of a part begins that is a metric and does not count."""
 _NAMED = ("response", "truth", "prompt", "task")
 _GIVEN = ("response_token", "auxiliary_models", "workdir")
 """What is given by name, and is no option."""
@@ -86,8 +88,11 @@ async def score(
     tokens: Sequence[int] = (),
     models: Sequence[Any] = (),
     workdir: str | None = None,
+    notes: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """The parts that `reward` gives an answer. Raises Refused for what is not finite numbers.
+
+    A part `note/NAME` does not count: it goes into `notes`, as NAME.
 
     `tokens` are the ids that were sampled, `models` the auxiliary ones, `workdir` the folder that a
     program had for its rollout.
@@ -98,10 +103,15 @@ async def score(
         scored = await _asked(task, answer, reward, more)
         parts = scored if isinstance(scored, Mapping) else {name: scored}
         whose = f"reward '{name}' gave"
-        return {
+        numbers = {
             str(part): number(value, f"{whose} for '{part}'" if len(parts) > 1 else whose)
             for part, value in parts.items()
         }
+    noted = [part for part in numbers if part.startswith(NOTE)]
+    values = {part.removeprefix(NOTE): numbers.pop(part) for part in noted}
+    if notes is not None:
+        notes.update(values)
+    return numbers
 
 
 def number(value: Any, whose: str, refused: type[Refused] = Refused) -> float:

@@ -1,13 +1,16 @@
-"""Sandbox: scores a program by its unit tests and a query by its rows, in a limited child process.
+"""Sandbox: runs a model's program, scores it by unit tests, or a query by its rows, in a child.
 
 - A helper process, an isolated Python that sees no environment variable, has loaded what programs
   may import. It forks a child for each program, which begins by giving up: new file descriptors (no
   file and no socket can be opened), files of any size, memory beyond 512 MB, and more than 2 s of
   processor time. An audit hook then refuses what Python would ask of the system: processes,
   signals, files, imports. After 10 s, or with more than 1 MB of output, the child is killed.
-- What that does not hold: a hole in the interpreter itself. An audit hook is no wall, and the child
-  is the same user as the run. For programs of a model that may be hostile, run the whole of
-  Trireme in a container or as a user who owns nothing.
+- Where bubblewrap is installed and works, the helper lives behind it: it sees Python and the
+  system's libraries, read-only, and no other file, no process of the run and no network.
+- What that does not hold: a hole in the interpreter itself (with bubblewrap: one in the kernel as
+  well). An audit hook is no wall, and without bubblewrap the child is the same user as the run.
+  For programs of a model that may be hostile, run the whole of Trireme in a container or as a user
+  who owns nothing.
 - The child does not know what is right: it sends results, and they are compared here.
 - Equal programs with equal arguments are run once, unless the first was late; a few different ones
   run side by side.
@@ -22,6 +25,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -37,13 +41,15 @@ LIMITS = {"seconds": 10.0, "cpu": 2, "memory": 512 << 20, "output": 1 << 20}
 LONGEST = 50_000
 """Characters of a program; a longer one is not run, and a warning says so."""
 
+SHOWN = 4000
+"""Characters of a program's output that a tool's result has."""
 _OVERHEAD = 256  # bytes of a key and its place
 
 HELPER = """
-import _imp, _strptime, abc, array, bisect, cmath, collections, collections.abc, contextlib, copy
-import dataclasses, datetime, decimal, enum, fractions, functools, heapq, itertools, json, math
-import numbers, operator, os, posix, queue, random, re, resource, select, signal, sqlite3
-import statistics, string, sys, textwrap, time, types, typing
+import _ast, _imp, _strptime, abc, array, bisect, cmath, collections, collections.abc
+import contextlib, copy, dataclasses, datetime, decimal, enum, fractions, functools, heapq, io
+import itertools, json, math, numbers, operator, os, posix, queue, random, re, resource, select
+import signal, sqlite3, statistics, string, sys, textwrap, time, types, typing
 
 class Refused(PermissionError, ValueError):
     pass  # namedtuple and typing go on after a ValueError where they get no frame
@@ -85,13 +91,30 @@ def give_up(limits):
             return
         if event == "object.__getattr__" and args[1] in readable:
             return
-        raise Refused(event)
+        name = args[0] if event == "import" and kind_of(args[0]) is text else ""
+        raise Refused((event + " " + name).rstrip())
     sys.addaudithook(refuse)
 
 def results(job):
     names = {"__name__": "answer"}
     exec(job["program"], names)
     return [names[job.get("function", "f")](*given) for given in job["arguments"]]
+
+# what a program prints, and the value of its last expression, as a terminal shows it
+def transcript(job):
+    out = sys.stdout = sys.stderr = io.StringIO()
+    error, names = "", {"__name__": "__main__"}
+    try:
+        tree = compile(job["code"], "<code>", "exec", _ast.PyCF_ONLY_AST)
+        last = tree.body.pop() if tree.body and type(tree.body[-1]) is _ast.Expr else None
+        exec(compile(tree, "<code>", "exec"), names)
+        if last is not None:
+            exec(compile(_ast.Interactive(body=[last]), "<code>", "single"), names)
+    except BaseException as raised:
+        trace = raised.__traceback__.tb_next  # the program's outermost line
+        error = type(raised).__name__ + ": " + str(raised)
+        error += " (line " + str(trace.tb_lineno) + ")" if trace else ""
+    return {"output": out.getvalue(), "error": error}
 
 def rows(job):
     readable = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION,
@@ -112,9 +135,14 @@ def answer(job, out):
         os.dup2(source, target)
     os.closerange(3, 256)
     dumps, write, leave = json.dumps, os.write, os._exit
+    kind = results if "program" in job else transcript if "code" in job else rows
     try:
         give_up(job["limits"])
-        write(1, dumps((results if "program" in job else rows)(job)).encode())
+        write(1, dumps(kind(job)).encode())
+    except Refused as error:
+        if not str(error).startswith("import "):
+            leave(1)
+        write(1, dumps({"refused": str(error)[7:87]}).encode())
     except BaseException:
         leave(1)
     leave(0)
@@ -161,12 +189,41 @@ for line in sys.stdin.buffer:
 """
 
 
+PYTHON = (os.path.realpath(sys.executable), "-I", "-S")
+_SEEN = ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix)
+"""What a helper behind bubblewrap sees."""
+
+
+@functools.cache
+def wall() -> tuple[str, ...]:
+    """bubblewrap's words in front of a helper's; none where it is missing or does not work."""
+    path = shutil.which("bwrap")
+    if path is None:
+        return ()
+    # without --die-with-parent, which means the thread: a helper ends when its input does
+    words = [path, "--unshare-all", "--new-session", "--cap-drop", "ALL", "--chdir", "/"]
+    for folder in dict.fromkeys(_SEEN):
+        words += ["--ro-bind-try", folder, folder]
+    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    try:
+        done = subprocess.run(
+            [*words, *PYTHON, "-c", ""], env={}, capture_output=True, text=True, timeout=60
+        )
+        said = done.stderr.strip()[-200:] if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said is None:
+        return tuple(words)
+    _log.warning("%s does not work here, and programs are run without it: %s", path, said)
+    return ()
+
+
 class Helper:
     """A process that forks, one program at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", HELPER],
+            [*wall(), *PYTHON, "-c", HELPER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd="/",
@@ -272,14 +329,18 @@ async def unit_tests(
 ) -> dict[str, float]:
     """1 where the program's function passes all tests: each has arguments and a result.
 
-    The program is the last Markdown block of the answer, or else all of it.
+    The program is the last Markdown block of the answer, or else all of it. The metric `not_run`
+    is 1 where it is too long, or imports what the sandbox does not have.
     """
     program = code_of(answer)
     arguments, wanted = [test[0] for test in tests], [test[1] for test in tests]
     if _too_long(program):
-        return {"accuracy": 0.0}
+        return {"accuracy": 0.0, "note/not_run": 1.0}
     results = await _run(program=program, arguments=arguments, function=function)
-    return {"accuracy": float(results == wanted)}
+    refused = isinstance(results, dict)
+    if refused:
+        _say_refused(str(results.get("refused"))[:80])
+    return {"accuracy": float(results == wanted), "note/not_run": float(refused)}
 
 
 @reward("same_rows")
@@ -301,6 +362,29 @@ async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[st
     return {"accuracy": float(rows == right)}
 
 
+def transcript(code: str) -> str:
+    """What a program prints, and the value of its last expression.
+
+    Raises RuntimeError where it fails, with what it printed before.
+    """
+    if len(code) > LONGEST:
+        raise ValueError(f"the program has {len(code)} characters: at most {LONGEST}")
+    told = run(json.dumps({"code": code}))
+    parts = told if isinstance(told, dict) else {}  # of a child, which may have written anything
+    output, error = parts.get("output"), parts.get("error")
+    if not isinstance(output, str) or not isinstance(error, str):
+        raise RuntimeError(
+            f"it was stopped: a program has {LIMITS['cpu']} s of processor time, "
+            f"{LIMITS['seconds']:g} s in all, {LIMITS['memory'] >> 20} MB of memory, 1 MB of "
+            "output, and no processes"
+        )
+    if len(output) > SHOWN:
+        output = f"{output[:SHOWN]}\n... ({len(output) - SHOWN} more characters)\n"
+    if error:
+        raise RuntimeError(output + error[:SHOWN])
+    return output.rstrip() or "(no output)"
+
+
 def code_of(answer: str) -> str:
     """The last closed Markdown block of a reply, or else all of it."""
     parts = answer.split("```")
@@ -309,6 +393,15 @@ def code_of(answer: str) -> str:
     block = parts[(len(parts) - 1) // 2 * 2 - 1]
     language, _, code = block.partition("\n")
     return code if not language.strip() or language.strip().isalnum() else block
+
+
+@functools.lru_cache(maxsize=256)
+def _say_refused(module: str) -> None:
+    """Once for each module."""
+    _log.warning(
+        "a reply's program imports %s, which the sandbox does not have: it counts 0 (not_run)",
+        module,
+    )
 
 
 def _size(text: str | None) -> int:

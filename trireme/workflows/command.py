@@ -222,8 +222,9 @@ class CommandWorkflow(Workflow):
         total: float | None = None
         if reward is not None:
             models = self.auxiliary_model_wrappers
-            parts = await score(task, answer, reward, (), models, folder)
-            total, compared = sum(parts.values()), parts
+            compared = await score(task, answer, reward, (), models, folder, notes=parts)
+            total = sum(compared.values())
+            parts |= compared
         elif not grouped:
             total, parts = reward_of(answer)
             compared = {"reward": total}

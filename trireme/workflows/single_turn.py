@@ -90,9 +90,8 @@ class SimpleWorkflow(Workflow):
                 continue  # nothing was said, or it is judged with its group
             answer = (self.reply_prefix or "") + (experience.response_text or "")
             sampled = experience.tokens[experience.prompt_length :].tolist()
-            parts = await score(
-                self.task, answer, self.reward_fn, sampled, self.auxiliary_model_wrappers
-            )
+            models, notes = self.auxiliary_model_wrappers, experience.metrics
+            parts = await score(self.task, answer, self.reward_fn, sampled, models, notes=notes)
             experience.reward = sum(parts.values())
             experience.metrics.update(parts)
             experience.info["reward_parts"] = {name: (part, 1.0) for name, part in parts.items()}

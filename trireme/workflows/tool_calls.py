@@ -32,6 +32,7 @@ from trireme.model.tool_calls import (
     read_tool_calls,
 )
 from trireme.registry import MULTI_TURNS, Registry
+from trireme.rewards.sandbox import transcript
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -122,6 +123,19 @@ def calculator(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters: at most {_LONGEST}")
     return str(_value(ast.parse(expression.strip(), mode="eval").body))
+
+
+@TOOLS.register("python")
+def python(code: str) -> str:
+    """Runs a Python program; gives what it prints, and the value of its last expression.
+
+    Each call begins anew: no variable is kept.
+
+    Args:
+        code: The program. It has no files and no network; of modules, the standard library's for
+            computing (math, itertools, collections, json, re, statistics and the like).
+    """
+    return transcript(code)
 
 
 def _value(node: ast.expr) -> int | float:
