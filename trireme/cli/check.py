@@ -57,10 +57,10 @@ def _offline_without_hub(console: Console) -> None:
     try:
         socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
     except OSError as error:
-        from huggingface_hub import constants
+        from huggingface_hub import constants  # its own reading of the variable has been
 
         os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True  # its own reading of the variable has been
+        constants.HF_HUB_OFFLINE = True
         text = f"note: {hub.hostname} cannot be reached ({error}): only this machine is looked at"
         console.print(Text(text, "dim"))
 

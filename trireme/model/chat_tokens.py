@@ -178,15 +178,15 @@ class ChatTokens:
             between = self._after(continuing, messages, tools, generate=True, most=most)
             if between is not None:
                 return Prompt(between, extends=True)
-        text = self._opening(messages) if not tools else self.render(messages, tools)
+        text = self._opening(messages, tools)
         return Prompt(list(self._encode_prompt(text, most)), text=text)
 
-    def _opening(self, messages: Sequence[Message]) -> str:
+    def _opening(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
         """`render` of a conversation, remembered where it holds nothing but text."""
         key = tuple(tuple(message.items()) for message in messages)
-        if all(isinstance(value, str) for message in key for _, value in message):
+        if not tools and all(isinstance(value, str) for message in key for _, value in message):
             return self._render_once(key)
-        return self.render(messages)
+        return self.render(messages, tools)
 
     def tail(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, continuing: Recorded
@@ -228,8 +228,7 @@ class ChatTokens:
     ) -> str | None:
         """What the template writes behind some placeholder turns; None if it rewrites them."""
         old = [_placeholder(kind) for kind in _opened(kinds)]
-        reply = old[-1]["content"]
-        before = self._opening(old[:-1]) if not tools else self.render(old[:-1], tools)
+        before, reply = self._opening(old[:-1], tools), old[-1]["content"]
         whole = self.render([*old, *new], tools, generate=generate)
         if not whole.startswith(before):
             return None

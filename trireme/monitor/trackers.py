@@ -416,8 +416,7 @@ class TensorBoardMonitor:
             )
         writer = self._writers[name]
         # one event for all: the writer's queue holds ten, and whoever fills it waits for its thread
-        Value = self._summary.Value
-        values = [Value(tag=tag, simple_value=float(v)) for tag, v in metrics.items()]
+        values = [self._summary.Value(tag=tag, simple_value=float(v)) for tag, v in metrics.items()]
         assert writer.file_writer is not None, "it is open"
         writer.file_writer.add_summary(self._summary(value=values), step)
         writer.flush()

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Kernel = Literal["sdpa", "varlen", "flex"]
 
 _SMALLEST = 16  # rows below this many queries or keys are not told apart
-_LONG = 512  # queries from which on a row is worth its beginning, where that spares it a mask
+_LONG = 512  # queries of a row that is quicker without a mask, its short beginning computed again
 _MULTIPLE = 128  # queries of aligned rows: a kernel's block
 _AGREEMENT = 0.02  # of a trial to float32, in parts of the largest number: bfloat16 has 0.004
 
@@ -176,9 +176,7 @@ class Rows:
         """`align`: rows of a bucket begin at the same token, so that none needs a mask."""
         buckets: dict[tuple[int, int, int], list[tuple[int, int, np.ndarray]]] = {}
         for begin, path in trie.spans:
-            # a long row costs half without a mask, though its short beginning is computed again
-            spared = not align and len(path) - begin >= max(_LONG, 8 * begin)
-            start = 0 if spared else begin
+            start = begin if align or len(path) - begin < max(_LONG, 8 * begin) else 0
             first = start if align else start == 0
             key = (first, _grid(len(path) - start), _grid(len(path)))
             buckets.setdefault(key, []).append((start, begin, path))

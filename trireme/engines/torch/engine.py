@@ -91,9 +91,7 @@ class TorchEngine:
         self._ends = end_tokens(self.module, tokenizer)
         self._waiting: list[Request] = []
         self._futures: dict[int, asyncio.Future[Completion]] = {}
-        self._requests: dict[int, Request] = {}
-        self._rollouts: dict[tuple[Any, ...], list[Request]] = {}
-        """The same by the first parts of their keys: batch, task and run."""
+        self._rollouts: dict[tuple[Any, ...], list[Request]] = {}  # by batch, task and run
         self._bell: asyncio.Event | None = None
         self._driver: asyncio.Task[None] | None = None
         self._updates = 0
@@ -127,7 +125,6 @@ class TorchEngine:
         futures = [loop.create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             self._futures[id(request)] = future
-            self._requests[id(request)] = request
             self._rollouts.setdefault(request.key[:3], []).append(request)
         self._waiting += requests
         self._start()
@@ -139,7 +136,6 @@ class TorchEngine:
             for request in requests:  # where the call was cancelled
                 if self._futures.pop(id(request), None) is not None:
                     self._drop(request)
-                self._requests.pop(id(request), None)
                 self._rollouts[request.key[:3]].remove(request)
                 if not self._rollouts[request.key[:3]]:
                     del self._rollouts[request.key[:3]]
@@ -180,8 +176,8 @@ class TorchEngine:
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine."""
-        there = self._requests.values() if len(key) < 3 else self._rollouts.get(key[:3], ())
-        aborted = [r for r in there if r.key[: len(key)] == key]
+        several = self._rollouts.values() if len(key) < 3 else [self._rollouts.get(key[:3], [])]
+        aborted = [r for requests in several for r in requests if r.key[: len(key)] == key]
         count = 0
         for request in aborted:
             if request.stop_reason is None:
@@ -267,7 +263,7 @@ class TorchEngine:
 
     def _ready(self) -> bool:
         """Whether an advance may start now."""
-        waiting = (r.key for r in self._requests.values() if r.stop_reason is None)
+        waiting = (k for k, rs in self._rollouts.items() if any(not r.stop_reason for r in rs))
         if self._gate is not None and not self._gate.open(waiting):  # also where none is left
             return False
         return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)
