@@ -213,3 +213,10 @@ def test_gdpo_refuses_before_the_run_what_has_no_parts_or_changes_the_reward(che
     assert "no problems" in checked(operators)
     filtered = "data_processor.experience_pipeline.operators=[{name: reward_std_filter}]"
     assert "no problems" in checked(gdpo, filtered)
+
+
+def test_a_reference_that_follows_is_none_of_an_adapters(checked: Any) -> None:
+    follows = "algorithm.sync_ref_model=true"
+    assert "no problems" in checked(follows)
+    output = checked(follows, "model.lora_configs=[{lora_rank: 4}]")
+    assert "algorithm.sync_ref_model is true, and the mean of two adapters" in output

@@ -74,6 +74,10 @@ class Recipe:
     """The sampler's log-probabilities are the old ones; False: the trainer's own."""
     num_iterations: int = 1
     """Optimizer steps on a batch."""
+    ref_sync_steps: int = 0
+    """Optimizer steps between two moves of the reference towards the policy; 0: it is fixed."""
+    ref_mixup_alpha: float = 0.6
+    """Share of the policy's weights in it then."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     use: str = ""
     """When to take it, in a sentence."""
@@ -347,6 +351,9 @@ def get_recipe(config: Any) -> Recipe:
         "bypass_old_logprobs": getattr(config, "bypass_old_logprobs", True),
         "num_iterations": getattr(config, "num_iterations", 1),
     }
+    if getattr(config, "sync_ref_model", False):
+        chosen["ref_sync_steps"] = getattr(config, "ref_model_sync_steps", 512)
+        chosen["ref_mixup_alpha"] = getattr(config, "ref_model_mixup_alpha", 0.6)
     options = {kind: dict(args) for kind, args in row.options.items()}
     for kind in PARTS:
         chosen_part = getattr(config, kind, None)
@@ -386,6 +393,11 @@ def _check(recipe: Recipe) -> None:
             f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
             "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
             "here"
+        )
+    if recipe.ref_sync_steps and not recipe.needs_reference:
+        raise ValueError(
+            f"algorithm.sync_ref_model is true, and '{recipe.name}' has no reference model: "
+            "expected a kl_loss_fn with a kl_coef above 0, or false"
         )
     if part and part.before is None and part.settings["duplicate_experiences"]:
         raise ValueError(

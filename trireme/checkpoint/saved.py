@@ -82,6 +82,13 @@ def assign(target: Tensor, source: Tensor | SavedTensor) -> None:
         target.copy_(source)
 
 
+def fill_from_file(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Give tensors, or the rows of them that this rank holds, what a safetensors file has."""
+    with safe_open(path, framework="pt") as file:
+        for name, tensor in targets.items():
+            assign(tensor, FileRows(file, name))
+
+
 def like(source: Tensor | SavedTensor, parameter: Tensor) -> Tensor:
     """The whole `source` in memory, or this rank's rows of it, as `parameter` is sharded.
 
@@ -197,3 +204,20 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 def _load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of the generators that training draws from, dropout's for one: the CPU's, and the device's
+    own where it has one.
+    """
+    state = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Back to where `state` was taken; on another kind of device, what it knows of it."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

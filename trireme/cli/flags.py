@@ -32,6 +32,9 @@ KEYS = {
     "seed": "seed",
     "rlhf_type": "algorithm.algorithm_type",
     "num_iterations": "algorithm.num_iterations",
+    "sync_ref_model": "algorithm.sync_ref_model",
+    "ref_model_mixup_alpha": "algorithm.ref_model_mixup_alpha",
+    "ref_model_sync_steps": "algorithm.ref_model_sync_steps",
     "num_generations": "algorithm.repeat_times",
     "generation_batch_size": "buffer.train_batch_size",
     "num_train_epochs": "buffer.total_epochs",
@@ -154,7 +157,6 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
     "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
     "teacher_model": "algorithm.algorithm_type=on_policy_distill with explorer.auxiliary_models",
-    "sync_ref_model": "algorithm.kl_loss_fn=none: the reference model is fixed",
 }
 """No flag here: what to set instead."""
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")

@@ -29,6 +29,9 @@ def check_algorithm(stage: StageConfig) -> None:
         stage.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
     if len(config.model.lora_configs or []) > 1:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
+    if algorithm.sync_ref_model and config.model.lora_configs:
+        text = "is true, and the mean of two adapters (model.lora_configs) is none: expected false"
+        stage.problem("algorithm.sync_ref_model", text)
     last = config.trainer.total_steps
     if late := [step for step in config.trainer.profile.steps if last and step > last]:
         text = f"has {late[0]}: trainer.total_steps is {last}"

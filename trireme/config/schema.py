@@ -91,6 +91,12 @@ class AlgorithmConfig(Section):
     """Entropy bonus; not given: the algorithm's own."""
     entropy_loss_fn_args: dict[str, Any] | None = None
     """Options of the entropy bonus, `entropy_coef` among them."""
+    sync_ref_model: bool = False
+    """Whether the reference model follows the policy (TR-DPO, arXiv:2404.09656); not with LoRA."""
+    ref_model_sync_steps: Count = 512
+    """Optimizer steps after which it does, with `sync_ref_model`."""
+    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = 0.6
+    """Share of the policy's weights in the new reference; the rest is the old one's."""
     loss_agg_mode: (
         Literal[
             "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

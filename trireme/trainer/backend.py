@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, WEIGHTS, rank_file
+from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, REFERENCE, WEIGHTS, rank_file
 from trireme.checkpoint.save import write_pt
-from trireme.checkpoint.saved import read
+from trireme.checkpoint.saved import fill_from_file, random_state, read, set_random_state
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.weight_group import fingerprint
 from trireme.files import write_json
@@ -187,6 +187,7 @@ class Backend:
         self._leader = leader
         self._reference: Root | None = None
         self._has_reference = reference
+        self._reference_moved = False
         if reference and settings.lora is None:  # first, so that one model at a time is whole
             frozen = settings.load(model_path, ranks, frozen=True)
             self._reference = settings.spread(frozen, ranks, model_path).eval()
@@ -270,6 +271,21 @@ class Backend:
         logprobs = self.together(command, lambda: self.logprobs(batch))
         return [[0.0, *row.tolist()] for row in logprobs.split(batch.counts.tolist())]
 
+    @torch.no_grad()
+    def move_reference(self, alpha: float) -> None:
+        """Make the reference `alpha` of the trained weights and 1 - alpha of what it was."""
+        trained = dict(self.module.state_dict())
+        for name, tensor in self._reference_shards().items():
+            tensor.copy_(torch.lerp(tensor.float(), trained[name].float(), alpha))
+        self._reference_moved = True
+
+    def _reference_shards(self) -> dict[str, Tensor]:
+        """This rank's part of the reference's weights, tied ones once; changed where they lie."""
+        assert self._reference is not None, "this backend has no reference of its own"
+        model = self._reference.model
+        state = model.state_dict()
+        return {name: state[name].detach() for name, _ in model.named_parameters()}
+
     def weights(self) -> dict[str, Tensor]:
         """The trained weights as they are now, by Hugging Face names.
 
@@ -347,7 +363,7 @@ class Backend:
         """What a resume needs beside the weights: this rank's part of the optimizer, schedule and
         random state, the LoRA adapter whole. `torch.load(weights_only=True)` reads it.
         """
-        state = self.optimizer.state() | {"rng": _random_state(self.device)}
+        state = self.optimizer.state() | {"rng": random_state(self.device)}
         if self.adapter:
             weights = self.adapter.weights().items()
             state["adapter"] = {name: whole(tensor).cpu() for name, tensor in weights}
@@ -356,7 +372,7 @@ class Backend:
     def load_state(self, state: dict[str, Any]) -> None:
         """Back to where `state` was taken. The weights are those that the backend was made from."""
         self.optimizer.load_state(state)
-        _set_random_state(state["rng"], self.device)
+        set_random_state(state["rng"], self.device)
         if self.adapter:
             self.adapter.load(state["adapter"])
 
@@ -373,6 +389,8 @@ class Backend:
                 self.adapter.save(actor / LORA_ADAPTER, state["adapter"])
 
         team.attempt(write_own)
+        if self._reference_moved:  # else it is in the folder that the run began from
+            team.write_whole(actor / REFERENCE, self._reference_shards())
         if hf or self.ranks is None:  # one process has no other copy; `convert` moves it
             team.write_whole((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
 
@@ -381,6 +399,9 @@ class Backend:
         saved.refuse_other(lora=self.adapter is not None)
         if self.adapter is None:
             saved.fill(dict(self.each_shard()))
+        if (actor / REFERENCE).exists():
+            fill_from_file(actor / REFERENCE, self._reference_shards())
+            self._reference_moved = True
         self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer.inner)})
 
     @torch.no_grad()
@@ -445,23 +466,6 @@ class Backend:
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of the generators that training draws from, dropout's for one: the CPU's, and the device's
-    own where it has one.
-    """
-    state = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Back to where `state` was taken; on another kind of device, what it knows of it."""
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 class AdapterSource:

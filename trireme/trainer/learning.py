@@ -75,6 +75,10 @@ class TrainState:
             self._scores |= {names[n]: row.clone() for n, row in zip(new, scores, strict=True)}
         return torch.cat([self._scores[name] for name in names])
 
+    def forget_scores(self) -> None:
+        """The reference has changed."""
+        self._scores = None if self._scores is None else {}
+
     def save_critic(self, backend: Backend, folder: Path) -> None:
         """Write the value model's files into a folder that all ranks see."""
         assert self.critic is not None, "there is none to save"

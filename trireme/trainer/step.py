@@ -171,6 +171,9 @@ def _optimizer_step(
         backend.forward_backward(batch, loss, entropy=recipe.entropy is not None)
     with backend.phases("time/train/optimizer"):
         metrics = backend.step()
+    if recipe.ref_sync_steps and backend.optimizer.steps % recipe.ref_sync_steps == 0:
+        backend.move_reference(recipe.ref_mixup_alpha)
+        train_state.forget_scores()
     return metrics_of(backend.gather(totals.read())) | metrics
 
 
