@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 
 from tests.e2e.agent import serving, until
 from tests.e2e.job import small_config
@@ -15,6 +19,36 @@ from tests.e2e.test_two_commands import Pair
 from tests.tiny import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def by_previous_ids(client: openai.OpenAI) -> None:
+    """Two responses, of which the second goes on from the first, streamed."""
+    limits: Any = {"model": "any", "max_output_tokens": 6}
+    first = client.responses.create(input="other", **limits)
+    stream = client.responses.create(
+        input="more", previous_response_id=first.id, stream=True, **limits
+    )
+    *_, last = stream
+    assert isinstance(last, ResponseCompletedEvent | ResponseIncompleteEvent)
+    assert last.response.previous_response_id == first.id
+    assert last.response.usage and last.response.usage.input_tokens > 6
+
+
+def refused_and_counted(client: openai.OpenAI, url: str) -> None:
+    """An image is an error of the request; a key that is not known has no effect and is counted."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    message: Any = {"role": "user", "content": [{"type": "text", "text": "hm"}, image]}
+    with pytest.raises(openai.BadRequestError, match="image"):
+        client.chat.completions.create(model="any", messages=[message])
+    url = f"{url}/s/other/v1"
+    client.with_options(base_url=url).chat.completions.create(
+        model="any",
+        messages=[{"role": "user", "content": "hm"}],
+        max_tokens=2,
+        extra_body={"a_key_of_others": 1},
+    )
+    said = httpx.get(f"{url.partition('/s/')[0]}/metrics").text
+    assert re.search(r"trireme_request_keys_ignored_total(?:\{.*\})? [1-9]", said), said
 
 
 @pytest.mark.parametrize("overrides", ENGINES)
@@ -39,12 +73,14 @@ def test_agents_are_served_whatever_generates(tmp_path: Path, overrides: tuple[s
         )
         pieces = [c.choices[0].delta.content for c in stream if c.choices]
         assert len([piece for piece in pieces if piece]) > 15
+        refused_and_counted(client, url)
+        by_previous_ids(client)
         body = {"reward": 1.0, "session_id": "one"}
         assert client.post(f"{url}/feedback", body=body, cast_to=dict)
         sent = client.post(f"{url}/commit", body={}, cast_to=dict)
-        assert sent == {"committed": 1}
+        assert sent == {"committed": 2}  # the stream's conversation, and that of the responses
     finally:
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=100)
     assert "the server has ended: 1 commits" in output and process.returncode == 0, output
-    assert len(pair.rows()) == 1
+    assert len(pair.rows()) == 2
