@@ -259,6 +259,14 @@ def test_a_slow_view_draws_nothing_over_a_newer_one(tab: Any, url: str) -> None:
     assert tab.locator("main .list .item").count() and not tab.locator("main .tiles").count()
 
 
+def test_a_curve_of_few_steps_labels_each_once(tab: Any, url: str) -> None:
+    opened(tab, url, "overview")
+    tab.wait_for_selector(".plot .xtick")
+    for plot in tab.locator(".plot").all():
+        labels = [tick.text_content() for tick in plot.locator(".xtick").all()]
+        assert len(labels) == len(set(labels)), labels
+
+
 def test_charts_that_left_the_page_are_let_go(tab: Any, url: str) -> None:
     tab.add_init_script("""
         globalThis.listening = 0;

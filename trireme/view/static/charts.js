@@ -61,13 +61,15 @@ export async function draw(element, lines, { log = false, time = false, weight =
       hovertemplate: `%{y:${share ? ".1%" : ".4~g"}}<extra>${line.name.replace(/[<>]/g, "")}</extra>`,
     });
   }
+  const steps = lines.flatMap((line) => line.x);
+  const whole = !time && steps.reduce((most, step) => Math.max(most, step), -1) - steps.reduce((least, step) => Math.min(least, step), Infinity) < 6 ? { dtick: 1 } : {}; // of half steps a label would stand twice
   const flat = lines.every((line) => line.y.every((value) => !value));
   const axis = { gridcolor: style("--line"), zeroline: false, color: style("--faint"), tickfont: { size: 11 }, fixedrange: true };
   const layout = {
     margin: { l: 46, r: 8, t: 6, b: 26 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false,
     font: { family: style("--sans"), color: style("--soft") }, hovermode: "x unified", dragmode: "zoom",
     hoverlabel: { bgcolor: style("--surface"), bordercolor: style("--line-strong"), font: { size: 12, color: style("--ink") } },
-    xaxis: { ...axis, fixedrange: false, showgrid: false, type: time ? "date" : "linear", tickformat: time ? "%H:%M" : "d", nticks: 6 },
+    xaxis: { ...axis, fixedrange: false, showgrid: false, type: time ? "date" : "linear", tickformat: time ? "%H:%M" : "d", nticks: 6, ...whole },
     yaxis: { ...axis, type: log ? "log" : "linear", tickformat: share ? ".0%" : log ? ".0e" : ".3~g", nticks: 5, rangemode: zero ? "tozero" : "normal", ...(flat ? { range: [0, 1], autorange: false } : {}) },
   };
   await Plotly.react(element, traces, layout, { displayModeBar: false, responsive: true });
