@@ -82,9 +82,12 @@ BENCH ?=
 bench-peers: setup $(PEERS)/.installed $(VLLM_INSTALLED)
 	$(BIN)/python benchmarks/against_peers.py --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON) $(BENCH)
 
-# all of docs/performance.md again: most of an hour on two quiet cores
+# docs/performance.md again, most of an hour on two quiet cores; a part of it:
+#   make performance PARTS="--parts start_up overlap"
+#   make performance PARTS="--parts against_peers --only demo accuracy --rounds 3"
+PARTS ?=
 performance: setup $(PEERS)/.installed $(VLLM_INSTALLED)
-	$(BIN)/python scripts/performance_page.py --measure --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON)
+	$(BIN)/python scripts/performance_page.py --measure --trl $(CURDIR)/$(PEERS)/bin/python --vllm $(VLLM_PYTHON) $(PARTS)
 
 $(PEERS)/.installed: constraints.txt constraints-peers.txt
 	$(BIN)/python -m venv $(PEERS)

@@ -6,8 +6,10 @@
 Train steps, same model, prompts, lengths, sampling and reward, one optimizer step a batch:
 `demo` (the warmed-up demo, 32 x 8), `long_prompts` (10M parameters, prompts of 400 tokens,
 8 x 64-token replies), `ragged` (the same model, replies of 50 to 400 tokens), `episodes` of 10 and
-30 steps (one sample an episode against one sample a step). Then tokens a second of generation in
-float32 and bfloat16 beside the floor, the matrix products of the same tokens alone.
+30 steps (one sample an episode against one sample a step). Then `accuracy`: 30 steps of the demo on
+three seeds, the same model after the same SFT, the share of right replies as the samplers drew
+them; and tokens a second of generation in float32 and bfloat16 beside the floor, the matrix
+products of the same tokens alone.
 
 Every measurement is a process of its own; peers take turns round by round, and the median of all
 rounds' steps counts. Each peer is first tried with every number of threads (`--threads`), and
@@ -40,6 +42,9 @@ STEP_TARGETS = {
     "demo": 3.0, "long_prompts": 8.0, "ragged": 3.0, "episodes_10": 10.0, "episodes_30": 10.0,
 }  # fmt: skip
 AGAINST_VLLM, SHARE_OF_FLOOR, RAGGED_SHARE, COST_GROWTH = 1.2, 0.6, 0.85, 1.5
+ACCURACY, SEEDS, ACCURACY_STEPS, ACCURACY_GAP = "accuracy", (0, 1, 2), 30, 0.03
+"""The gap was chosen before it was measured: of one trainer, means over three seeds differ by about
+as much."""
 TIMEOUT = 1800.0
 
 
@@ -240,6 +245,32 @@ def steps_table(options: Any) -> Table:
     return table
 
 
+def accuracy_table(options: Any) -> Table:
+    """The share of right replies of each step, by Trireme and by TRL, over the seeds."""
+    if options.only and ACCURACY not in options.only:
+        return {}
+    print(ACCURACY, file=sys.stderr, flush=True)
+    row: dict[str, Measured] = {}
+    peers = [Peer("Trireme", "trireme", sys.executable), Peer("TRL", "trl", options.trl)]
+    threads = max(options.threads)
+    with tempfile.TemporaryDirectory() as name:
+        model, rows = warmed_up(Path(name), 2 if options.quick else None)
+        tasks, steps, group = (2, 2, 2) if options.quick else (32, ACCURACY_STEPS, 8)
+        work = {"model": model, "rows": rows[: tasks * steps], "tasks": tasks, "steps": steps,
+                "group": group, "max_tokens": 60, "max_len": 160, "min_tokens": 0, "episode": 0,
+                "sample_a_step": False}  # fmt: skip
+        for seed in SEEDS[:1] if options.quick else SEEDS:
+            for peer in (peer for peer in peers if peer.python is not None):
+                found = run_peer(peer, work | {"seed": seed}, threads)
+                all_ = row.setdefault(peer.name, Measured(threads))
+                all_.rewards += found["reward"]
+                all_.values.append(statistics.fmean(found["reward"]))
+                all_.peak_mib = max(all_.peak_mib, found["peak_mib"])
+                told = f"  seed {seed}, {peer.name}: {all_.values[-1]:.4f} of the replies right"
+                print(told, file=sys.stderr, flush=True)
+    return {ACCURACY: row}
+
+
 def generation_table(options: Any) -> Table:
     """Tokens a second of every engine, and the floor, in both dtypes and for ragged lengths."""
     table: Table = {}
@@ -278,6 +309,12 @@ def targets_of(table: Table) -> list[Target]:
         each = growth / 3 if growth else None
         name = "a token's cost in episodes of 30 steps / of 10"
         targets.append(Target(name, each, COST_GROWTH, at_most=True))
+    if ACCURACY in table:
+        means = [statistics.fmean(one.values) for one in table[ACCURACY].values()]
+        gap = abs(means[0] - means[1]) if len(means) == 2 else None
+        over = f"over {ACCURACY_STEPS} steps and {len(SEEDS)} seeds"
+        name = f"accuracy {over}: Trireme's and TRL's apart"
+        targets.append(Target(name, gap, ACCURACY_GAP, at_most=True))
     for kind in ("generate_float32", "generate_bfloat16"):
         ours = median(kind, "Trireme")
         if kind in table:
@@ -297,13 +334,13 @@ def shown(table: Table) -> str:
     lines = ["| work | who | threads | median | lowest | highest | Trireme / it | of the floor |",
              "|-|-|-|-|-|-|-|-|"]  # fmt: skip
     for kind, row in table.items():
-        rate = kind.startswith("generate")
+        rate = kind.startswith("generate") or kind == ACCURACY
         floor = row["floor"].median if "floor" in row else None
         for name, one in row.items():
             middle, ours = one.median, row["Trireme"].median
             times = ours / middle if rate else middle / ours
-            unit = "tokens/s" if rate else "s a step"
-            figures = [f"{value:,.0f}" if rate else f"{value:.3g}"
+            unit = "right" if kind == ACCURACY else "tokens/s" if rate else "s a step"
+            figures = [f"{value:,.0f}" if rate and kind != ACCURACY else f"{value:.3g}"
                        for value in (middle, min(one.values), max(one.values))]  # fmt: skip
             share = f"{middle / floor:.0%}" if floor else ""
             lines.append(
@@ -331,7 +368,7 @@ def main() -> int:
     for name in ("trl", "vllm"):
         if not getattr(options, name):
             print(f"{name}: no environment was named (--{name}), so that it is not measured")
-    table = steps_table(options) | generation_table(options)
+    table = steps_table(options) | accuracy_table(options) | generation_table(options)
     print(shown(table))
     if options.json:
         facts = {

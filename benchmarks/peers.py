@@ -103,6 +103,7 @@ def by_trl(work: dict[str, Any]) -> dict[str, Any]:
         adam_beta2=BETAS[1],
         max_grad_norm=1.0,
         shuffle_dataset=False,
+        seed=work["seed"],
         report_to=[],
         logging_strategy="no",
         save_strategy="no",

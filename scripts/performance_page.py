@@ -3,8 +3,9 @@
     python scripts/performance_page.py                                # from docs/performance.json
     python scripts/performance_page.py --measure --trl PYTHON --vllm PYTHON    # `make performance`
 
-`--measure` runs the benchmarks, most of an hour on two quiet cores, and writes the JSON first.
-What people have written of the page, outside the marks, stays.
+`--measure` runs the benchmarks, most of an hour on two quiet cores, and writes the JSON after each.
+With `--parts` or `--only` some of them: what is not measured again keeps its figures, and each row
+says of which commit it is. What people have written of the page, outside the marks, stays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, DATA = ROOT / "docs" / "performance.md", ROOT / "docs" / "performance.json"
 PICTURE = ROOT / "docs" / "images" / "cost_curves.svg"
 BEGIN, END = "<!-- measured: scripts/performance_page.py -->", "<!-- end of what was measured -->"
-PLAIN = ("explorer_overhead", "overlap", "memory")
+PLAIN = ("explorer_overhead", "overlap", "memory", "start_up")
 """Benchmarks whose figures are the lines that they print of their targets."""
 PARTS = ("against_peers", "cost_curves", *PLAIN)
 AXES = {
@@ -41,73 +42,78 @@ AXES = {
 _WIDE, _HIGH, _PAD, _COLUMNS = 260, 190, 46, 3
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the benchmarks; what they say of their targets, and the figures of those with a file.
+def measure(options: argparse.Namespace, found: dict[str, Any], name: str) -> None:
+    """Run one benchmark; what it says of its targets, and its figures, go over those of `found`.
 
-    Raises RuntimeError where one fails for another reason than a missed target.
+    Raises RuntimeError where it fails for another reason than a missed target.
     """
     pythons = (("trl", options.trl), ("vllm", options.vllm))
-    named = [f"--{name}={python}" for name, python in pythons if python]
+    named = [f"--{peer}={python}" for peer, python in pythons if python]
     named += ["--only", *options.only] if options.only else []
     named += ["--rounds", str(options.rounds)]
-    found: dict[str, Any] = {"date": str(date.today()), "cores": os.cpu_count()}
-    found |= {"load": round(os.getloadavg()[1], 1), "rounds": options.rounds}
-    found["python"], found["targets"] = platform.python_version(), {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True)
-    found["commit"] = commit.stdout.decode().strip()
+    stamp = {"commit": commit.stdout.decode().strip(), "date": str(date.today())}
+    stamp["load"] = f"{os.getloadavg()[1]:.1f}"
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.parts:
-            file = Path(folder) / f"{name}.json"
-            more = [] if name in PLAIN else ["--json", str(file)]
-            more += named if name == "against_peers" else []
-            more += ["--quick"] if options.quick else []
-            print(name, file=sys.stderr, flush=True)
-            done = subprocess.run(
-                [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *more],
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            said = [line for line in done.stdout.splitlines() if ": asked at " in line]
-            if done.returncode and not said:
-                raise RuntimeError(f"benchmarks/{name}.py failed with {done.returncode}")
-            found["targets"][name] = said
-            if file.exists():
-                found[name] = json.loads(file.read_text())
-    return found
+        file = Path(folder) / f"{name}.json"
+        more = [] if name in PLAIN else ["--json", str(file)]
+        more += named if name == "against_peers" else []
+        more += ["--quick"] if options.quick else []
+        print(name, file=sys.stderr, flush=True)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *more],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        said = [line for line in done.stdout.splitlines() if ": asked at " in line]
+        if done.returncode and not said:
+            raise RuntimeError(f"benchmarks/{name}.py failed with {done.returncode}")
+        figures = json.loads(file.read_text()) if file.exists() else None
+    found |= {"cores": os.cpu_count(), "python": platform.python_version()}
+    for line in said:
+        target, _, rest = line.partition(": asked ")
+        asked, _, reached = rest.partition(", ")
+        if reached != "NOT MEASURED":
+            reached = reached.removeprefix("reached ")
+            found["targets"][target] = {"asked": asked, "reached": reached, **stamp}
+    if name == "against_peers":
+        for kind, row in (figures or {}).items():
+            found[name][kind] = {"row": row, **stamp}
+    elif figures is not None:
+        found[name] = {"curves": figures, **stamp}
 
 
 def document(found: dict[str, Any]) -> str:
     """The measured part as Markdown."""
     lines = [
-        f"Measured {found['date']} at commit `{found['commit']}`, {found['cores']} cores, "
-        f"Python {found['python']}, {found['rounds']} rounds; the load average before it began was "
-        f"{found['load']:g}.\n"
+        f"Measured on {found['cores']} cores with Python {found['python']}. `measured` is the "
+        "commit, the day, and the load average before the part began.\n",
+        "| work | who | threads | median | Trireme / it | of the floor | measured |",
+        "|-|-|-|-|-|-|-|",
     ]
-    if peers := found.get("against_peers"):
-        lines += [
-            "| work | who | threads | median | Trireme / it | of the floor |",
-            "|-|-|-|-|-|-|",
-        ]
-        for kind, row in peers.items():
-            lines += [_row(kind, name, one, row) for name, one in row.items()]
-        lines.append("")
-    lines += ["| target | asked | reached |", "|-|-|-|"]
-    for said in found["targets"].values():
-        for line in said:
-            name, _, rest = line.partition(": asked ")
-            asked, _, reached = rest.partition(", ")
-            lines.append(f"| {name} | {asked} | {reached.removeprefix('reached ')} |")
-    if found.get("cost_curves"):
-        lines += ["", f"![Seconds a step over six sizes](images/{PICTURE.name})"]
+    for kind, one in found["against_peers"].items():
+        lines += [_row(kind, name, peer, one) for name, peer in one["row"].items()]
+    lines += ["", "| target | asked | reached | measured |", "|-|-|-|-|"]
+    for name, one in found["targets"].items():
+        lines.append(f"| {name} | {one['asked']} | {one['reached']} | {_when(one)} |")
+    if curves := found.get("cost_curves"):
+        when = _when(curves)
+        lines += ["", f"![Seconds a step over six sizes](images/{PICTURE.name})", f"\n{when}"]
     return "\n".join(lines)
 
 
-def _row(kind: str, name: str, one: dict[str, Any], row: dict[str, Any]) -> str:
-    rate, ours = kind.startswith("generate"), row["Trireme"]["median"]
-    middle = one["median"]
+def _when(stamp: dict[str, Any]) -> str:
+    return f"`{stamp['commit']}`, {stamp['date']}, {stamp['load']}"
+
+
+def _row(kind: str, name: str, peer: dict[str, Any], one: dict[str, Any]) -> str:
+    row, middle = one["row"], peer["median"]
+    rate, ours = kind.startswith("generate") or kind == "accuracy", row["Trireme"]["median"]
     times = ours / middle if rate else middle / ours
     shown = f"{middle:,.0f} tokens/s" if rate else f"{middle:.3g} s a step"
+    shown = f"{middle:.1%} right" if kind == "accuracy" else shown
     share = f"{middle / row['floor']['median']:.0%}" if "floor" in row else ""
-    return f"| {kind} | {name} | {one['threads']} | {shown} | {times:.2f} | {share} |"
+    threads = peer["threads"]
+    return f"| {kind} | {name} | {threads} | {shown} | {times:.2f} | {share} | {_when(one)} |"
 
 
 def picture(curves: dict[str, list[tuple[float, float]]]) -> str:
@@ -161,18 +167,28 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of against_peers")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     options = parser.parse_args()
-    found = measure(options) if options.measure else json.loads(DATA.read_text("utf-8"))
-    written = document(found)
+    found = json.loads(DATA.read_text("utf-8"))
     if options.quick:
-        print(written, picture(found["cost_curves"]), sep="\n")
-        return 0
+        found = {"targets": {}, "against_peers": {}}
+    for name in options.parts if options.measure else ():
+        measure(options, found, name)
+        if not options.quick:
+            write(found)
+    if options.quick:
+        print(document(found))
+    else:
+        write(found)
+    return 0
+
+
+def write(found: dict[str, Any]) -> None:
+    """The figures, the page's part of them, and the picture."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     write_text(DATA, json.dumps(found, indent=1) + "\n")
     if found.get("cost_curves"):
-        write_text(PICTURE, picture(found["cost_curves"]))
-    write_text(PAGE, f"{before}{BEGIN}\n\n{written}\n\n{END}{after}")
-    return 0
+        write_text(PICTURE, picture(found["cost_curves"]["curves"]))
+    write_text(PAGE, f"{before}{BEGIN}\n\n{document(found)}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -98,3 +101,21 @@ def test_the_performance_page_shows_what_was_measured(monkeypatch: pytest.Monkey
     )
     lines = [node.get("points") for node in drawn.iter() if node.tag.endswith("polyline")]
     assert lines == ["130.0,95.0 214.0,46.0", "214.0,46.0"]
+
+
+def test_a_part_that_is_measured_again_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = _load(ROOT / "scripts" / "performance_page.py", monkeypatch)
+    found = json.loads(script.DATA.read_text(encoding="utf-8"))
+    before = json.loads(json.dumps(found))
+    said = "lateness: asked at most 0.5, reached 0.2\nvLLM: asked at least 1, NOT MEASURED\n"
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[Any]:
+        out: Any = b"1234567\n" if command[0] == "git" else said
+        return subprocess.CompletedProcess(command, 0, stdout=out)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    options = Namespace(trl=None, vllm=None, only=None, rounds=1, quick=False)
+    script.measure(options, found, "overlap")
+    new = found["targets"].pop("lateness")
+    assert (new["asked"], new["reached"], new["commit"]) == ("at most 0.5", "0.2", "1234567")
+    assert {**found, "cores": 0, "python": ""} == {**before, "cores": 0, "python": ""}
