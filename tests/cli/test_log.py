@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from trireme.cli.log import log, select
+from trireme.cli.main import app
 
 EXPLORER = """\
 2026-01-01 10:00:00,000 INFO trireme.explorer: step 1
@@ -41,6 +43,15 @@ def test_records_are_chosen_by_level_keyword_and_file(job: Path) -> None:
 def test_the_last_records_of_a_job_folder(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert log(job, None, last=1, color=False) == 0
     assert capsys.readouterr().out.startswith("2026-01-01 10:00:02,000 ERROR")
+
+
+def test_the_folder_may_stand_by_itself(job: Path) -> None:
+    ways = [["log", str(job)], ["log", "--log-dir", str(job)]]
+    named, flagged = (CliRunner().invoke(app, words) for words in ways)
+    assert named.exit_code == 0 and "slow" in named.output
+    assert named.output == flagged.output
+    both = CliRunner().invoke(app, ["log", str(job), "--log-dir", str(job)])
+    assert both.exit_code == 2 and "expected one of them" in both.output
 
 
 def test_the_logs_of_a_job_s_stages_are_found(

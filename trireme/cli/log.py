@@ -98,7 +98,7 @@ def _rank(level: str) -> int:
 def _folders(log_dir: Path | None, config: Path | None) -> list[Path]:
     """The log folders of a job (given, or by its YAML), those of its stages included."""
     if (log_dir is None) == (config is None):
-        raise ValueError("trireme log needs either --log-dir or --config")
+        raise ValueError("trireme log needs a job's folder or --config")
     if config is not None:
         from trireme.config import load_config
         from trireme.config.check import job_folder

@@ -354,6 +354,10 @@ def workflows(plugin_dir: PluginDirs = None) -> None:
 
 @app.command()
 def log(
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="The job's folder, as by --log-dir.", show_default=False),
+    ] = None,
     log_dir: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--log-dir", "-d", help="The job's folder, or its log folder."),
@@ -377,8 +381,10 @@ def log(
     """Show the logs of a run's parts in order of time."""
     from trireme.cli.log import log as command
 
+    if folder is not None and log_dir is not None:
+        raise typer.BadParameter(f"{folder} and --log-dir {log_dir}: expected one of them")
     raise typer.Exit(
-        command(log_dir, config, keyword=keyword, level=level, last=last, pattern=pattern,
+        command(folder or log_dir, config, keyword=keyword, level=level, last=last, pattern=pattern,
                 color=not no_color)
     )  # fmt: skip
 
