@@ -95,6 +95,7 @@ IDLE = {
     "load_from_cache_file": "rows are read as they are",
     "split_dataset_ratio": "name rows to evaluate on in --val_dataset",
     "max_resample_times": "with --dynamic_sample the trainer waits until its batch is full",
+    "padding_free": "samples are always laid end to end, without padding",
     "deepspeed": "several ranks share weights by FSDP2: cluster.gpu_per_node",
     "eval_strategy": "--eval_steps says how often",
     "save_strategy": "--save_steps says how often",
@@ -156,6 +157,11 @@ ELSEWHERE = {
     "per_device_train_batch_size": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
     "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
+    "ref_model": "model.model_path: the reference is the model that a stage begins with",
+    "reward_model_plugin": "reward_funcs, with a reward of your own: docs/rewards.md",
+    "resume_from_checkpoint": "nothing: the same command resumes, and --output_dir says which run",
+    "quant_bits": "model.lora_configs over the model as it is: nothing is quantized",
+    "push_to_hub": "nothing: trireme convert writes a folder to upload",
     "teacher_model": "algorithm.algorithm_type=on_policy_distill with explorer.auxiliary_models",
 }
 """No flag here: what to set instead."""
