@@ -64,6 +64,9 @@ def text(experience: Experience, trained: bool | None = None) -> str:
         {"messages": json.dumps(CHAT[:2])},
         {"prompt": "1+1?", "response": "2"},
         {"question": "1+1?", "answer": "2"},
+        {"prompt": "1+1?", "completion": "2"},
+        {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+        {"prompt": CHAT[:1], "completion": "2"},
     ],
 )
 def test_the_reply_and_its_end_are_trained_and_nothing_else(row: dict[str, Any]) -> None:
@@ -73,6 +76,19 @@ def test_the_reply_and_its_end_are_trained_and_nothing_else(row: dict[str, Any])
     assert e.tokens[-1] == make_tokenizer().eos_token_id
     assert e.prompt_length == int((~e.mask).sum())
     assert e.response_text == "2<|im_end|>" and e.version == -1
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "wrong"),
+    [
+        ({"prompt": CHAT[:1], "completion": []}, CHATML, "'completion' must hold a list"),
+        ({"prompt": CHAT[:1], "completion": CHAT[2:3]}, CHATML, "'completion' has no assistant"),
+        ({"prompt": CHAT[:1], "completion": "2"}, None, "needs a chat template.*'prompt' as text"),
+    ],
+)
+def test_a_prompt_and_its_completion_as_messages_are_checked(row, template, wrong) -> None:
+    with pytest.raises(ValueError, match=f"row 0: .*{wrong}"):
+        made(row, template)
 
 
 def test_columns_are_looked_for_in_a_fixed_order() -> None:

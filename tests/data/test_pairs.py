@@ -38,8 +38,18 @@ def _texts(form: DpoFormat) -> tuple[str, ...]:
             "chosen": {"role": "assistant", "content": "So."},
             "rejected": [{"role": "assistant", "content": "No."}],
         },
+        {
+            "chosen": [
+                {"role": "user", "content": "Why?"},
+                {"role": "assistant", "content": "So."},
+            ],
+            "rejected": [
+                {"role": "user", "content": "Why?"},
+                {"role": "assistant", "content": "No."},
+            ],
+        },
     ],
-    ids=["text", "messages", "replies as messages"],
+    ids=["text", "messages", "replies as messages", "whole conversations"],
 )
 def test_a_pair_is_a_prompt_and_two_replies_that_end(row, tmp_path):
     assert _texts(_made(DpoFormat, tmp_path, row)) == (ASKED, "So.<|im_end|>", "No.<|im_end|>")
@@ -93,3 +103,21 @@ def test_text_is_trained_but_for_its_first_token_and_ends(tmp_path):
     assert short is not None and len(short.tokens) == 3 and len(cut) == 2
     with pytest.raises(ValueError, match=r"row 0 .*: column 'text' holds 5: expected text"):
         _made(CptFormat, tmp_path, {"text": 5})
+
+
+@pytest.mark.parametrize(
+    ("asked", "wrong"),
+    [
+        ([{"role": "user", "content": "Who?"}], "differ before their last reply"),
+        ([], "column 'rejected' holds one message, a reply"),
+        (None, "column 'rejected' holds 'No.': expected a conversation"),
+    ],
+)
+def test_conversations_without_a_prompt_of_their_own_must_share_one(asked, wrong, tmp_path):
+    def conversation(messages: list[dict[str, str]], reply: str) -> list[dict[str, str]]:
+        return [*messages, {"role": "assistant", "content": reply}]
+
+    chosen = conversation([{"role": "user", "content": "Why?"}], "So.")
+    rejected = "No." if asked is None else conversation(asked, "No.")
+    with pytest.raises(ValueError, match=f"row 0.*{wrong}"):
+        _made(DpoFormat, tmp_path, {"chosen": chosen, "rejected": rejected})

@@ -79,6 +79,23 @@ def test_a_workflow_and_a_frame(tiny_dir: Path, tmp_path: Path) -> None:
     assert run.plans[0].batch_size == 2
 
 
+def test_several_rewards_with_their_weights(tiny_dir: Path, tmp_path: Path) -> None:
+    def levels(completions: list[str], level: list[int], **columns: Any) -> list[float | None]:
+        return [None if value == 0 else float(value) for value in level]
+
+    def three(task: Task, answer: str) -> float:
+        return 3.0
+
+    rewards = [{"name": levels, "weight": 0.5}, three]
+    steps = {"total_steps": 1, "batch_size": 4}
+    run = start(tiny_dir, tmp_path, reward=rewards, buffer=steps, **{"algorithm.repeat_times": 2})
+    assert {e.reward for e in run.rollouts()} <= {3.0, 3.5, 4.0} and run.rollouts()
+    assert run.metrics["rollout/rewards/three/mean"][-1] == 3.0
+    assert "rollout/rewards/levels/mean" in run.metrics
+    with pytest.raises(trireme.ConfigError, match="expected a name, or a section with a `name`"):
+        start(tiny_dir, tmp_path, reward=[{"weight": 0.5}])
+
+
 def test_columns_of_a_file_are_found_as_those_of_rows(tmp_path: Path) -> None:
     path = tmp_path / "tasks.csv"
     path.write_text("question,solution\n1 + 1?,2\n")

@@ -26,10 +26,17 @@ def test_a_cosine_ends_at_its_floor_and_stays_there():
     assert schedule.lr(10) == schedule.lr(50) == pytest.approx(0.2)
 
 
+def test_a_line_falls_from_the_peak_after_the_warm_up_to_its_floor():
+    settings = optimizer_of(lr=1.0, lr_scheduler_type="linear", lr_warmup_steps=2, min_lr_ratio=0.0)
+    schedule = Schedule(settings, 6)
+    assert [schedule.lr(s) for s in (0, 1, 2, 3, 4, 5, 6, 9)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         optimizer_of(lr_scheduler_type="cosine"),
+        optimizer_of(lr_scheduler_type="linear"),
         optimizer_of(lr_warmup_steps=-1, lr_warmup_steps_ratio=0.1),
     ],
 )

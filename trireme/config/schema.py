@@ -26,11 +26,11 @@ class OptimizerConfig(Section):
     lr_warmup_steps_ratio: Share = 0.0
     """Warm-up as a share of all train steps."""
     min_lr_ratio: Annotated[float | None, Ge(0), Le(1)] = 0.01
-    """Learning rate at the end of a cosine schedule, as a share of `lr`."""
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """Learning rate at the end of a cosine or linear schedule, as a share of `lr`."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Schedule after the warm-up."""
     warmup_style: Annotated[
-        Literal["constant", "cosine"] | None,
+        Literal["constant", "cosine", "linear"] | None,
         Moved(to=".lr_scheduler_type"),
     ] = None
     """Older name of `lr_scheduler_type`."""

@@ -1,8 +1,9 @@
 """Formats: turn a row of a data set into an experience for SFT.
 
 Which columns a row is read from: those that `format` names; else the first of `messages`,
-`message`, `prompt` + `response`, `question` + `answer` that the data set has; a `tokens` column
-holds experiences that were recorded. A row that is too long for the model is cut at
+`message`, `prompt` + `response`, `prompt` + `completion`, `question` + `answer` that the data set
+has; a `tokens` column holds experiences that were recorded. Prompt and response are text or lists
+of messages. A row that is too long for the model is cut at
 `max_model_len`; where no token to be trained is left of it, it is left out. Both are counted.
 """
 
@@ -20,7 +21,7 @@ from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience
 
 _MESSAGES = ("messages", "message")
-_PAIRS = (("prompt", "response"), ("question", "answer"))
+_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
 _RECORDED = (
     *("prompt_length", "action_mask", "mask", "logprobs", "versions", "advantages", "returns"),
     *("reward", "temperature", "prompt_text", "response_text"),
@@ -177,10 +178,7 @@ class SftFormat:
             messages = parsed(row[columns.messages])
         else:
             prompt, response = row[str(columns.prompt)], row[str(columns.response)]
-            messages = [
-                {"role": "user", "content": prompt},
-                {"role": "assistant", "content": response},
-            ]
+            messages = [*_as_messages("user", prompt), *_as_messages("assistant", response)]
         system = self._system(row)
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -202,12 +200,15 @@ class SftFormat:
             check_tools(tools, row.get(tools))
             self._check_template("prompt and response columns")
         else:
-            for column in (str(columns.prompt), str(columns.response)):
-                if not isinstance(row.get(column), str):
-                    raise ValueError(
-                        f"column '{column}' holds {row.get(column)!r:.60}: expected text"
-                    )
-            if not row[str(columns.response)].strip():
+            for column, replies in ((str(columns.prompt), False), (str(columns.response), True)):
+                value = row.get(column)
+                if isinstance(value, list):
+                    check_messages(column, value, replies=replies)
+                    self._check_template(f"'{column}' as text")
+                elif not isinstance(value, str):
+                    raise ValueError(f"column '{column}' holds {value!r:.60}: expected text")
+            response = row[str(columns.response)]
+            if isinstance(response, str) and not response.strip():
                 raise ValueError(f"column '{columns.response}' is empty: expected a reply")
 
     def _check_template(self, instead: str) -> None:
@@ -259,6 +260,11 @@ def _parsed_of(column: str, value: Any) -> Any:
         return parsed(value)
     except ValueError as error:
         raise ValueError(f"column '{column}' holds text that is no JSON: {error}") from error
+
+
+def _as_messages(role: str, value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Text as one message of that role; messages as they are."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:

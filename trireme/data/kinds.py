@@ -2,6 +2,8 @@
 
 Pairs: the columns that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
 prompt. A prompt is text or a list of messages; so is a reply (a list's, or one message's, content).
+Where there is no prompt, `chosen` and `rejected` are whole conversations that differ in their last
+reply alone.
 
 Text: the column `format.prompt_key`, else `text`, else `prompt`. Texts are laid end to end, an end
 of sequence behind each, and cut into pieces of `max_model_len`: a piece may hold several texts, and
@@ -34,6 +36,8 @@ class DpoFormat(SftFormat):
         messages = format_args.get("messages_key", "message")
         prompt = format_args.get("prompt_key", "prompt")
         if messages == "message" and prompt == "prompt" and "prompt" not in rows.columns:
+            if "messages" not in rows.columns:
+                return Columns(replies=(chosen, rejected))
             messages = "messages"
         if messages != "message":
             rows.require(messages, "format.messages_key")
@@ -68,12 +72,40 @@ class DpoFormat(SftFormat):
         )
 
     @property
-    def _prompt(self) -> str:
-        return str(self._columns.messages or self._columns.prompt)
+    def _prompt(self) -> str | None:
+        """The prompt's column; None where it is what both conversations begin with."""
+        return self._columns.messages or self._columns.prompt
+
+    def _prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """The prompt. Raises ValueError, naming the column, where two conversations have none."""
+        if self._prompt is not None:
+            return row.get(self._prompt)
+        chosen, rejected = (self._conversation(row, column) for column in self._columns.replies)
+        if chosen[:-1] != rejected[:-1]:
+            raise ValueError(
+                "the conversations in columns '{}' and '{}' differ before their last reply: "
+                "expected the same prompt in both".format(*self._columns.replies)
+            )
+        return chosen[:-1]
+
+    def _conversation(self, row: Mapping[str, Any], column: str) -> list[Any]:
+        messages = _messages(row.get(column))
+        if messages is None:
+            raise ValueError(
+                f"column '{column}' holds {row.get(column)!r:.60}: expected a conversation, since "
+                "there is no column prompt or messages"
+            )
+        check_messages(column, messages)
+        if len(messages) < 2:
+            raise ValueError(
+                f"column '{column}' holds one message, a reply, and there is no column prompt or "
+                "messages: expected the prompt's messages before it"
+            )
+        return messages
 
     def _with_reply(self, row: Mapping[str, Any], column: str) -> Rendered:
         """The prompt with the reply of this column behind it."""
-        prompt, reply = row[self._prompt], _text(row[column])
+        prompt, reply = self._prompt_of(row), _text(row[column])
         messages = _messages(prompt)
         if messages is None:
             return self._render(
@@ -84,12 +116,12 @@ class DpoFormat(SftFormat):
 
     def _check(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError, naming the column, where a row is not what its columns promise."""
-        prompt = row.get(self._prompt)
+        prompt, name = self._prompt_of(row), self._prompt or self._columns.replies[0]
         if _messages(prompt) is not None:
-            check_messages(self._prompt, prompt, replies=False)
+            check_messages(name, prompt, replies=False)
             self._check_template("the prompt as text")
         elif not isinstance(prompt, str):
-            raise ValueError(f"column '{self._prompt}' holds {prompt!r:.60}: expected text")
+            raise ValueError(f"column '{name}' holds {prompt!r:.60}: expected text")
         for column in self._columns.replies:
             if not _text(row.get(column)):
                 raise ValueError(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ PROMPTS = ("prompt", "question", "problem", "messages")
 TRUTHS = ("response", "answer", "solution", "truth")
 """The columns that are looked for where no `format` names them, the first that is there."""
 Tasks = str | Path | Iterable[Any]
+RewardSpec = str | Callable[..., Any] | Mapping[str, Any]
+"""A reward: its name, the function, or a mapping of either as `name`, `weight` and options."""
+Reward = RewardSpec | Sequence[RewardSpec]
 
 
 @dataclass
@@ -88,7 +91,7 @@ def train(
     *,
     model: str | Path,
     tasks: Tasks,
-    reward: str | Callable[..., Any] | None = None,
+    reward: Reward | None = None,
     workflow: str | Callable[..., Any] | None = None,
     algorithm: str = "grpo",
     eval_tasks: Tasks | None = None,
@@ -98,7 +101,8 @@ def train(
 
     `model` is a folder or a hub id. `tasks` (and `eval_tasks`) are the path of a data set, rows as
     dictionaries, prompts as text, a `datasets.Dataset` or a pandas frame. `reward` and `workflow`
-    are functions or names. `overrides` are the YAML's keys: a section as a dictionary
+    are functions or names; several rewards are a list, each of them also a mapping with its weight
+    (`{"name": right, "weight": 0.5}`). `overrides` are the YAML's keys: a section as a dictionary
     (`trainer={"total_steps": 20}`), or a whole key (`**{"trainer.total_steps": 20}`).
 
     Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run goes on where
@@ -110,7 +114,7 @@ def train(
     plans = checked(
         config_from(model, tasks, reward, workflow, algorithm, eval_tasks, overrides)
     ).plans
-    if plans[-1].launcher == "ray" and any(callable(part) for part in (reward, workflow)):
+    if plans[-1].launcher == "ray" and (_has_function(reward) or callable(workflow)):
         raise ValueError(
             "Ray's processes cannot see a function of this one: put it into a file, and name it as "
             "my_file:name"
@@ -123,7 +127,7 @@ def train(
 def config_from(
     model: str | Path,
     tasks: Tasks,
-    reward: str | Callable[..., Any] | None,
+    reward: Reward | None,
     workflow: str | Callable[..., Any] | None,
     algorithm: str,
     eval_tasks: Tasks | None,
@@ -154,7 +158,7 @@ def config_from(
     if eval_tasks is not None or not from_data:
         inputs["default_workflow_type"] = _named(WORKFLOWS, workflow) or "simple_workflow"
         if reward is not None:
-            inputs["default_reward_fn_type"] = _named(REWARDS, reward)
+            inputs["default_reward_fn_type"] = _rewards(reward)
         if eval_tasks is not None:
             held_out, first, _ = _data_set(eval_tasks, root, "eval_tasks")
             greedy = {"temperature": 0.0}
@@ -232,6 +236,25 @@ def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | 
         name = f"{plain_name}_{number}"
     registry.register_module(name, thing)
     return name
+
+
+def _rewards(reward: Reward) -> Any:
+    """The reward as a YAML says it: a name, or a list of names and sections."""
+    if isinstance(reward, list | tuple):
+        return [_reward(one) for one in reward]
+    return [_reward(reward)] if isinstance(reward, Mapping) else _reward(reward)
+
+
+def _reward(one: Any) -> Any:
+    if not isinstance(one, Mapping):
+        return _named(REWARDS, one)
+    return {**one, "name": _named(REWARDS, one["name"])} if "name" in one else one
+
+
+def _has_function(reward: Reward | None) -> bool:
+    """Whether a reward, or one of several, is a function of this process."""
+    several = reward if isinstance(reward, list | tuple) else [reward]
+    return any(callable(r.get("name") if isinstance(r, Mapping) else r) for r in several)
 
 
 def _in_thread(plans: list[Plan]) -> Summary:

@@ -27,7 +27,7 @@ from trireme.experience import Experience
 from trireme.launch.check import checked
 from trireme.launch.data import Text, make_training_taskset
 from trireme.launch.rollout import open_scheduler
-from trireme.launch.train import config_from
+from trireme.launch.train import Reward, config_from
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
 
@@ -58,7 +58,7 @@ def try_workflow(
     task: Mapping[str, Any] | str,
     *,
     model: str | Path,
-    reward: str | Callable[..., Any] | None = None,
+    reward: Reward | None = None,
     replies: Replies | None = None,
     rollouts: int = 1,
     show: bool = True,

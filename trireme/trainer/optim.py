@@ -33,14 +33,14 @@ def make_optimizer(
 
 
 class Schedule:
-    """Learning rate by train step: linear warm-up, then constant, or half a cosine down."""
+    """Learning rate by train step: linear warm-up, then constant, half a cosine or a line down."""
 
     def __init__(self, settings: OptimizerConfig, total_steps: int | None) -> None:
-        """`total_steps` is needed for a warm-up that is a share of it, and for a cosine."""
+        """`total_steps` is needed for a warm-up that is a share of it, and for a way down."""
         self.kind = settings.warmup_style or settings.lr_scheduler_type
         by_share = settings.lr_warmup_steps < 0 and settings.lr_warmup_steps_ratio > 0
-        if total_steps is None and (by_share or self.kind == "cosine"):
-            key = "lr_warmup_steps_ratio" if by_share else "lr_scheduler_type: cosine"
+        if total_steps is None and (by_share or self.kind != "constant"):
+            key = "lr_warmup_steps_ratio" if by_share else f"lr_scheduler_type: {self.kind}"
             raise ValueError(
                 f"algorithm.optimizer.{key} needs the number of train steps: set "
                 "trainer.total_steps"
@@ -59,7 +59,8 @@ class Schedule:
         if self.kind == "constant":
             return self.peak
         done = min((step - self.warmup) / max(self.total - self.warmup, 1), 1.0)
-        return self.peak * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+        left = 1 - done if self.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.peak * (self.floor + (1 - self.floor) * left)
 
 
 class ScheduledOptimizer:
