@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 258,
-    "trireme lines": 53_508,
+    "trireme lines": 53_520,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
