@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 258,
-    "trireme lines": 53_520,
+    "trireme files": 259,
+    "trireme lines": 53_883,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,

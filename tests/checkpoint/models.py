@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 
-from trireme.checkpoint.layout import WEIGHTS, rank_file
-from trireme.checkpoint.save import write_pt, write_weights
+from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
+from trireme.checkpoint.save import Saving, write_pt, write_weights
+
+
+def save_checkpoint(
+    folder: JobFolder,
+    step: int,
+    *,
+    save: Callable[[Path], None],
+    run_state: Mapping[str, Any],
+    model_dir: str | Path,
+    keep: int | None = None,
+    save_critic: Callable[[Path], None] | None = None,
+) -> Path:
+    """A whole checkpoint; `save(actor)` and `save_critic(critic)` write the models' own files."""
+    saving = Saving(folder, step, run_state=run_state, model_dir=model_dir, keep=keep)
+    with saving.abandoned_on_error():
+        save(saving.actor)
+        if save_critic is not None:
+            save_critic(saving.critic)
+    return saving.finish()
 
 
 def random_model(folder: Path, arch: str, *, tie: bool, vocab: int = 100) -> Path:

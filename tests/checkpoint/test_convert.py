@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.checkpoint.models import save_whole
+from tests.checkpoint.models import save_checkpoint, save_whole
 from tests.tiny import make_model
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.save import save_checkpoint
 from trireme.cli.convert import convert as convert_all
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.models import save_whole
+from tests.checkpoint.models import save_checkpoint, save_whole
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
-from trireme.checkpoint.save import save_checkpoint, save_weights
+from trireme.checkpoint.save import save_weights
 from trireme.checkpoint.saved import read
 
 STATE = {

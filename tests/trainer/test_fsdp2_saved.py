@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.checkpoint.models import save_checkpoint
 from tests.tiny import make_model
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
@@ -20,7 +21,6 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import load_checkpoint
-from trireme.checkpoint.save import save_checkpoint
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
 from trireme.trainer.ranks import Ranks, RankSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from trireme.buffer.queue import QueueBuffer
 from trireme.engines.device import Device
 from trireme.experience import EID, Experience
+from trireme.files import CannotWrite
 from trireme.registry import ALGORITHMS
 from trireme.trainer.measure import Arithmetic, Phases, Profile
 from trireme.trainer.trainer import Trainer
@@ -88,14 +90,30 @@ class Folder:
     def __init__(self, events: list[str], buffer: Buffer) -> None:
         self.events = events
         self.buffer = buffer
+        self.disk = threading.Event()
+        """Set where the disk has taken everything."""
+        self.disk.set()
+        self.full = False
 
     async def snapshot(self) -> dict[str, Any]:
         return {"left": len(self.buffer)}
 
-    def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+    def begin_save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+        self.last = last
         self.events.append(
             f"save {step}, {run_state['left']} left" + (", the last" if last else "")
         )
+
+    def await_save(self) -> None:
+        if not self.last:
+            assert self.disk.wait(10)
+
+    def end_save(self) -> None:
+        if self.full:
+            raise CannotWrite("cannot write /job/global_step_1: No space left on device")
+
+    def seal_save(self) -> None:
+        self.events.append("sealed")
 
 
 class Sync:
@@ -183,7 +201,7 @@ def test_a_run_that_made_no_step_has_failed_after_its_checkpoint() -> None:
         made.trainer.device.close()
         return made.events
 
-    events = ["save 0, 0 left, the last", "commit", "stopped 0"]
+    events = ["save 0, 0 left, the last", "sealed", "commit", "stopped 0"]
     assert asyncio.run(main()) == events
 
 
@@ -201,11 +219,56 @@ def test_it_saves_every_interval_and_once_at_the_end(total: int, expected: list[
 def test_what_was_taken_is_committed_after_each_save_and_not_before() -> None:
     events = trained(6, total_steps=3, save_interval=1).events
     order = [event.split(",")[0] for event in events]
-    assert order == [
-        "trained 1", "save 1", "commit",
-        "trained 2", "save 2", "commit",
-        "trained 3", "save 3", "commit", "stopped 3",
+    assert [e for e in order if e.startswith("trained")] == ["trained 1", "trained 2", "trained 3"]
+    assert [e for e in order if not e.startswith("trained")] == [
+        "save 1", "sealed", "commit",
+        "save 2", "sealed", "commit",
+        "save 3", "sealed", "commit", "stopped 3",
     ]  # fmt: skip
+    assert order.index("trained 2") < order.index("save 2")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written() -> None:
+    async def main() -> list[str]:
+        made = await make(8, total_steps=4, save_interval=2)
+        folder = made.trainer.checkpointer
+        folder.disk.clear()
+        running = asyncio.create_task(made.trainer.train())
+        while "trained 3" not in made.events:
+            await asyncio.sleep(0.01)
+        assert "sealed" not in made.events and "commit" not in made.events
+        folder.disk.set()
+        await running
+        made.trainer.device.close()
+        return made.events
+
+    events = asyncio.run(main())
+    assert events.index("trained 3") < events.index("sealed") < events.index("commit")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_sentence() -> None:
+    async def main() -> SimpleNamespace:
+        made = await make(40, save_interval=1)
+        made.trainer.checkpointer.full = True
+        with pytest.raises(CannotWrite, match="global_step_1: No space left on device"):
+            await made.trainer.train()
+        made.trainer.device.close()
+        return made
+
+    made = asyncio.run(main())
+    assert "commit" not in made.events and "sealed" not in made.events
+    assert made.trainer.step <= 2
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_where_a_later_step_fails() -> None:
+    async def main() -> list[str]:
+        made = await make(6, fails_at=2, save_interval=1)
+        with pytest.raises(ArithmeticError, match="overflows"):
+            await made.trainer.train()
+        made.trainer.device.close()
+        return made.events
+
+    assert asyncio.run(main()) == ["trained 1", "save 1, 4 left", "sealed"]
 
 
 def test_an_error_of_a_step_is_not_caught_and_nothing_is_saved_or_committed() -> None:
@@ -240,7 +303,11 @@ def test_a_step_reports_its_metrics_with_the_synchronizers() -> None:
 
 
 def test_without_a_synchronizer_it_trains_alone() -> None:
-    assert trained(4, sync=None).events == ["save 2, 0 left, the last", "commit"]
+    assert trained(4, sync=None).events == [
+        "save 2, 0 left, the last",
+        "sealed",
+        "commit",
+    ]
 
 
 def test_the_steps_that_are_asked_for_leave_a_trace_and_say_where(tmp_path: Path) -> None:

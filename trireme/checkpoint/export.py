@@ -69,6 +69,64 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tenso
 
     Sorted names give the bytes of `write_weights`.
     """
+    with naming(path), path.open("wb") as file:
+        file.write(_header(specs))
+        for spec, tensor in zip(specs.values(), tensors, strict=True):
+            file.write(_bytes_of(tensor, spec.dtype))
+
+
+class SharedFiles:
+    """A model's safetensors files, of which several processes write rows at the same time.
+
+    One process calls `create`, then all `write`, and when all have, one calls `finish`.
+    """
+
+    def __init__(
+        self, folder: Path, specs: Mapping[str, Spec], shard_bytes: float = math.inf
+    ) -> None:
+        """Alike in all processes, with `specs` in the order of the files."""
+        shards = _shards(dict(specs), shard_bytes)
+        self._folder = folder
+        self._shards = dict(zip(_file_names(len(shards)), shards, strict=True))
+
+    def create(self) -> None:
+        """Files of their full size, with headers. Raises OSError naming the path."""
+        for name, shard in self._shards.items():
+            path = self._folder / name
+            with naming(path), path.open("wb") as file:
+                file.write(_header(shard))
+                file.truncate(file.tell() + sum(map(_size, shard.values())))
+
+    def write(self, parts: Iterable[tuple[str, int, Tensor]]) -> None:
+        """Some rows of some tensors: a tensor's name, the first of the rows, and the rows."""
+        places: dict[str, tuple[Path, int, Spec]] = {}
+        for name, shard in self._shards.items():
+            at = len(_header(shard))
+            for tensor, spec in shard.items():
+                places[tensor] = self._folder / name, at, spec
+                at += _size(spec)
+        for tensor, first, rows in parts:
+            path, at, spec = places[tensor]
+            row = _size(spec) // max(spec.shape[0], 1) if spec.shape else 0
+            with naming(path), path.open("r+b") as file:
+                file.seek(at + first * row)
+                file.write(_bytes_of(rows, spec.dtype))
+
+    def finish(self) -> None:
+        """The list of the files, where there are several."""
+        if len(self._shards) > 1:
+            write_index(self._folder, self._shards)
+
+
+def write_index(folder: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
+    """Which tensor lies in which file."""
+    total = sum(_size(spec) for shard in shards.values() for spec in shard.values())
+    places = {name: file for file, shard in shards.items() for name in shard}
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _header(specs: Mapping[str, Spec]) -> bytes:
+    """What a safetensors file begins with."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in specs.items():
@@ -80,11 +138,12 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], tensors: Iterable[Tenso
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
-    with naming(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for spec, tensor in zip(specs.values(), tensors, strict=True):
-            flat = tensor.detach().to("cpu", spec.dtype).reshape(-1).view(torch.uint8)
-            file.write(flat.numpy().data)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> memoryview:
+    flat = tensor.detach().to("cpu", dtype).reshape(-1).view(torch.uint8)
+    return flat.numpy().data
 
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -140,8 +199,7 @@ def write_model(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if len(shards) > 1:
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        write_json(hf / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        write_index(hf, dict(zip(files, shards, strict=True)))
 
 
 def _as_written(spec: Spec, dtype: torch.dtype | None) -> Spec:
@@ -152,7 +210,7 @@ def _size(spec: Spec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def _shards(specs: dict[str, Spec], most: int) -> list[dict[str, Spec]]:
+def _shards(specs: dict[str, Spec], most: float) -> list[dict[str, Spec]]:
     """Tensors by file, in their order."""
     shards: list[dict[str, Spec]] = [{}]
     filled = 0

@@ -139,9 +139,12 @@ class JobFolder:
         return self.actor_dir(step) / "huggingface"
 
     def weights_dir(self, step: int) -> Path:
-        """The folder with the step's safetensors: `huggingface` if they are there, else `actor`."""
-        hf = self.hf_dir(step)
-        return hf if any(hf.glob("*.safetensors")) else self.actor_dir(step)
+        """The folder with the step's safetensors: `actor` with those that are as trained, else
+        `huggingface`, whose dtype may be another; `actor` where there are none.
+        """
+        actor, hf = self.actor_dir(step), self.hf_dir(step)
+        exact = (actor / WEIGHTS).exists() and not (actor / REFERENCE).exists()
+        return hf if not exact and any(hf.glob("*.safetensors")) else actor
 
     def steps(self) -> list[int]:
         """Steps that have a folder, full or not, in order."""

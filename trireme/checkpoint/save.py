@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,44 +41,68 @@ KEPT_WEIGHTS = 2
 """Folders with weights alone that stay: an explorer may still read the one before the newest."""
 
 
+_RENAMING = threading.Lock()
+"""Weights may be published while an older checkpoint gets its name behind the training."""
+
 _MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab")
 
 
-def save_checkpoint(
-    folder: JobFolder,
-    step: int,
-    *,
-    save: Callable[[Path], None],
-    run_state: Mapping[str, Any],
-    model_dir: str | Path,
-    keep: int | None = None,
-    save_critic: Callable[[Path], None] | None = None,
-) -> Path:
-    """A checkpoint to go on from; returns its folder.
+class Saving:
+    """A checkpoint to go on from, while it is written: others see it when `finish` has ended.
 
-    `save(actor)` writes the trainer's own files into that folder, in which `huggingface/` is there
-    already. `run_state` is where explorer, taskset and buffer stand: JSON values, and bytes, which
-    get files of their own. `keep` is how many checkpoints stay; `save_critic(critic)` writes the
-    value model's files, where there is one. Raises OSError naming the path that cannot be written.
+    Its maker writes the trainer's own files into `actor`, in which `huggingface/` is there already,
+    and the value model's into `critic`.
     """
-    target = folder.step_dir(step).absolute()
-    with whole_folder(target) as temporary:
-        (temporary / ".full_checkpoint").touch()
-        actor, hf_dir = temporary / "actor", temporary / "actor" / "huggingface"
-        hf_dir.mkdir(parents=True)
-        copy_model_files(model_dir, hf_dir)
-        save(actor)
-        if save_critic is not None:
-            (temporary / "critic").mkdir()
-            save_critic(temporary / "critic")
-        write_manifest(temporary, step, run_state)
-        if target.is_dir() and not folder.is_full(step):
-            _keep_side_files(target, temporary)
-    _move_pointers(folder, step, run_state)
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    logger.info("saved %s, %.1f MB", target, size / 1e6)
-    _drop_old(folder, step, keep)
-    return target
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        step: int,
+        *,
+        run_state: Mapping[str, Any],
+        model_dir: str | Path,
+        keep: int | None = None,
+    ) -> None:
+        """`run_state` is where explorer, taskset and buffer stand: JSON values, and bytes, which
+        get files of their own. `keep` is how many checkpoints stay. Raises OSError naming the path
+        that cannot be written.
+        """
+        self._folder, self._step, self._keep = folder, step, keep
+        self._run_state, self._published = run_state, _published(folder)
+        self._target = folder.step_dir(step).absolute()
+        self._held = ExitStack()
+        self._temporary = self._held.enter_context(whole_folder(self._target))
+        self.actor, self.critic = self._temporary / "actor", self._temporary / "critic"
+        with self.abandoned_on_error():
+            (self._temporary / ".full_checkpoint").touch()
+            (self.actor / "huggingface").mkdir(parents=True)
+            self.critic.mkdir()
+            copy_model_files(model_dir, self.actor / "huggingface")
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """What was written goes where an error comes of what happens inside."""
+        with ExitStack() as held:
+            held.push(self._held.pop_all())
+            yield
+            self._held = held.pop_all()
+
+    def finish(self) -> Path:
+        """Everything is written: the folder gets its name, which is returned."""
+        folder, step, target = self._folder, self._step, self._target
+        with ExitStack() as lock:
+            with self._held:
+                if not any(self.critic.iterdir()):
+                    self.critic.rmdir()
+                write_manifest(self._temporary, step, self._run_state)
+                lock.enter_context(_RENAMING)
+                if target.is_dir() and not folder.is_full(step):
+                    _keep_side_files(target, self._temporary)
+            _move_pointers(folder, step, self._run_state, self._published)
+            _drop_old(folder, step, self._keep)
+        size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        logger.info("saved %s, %.1f MB", target, size / 1e6)
+        return target
 
 
 def save_weights(
@@ -91,19 +117,20 @@ def save_weights(
     `extra_files` lie beside `actor/`. Raises OSError naming the path that cannot be written.
     """
     target = folder.step_dir(step)
-    if folder.is_full(step):
-        for name, data in (extra_files or {}).items():
-            write_bytes(target / name, data)
-    else:
-        with whole_folder(target) as temporary:
-            (temporary / "actor").mkdir()
-            write_weights(temporary / "actor" / WEIGHTS, weights)
+    with _RENAMING:
+        if folder.is_full(step):
             for name, data in (extra_files or {}).items():
-                (temporary / name).write_bytes(data)
-    write_text(folder.latest_weights, str(step))
-    light = [s for s in folder.steps() if s <= step and not folder.is_full(s)]
-    for old in light[:-KEPT_WEIGHTS]:
-        remove_folder(folder.step_dir(old))
+                write_bytes(target / name, data)
+        else:
+            with whole_folder(target) as temporary:
+                (temporary / "actor").mkdir()
+                write_weights(temporary / "actor" / WEIGHTS, weights)
+                for name, data in (extra_files or {}).items():
+                    (temporary / name).write_bytes(data)
+        write_text(folder.latest_weights, str(step))
+        light = [s for s in folder.steps() if s <= step and not folder.is_full(s)]
+        for old in light[:-KEPT_WEIGHTS]:
+            remove_folder(folder.step_dir(old))
     return target
 
 
@@ -157,7 +184,9 @@ def _keep_side_files(old: Path, new: Path) -> None:
             shutil.copyfile(path, new / path.name)
 
 
-def _move_pointers(folder: JobFolder, step: int, run_state: Mapping[str, Any]) -> None:
+def _move_pointers(
+    folder: JobFolder, step: int, run_state: Mapping[str, Any], published: str
+) -> None:
     explorer = run_state.get("explorer")
     if isinstance(explorer, Mapping) and "step" in explorer:
         states = [explorer["taskset"]] if "taskset" in explorer else []
@@ -165,7 +194,12 @@ def _move_pointers(folder: JobFolder, step: int, run_state: Mapping[str, Any]) -
         write_json(folder.explorer_meta, meta)
     write_json(folder.trainer_meta, {"latest_iteration": step})
     write_text(folder.latest_checkpoint, str(step))
-    write_text(folder.latest_weights, str(step))
+    if published == _published(folder):  # else newer weights are out meanwhile
+        write_text(folder.latest_weights, str(step))
+
+
+def _published(folder: JobFolder) -> str:
+    return folder.latest_weights.read_text() if folder.latest_weights.exists() else ""
 
 
 def _drop_old(folder: JobFolder, step: int, keep: int | None) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trireme.checkpoint.layout import WEIGHTS, rank_file, world_of
+from trireme.config.lookup import weight_files
 
 
 class SavedTensor(Protocol):
@@ -111,6 +112,18 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
     return start, start + len(tensor.to_local())
 
 
+def is_split(tensor: Tensor) -> bool:
+    """Whether ranks hold rows of it, and not each a copy."""
+    return isinstance(tensor, DTensor)
+
+
+def my_rows(name: str, tensor: Tensor) -> tuple[str, int, Tensor]:
+    """What this rank holds of a tensor: its name, the first of the rows, and the rows."""
+    if isinstance(tensor, DTensor):
+        return name, own_rows(tensor)[0], tensor.to_local()
+    return name, 0, tensor
+
+
 def _rows(source: Tensor | SavedTensor, start: int, stop: int) -> Tensor:
     return source[start:stop] if isinstance(source, Tensor) else source.rows(start, stop)
 
@@ -185,12 +198,12 @@ def _weights(actor: Path, world: int) -> dict[str, Tensor | SavedTensor]:
     if (actor / rank_file("model", world, 0)).exists():
         models = [_load(actor / rank_file("model", world, r)) for r in range(world)]
         return {name: _joined([model[name] for model in models]) for name in models[0]}
-    folders = (actor, actor / "huggingface")  # the second too where `convert` moved them there
-    path = next((f / WEIGHTS for f in folders if (f / WEIGHTS).exists()), None)
-    if path is None:
+    exact = actor / WEIGHTS
+    paths = [exact] if exact.exists() else weight_files(actor / "huggingface")
+    if not paths:
         raise ValueError(f"{actor} holds no weights: neither {WEIGHTS} nor model_world_size_*.pt")
-    file: Any = safe_open(path, framework="pt")
-    return {name: FileRows(file, name) for name in file.keys()}  # noqa: SIM118
+    files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+    return {name: FileRows(file, name) for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def _joined(parts: Sequence[Any]) -> Any:

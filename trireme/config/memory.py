@@ -181,9 +181,10 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         "their gradients": block,
         "logits": FLOAT * (_chunk(shape, use) * _CHUNK_COPIES + largest * use.trains_all),
     }
-    # an adapter is merged, in float32 and in all layers at once, where the model is saved or pushed
-    # whole; the micro-batches' own have gone by then
-    merged = 0 if use.trains_all else FLOAT * shape.layers * shape.linear * lies_here // use.ranks
+    # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
+    # a weight, its addition and their sum; the micro-batches' own have gone by then
+    wide = shape.hidden * max(shape.intermediate, shape.query_width)
+    merged = 0 if use.trains_all else 3 * FLOAT * wide * lies_here
     beside = sum(passing.values()) if use.engine_sleeps else 0  # of the two the larger one counts
     return {
         **states,

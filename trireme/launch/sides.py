@@ -8,13 +8,12 @@ another: neither side knows where the other runs. `launch/modes.py` says what th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from trireme.buffer.buffer import Buffer, Puts
 from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
 from trireme.checkpoint.manifest import prove
-from trireme.checkpoint.save import save_checkpoint
+from trireme.checkpoint.save import Saving
 from trireme.config import Plan
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
@@ -69,6 +68,7 @@ class TrainerSide:
         self.stage = stage
         self.models = models
         self.engine = engine
+        self._saving: Saving | None = None
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Where an explorer of the same run stands: checkpoints hold it too."""
         self._probe = Probe(models.backend.module.config.vocab_size, plan.dtype)
@@ -167,21 +167,40 @@ class TrainerSide:
             state["explorer"] = self.explorer_state()
         return state | {"learning": self.models.train_state.state()}
 
-    def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
-        """A whole checkpoint of `step`."""
+    def begin_save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+        """See Checkpointer: a whole checkpoint of `step`."""
         trainer = self.stage.plan.config.trainer
         when = trainer.save_hf_checkpoint
         hf = when == "always" or (when == "last" and last)
         backend, train_state = self.models.backend, self.models.train_state
-        save_checkpoint(
+        saving = Saving(
             self.stage.folder,
             step,
-            save=partial(backend.save, hf=hf),
             run_state=run_state,
             model_dir=self.stage.model_path,
             keep=trainer.max_checkpoints_to_keep,
-            save_critic=partial(train_state.save_critic, backend) if train_state.critic else None,
         )
+        with saving.abandoned_on_error():
+            backend.begin_save(saving.actor, hf=hf, behind=trainer.save_behind and not last)
+            if train_state.critic is not None:
+                train_state.save_critic(backend, saving.critic)
+        self._saving = saving
+
+    def await_save(self) -> None:
+        """See Checkpointer."""
+        self.models.backend.await_save()
+
+    def end_save(self) -> None:
+        """See Checkpointer."""
+        assert self._saving is not None, "a save has begun"
+        with self._saving.abandoned_on_error():
+            self.models.backend.end_save()
+
+    def seal_save(self) -> None:
+        """See Checkpointer."""
+        assert self._saving is not None, "a save has begun"
+        self._saving.finish()
+        self._saving = None
 
     async def _train_for_others(self) -> None:
         """Train on what explorers of other commands put, and tell them how it stands."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+import torch
+
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Demand
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.config.lookup import located
+from trireme.config.lookup import located, model_config
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
@@ -111,8 +113,20 @@ def _settings(plan: Plan) -> TrainSettings:
         offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
         seed=plan.seed,
+        export_dtype=_export_dtype(plan),
         peak_tflops=config.trainer.peak_tflops,
     )
+
+
+def _export_dtype(plan: Plan) -> torch.dtype:
+    """Of the weights that others load: the model's own, by its config.json. In a file with stages
+    as they are trained: the next stage goes on from them, and rounding would undo small steps.
+    """
+    facts = model_config(plan.model_path)
+    facts = {**(facts.get("text_config") or {}), **facts}
+    name = facts.get("dtype") or facts.get("torch_dtype")
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return torch.float32 if plan.stage_name is not None else known.get(str(name), torch.float32)
 
 
 def make_learning(

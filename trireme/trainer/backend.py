@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, REFERENCE, WEIGHTS, rank_file
-from trireme.checkpoint.save import write_pt
+from trireme.checkpoint.layout import REFERENCE
 from trireme.checkpoint.saved import fill_from_file, random_state, read, set_random_state
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.weight_group import fingerprint
-from trireme.files import write_json
 from trireme.trainer import ulysses
 from trireme.trainer.layouts import Kernel, choose_kernel
 from trireme.trainer.leader import Command, Leader
@@ -47,6 +45,7 @@ from trireme.trainer.model import (
 )
 from trireme.trainer.optim import ScheduledOptimizer
 from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
+from trireme.trainer.write import Writing, weight_files
 
 T = TypeVar("T")
 
@@ -81,6 +80,8 @@ class TrainSettings:
     trust_remote_code: bool = False
     seed: int = 0
     """Of all that training draws."""
+    export_dtype: torch.dtype = torch.float32
+    """Of the weights that others load."""
     peak_tflops: float | None = None
     """TFLOP/s that a rank's device could do, where its name does not tell."""
 
@@ -209,18 +210,10 @@ class Backend:
         self._root = settings.spread(self.module, ranks, model_path)
         self.optimizer = settings.make_optimizer(self.module.parameters())
         self._team = settings.team(ranks)
+        self.rank, self.num_ranks = self._team.rank, self._team.size
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0
-
-    @property
-    def rank(self) -> int:
-        """Of this process among those that train."""
-        return self._team.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """How many train."""
-        return self._team.size
+        self._writing: Writing | None = None
 
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
         """Add the gradient of the batch's loss, one micro-batch after the other.
@@ -289,10 +282,10 @@ class Backend:
     def weights(self) -> dict[str, Tensor]:
         """The trained weights as they are now, by Hugging Face names.
 
-        Of one process not copied (with LoRA: merged, in new tensors for the layers concerned); of
-        ranks whole, on this rank's CPU.
+        Of one process not copied; with LoRA merged one layer after the other into the CPU's memory;
+        of ranks whole, on this rank's CPU.
         """
-        if self.ranks is None:
+        if self.ranks is None and self.adapter is None:
             return dict(self.each_shard())
         return {name: tensor.cpu() for name, tensor in self.each_weight()}
 
@@ -346,10 +339,27 @@ class Backend:
     def save(self, actor: Path, *, hf: bool) -> None:
         """Write all that a run needs to go on into a folder that all ranks see.
 
-        Each rank writes its own files; `hf`: and rank 0 the weights as others load them.
+        Each rank writes its own files; `hf`: and its rows of the weights as others load them.
         """
-        command = Command("save", {"actor": str(actor), "hf": hf})
-        self.together(command, partial(self._save, actor, hf))
+        self.begin_save(actor, hf=hf)
+        self.end_save()
+
+    def begin_save(self, actor: Path, *, hf: bool, behind: bool = False) -> None:
+        """Begin to `save`; what is trained afterwards does not change what is written.
+
+        `behind`: each rank writes a copy in the CPU's memory, in a thread; else all is written now.
+        """
+        command = Command("begin_save", {"actor": str(actor), "hf": hf, "behind": behind})
+        self.together(command, partial(self._begin_save, actor, hf, behind))
+
+    def await_save(self) -> None:
+        """Wait until this rank has written its files, in any thread; `end_save` raises errors."""
+        if self._writing is not None:
+            self._writing.wait()
+
+    def end_save(self) -> None:
+        """Everything is written when this returns. Raises what any rank could not write."""
+        self.together(Command("end_save"), self._end_save)
 
     def load(self, actor: Path) -> None:
         """Back to where `save` was called, on any number of ranks.
@@ -376,23 +386,20 @@ class Backend:
         if self.adapter:
             self.adapter.load(state["adapter"])
 
-    def _save(self, actor: Path, hf: bool) -> None:
-        weights, state, team = dict(self.each_shard()), self.state(), self._team
-
-        def write_own() -> None:
-            team.write_own(actor, state)
-            if self.ranks is not None:
-                write_pt(actor / rank_file("model", team.size, team.rank), weights)
-            if self.ranks is not None and team.rank == 0:
-                write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": team.size})
-            if team.rank == 0 and self.adapter:
-                self.adapter.save(actor / LORA_ADAPTER, state["adapter"])
-
-        team.attempt(write_own)
+    def _begin_save(self, actor: Path, hf: bool, behind: bool) -> None:
+        plain = self.each_shard("base" if self.adapter else "merged")
+        alone = self.ranks is None
+        shapes = ((name, tuple(tensor.shape)) for name, tensor in plain)
+        export = self._settings.export_dtype if hf else None
+        files = weight_files(actor, shapes, export=export, alone=alone)
+        self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
         if self._reference_moved:  # else it is in the folder that the run began from
-            team.write_whole(actor / REFERENCE, self._reference_shards())
-        if hf or self.ranks is None:  # one process has no other copy; `convert` moves it
-            team.write_whole((actor / "huggingface" if hf else actor) / WEIGHTS, weights)
+            self._team.write_whole(actor / REFERENCE, self._reference_shards())
+
+    def _end_save(self) -> None:
+        assert self._writing is not None, "a save has begun"
+        self._writing.end()
+        self._writing = None
 
     def _load(self, actor: Path) -> None:
         saved = read(actor, self._team.rank)

@@ -80,7 +80,8 @@ def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Comma
     return {
         "train_step": step,
         "score": backend.score,
-        "save": lambda actor, hf: backend.save(Path(actor), hf=hf),
+        "begin_save": lambda actor, **options: backend.begin_save(Path(actor), **options),
+        "end_save": backend.end_save,
         "load": lambda actor: backend.load(Path(actor)),
         "save_critic": lambda folder: train_state.save_critic(backend, Path(folder)),
         "load_critic": lambda folder: train_state.load_critic(backend, Path(folder)),

@@ -2,6 +2,7 @@
 
 Invariants:
 - What is taken is committed with the checkpoint that learned from it, and not before.
+- A checkpoint is written beside the train steps that follow it; one that cannot be ends the run.
 - The trainer catches nothing: the first error ends the run.
 - A run that never made a train step has failed.
 - A trainer that is told to stop saves what it has learned, and raises Stopped.
@@ -51,8 +52,20 @@ class Checkpointer(Protocol):
         """Where explorer, taskset and buffer stand: all at the same moment."""
         ...
 
-    def save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
-        """Write everything that belongs to `step`; runs on the device, next to the weights."""
+    def begin_save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+        """Begin to write everything that belongs to `step`; on the device, next to the weights."""
+        ...
+
+    def await_save(self) -> None:
+        """Until this process has written its files; in a thread that may wait."""
+        ...
+
+    def end_save(self) -> None:
+        """Everything is written, by all ranks; on the device. Raises what could not be."""
+        ...
+
+    def seal_save(self) -> None:
+        """The checkpoint gets its name; in a thread that may wait."""
         ...
 
 
@@ -103,14 +116,26 @@ class Trainer:
         self.doing = ""
         """What it is at, as a noun; nothing before `train` and after it."""
         self._saved = 0
+        """The step of the newest checkpoint, which may still be written."""
+        self._saving: asyncio.Task[None] | None = None
         self._looked = (0.0, 0.0)
         """When the device's work was last looked at, and how much it was then."""
+        self._save_seconds = 0.0
+        """That the last checkpoint held the training up, until they are reported."""
         self._stopping = False
         self._taking: asyncio.Task[Any] | None = None
         """The task that waits for experiences, while it can be cancelled and loses none."""
 
     async def train(self) -> None:
         """The loop. Always ends with a checkpoint of the last step."""
+        try:
+            await self._train()
+        except Exception:
+            if self._saving is not None:  # what was learned before is worth having
+                await asyncio.wait({self._saving})
+            raise
+
+    async def _train(self) -> None:
         self._saved = self.step
         self._looked = time.monotonic(), self.device.busy
         while not self._enough():
@@ -121,6 +146,8 @@ class Trainer:
                 break
             if sample is not None:
                 await self._train_on(*sample, waited=time.monotonic() - began)
+            if self._saving is not None and self._saving.done():
+                await self._end_save()
             if self._stopping:
                 await self._stop_here()
             if self.save_interval and self.step % self.save_interval == 0 and not self._enough():
@@ -162,6 +189,7 @@ class Trainer:
     async def _stop_here(self) -> None:
         if self.step > self._saved:
             await self._save(last=False)
+        await self._end_save()
         raise Stopped(self.step)
 
     @property
@@ -194,6 +222,8 @@ class Trainer:
             trained = time.monotonic()
             metrics |= await self.sync.trained(self.step)
             metrics["time/sync"] = time.monotonic() - trained
+        if self._save_seconds:
+            metrics["time/save"], self._save_seconds = self._save_seconds, 0.0
         metrics["perf/device_idle"] = self._idle()
         shown = in_words(metrics, "training")
         count = len(experiences)
@@ -226,10 +256,27 @@ class Trainer:
 
     async def _save(self, *, last: bool) -> None:
         self.doing = f"the checkpoint of step {self.step}"
+        await self._end_save()  # one at a time
+        begun = time.monotonic()
         state = await self.checkpointer.snapshot()
-        await self.device.run(self.checkpointer.save, self.step, state, last)
-        self.buffer.commit()
+        await self.device.run(self.checkpointer.begin_save, self.step, state, last)
         self._saved = self.step
+        self._save_seconds = time.monotonic() - begun
+        self._saving = asyncio.create_task(self._write(self.step))
         if last:
+            await self._end_save()
             self.doing = ""
-        logger.info("checkpoint of step %d saved", self.step)
+
+    async def _write(self, step: int) -> None:
+        """See a checkpoint through that has begun."""
+        await asyncio.to_thread(self.checkpointer.await_save)
+        await self.device.run(self.checkpointer.end_save)
+        await asyncio.to_thread(self.checkpointer.seal_save)
+        logger.info("checkpoint of step %d saved", step)
+
+    async def _end_save(self) -> None:
+        """Commit what the checkpoint that is being written has learned from, once it is whole."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+            self.buffer.commit()

@@ -1,0 +1,142 @@
+"""Write: a rank's files of a checkpoint, at once or behind the training.
+
+Every rank writes its own rows of the weights that others load: nobody gathers the model. Behind the
+training a rank writes a copy that it holds in the CPU's memory meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, SharedFiles, Spec
+from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, rank_file
+from trireme.checkpoint.save import write_pt
+from trireme.checkpoint.saved import is_split, my_rows
+from trireme.files import write_json
+from trireme.trainer.lora import Adapter
+from trireme.trainer.ranks import Team
+
+
+class Trained(Protocol):
+    """What is written of a backend."""
+
+    adapter: Adapter | None
+
+    def each_shard(self) -> Iterable[tuple[str, Tensor]]:
+        """This rank's part of each weight."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What else a resume needs."""
+        ...
+
+
+class Writing:
+    """One checkpoint's files; all ranks make it, and `end` it, at the same time."""
+
+    def __init__(
+        self,
+        team: Team,
+        trained: Trained,
+        actor: Path,
+        files: list[SharedFiles],
+        *,
+        alone: bool,
+        behind: bool,
+    ) -> None:
+        """`files`: those that several ranks write rows of; `alone`: there is one process."""
+        state = trained.state()
+        shards: Callable[[], Iterable[tuple[str, Tensor]]] = trained.each_shard
+        if behind or not alone:  # with LoRA one merged layer at a time is on a GPU
+            kept = {name: _on_host(tensor, copy=behind) for name, tensor in trained.each_shard()}
+            shards = kept.items
+            state = _on_host(state, copy=True) if behind else state
+
+        def begin() -> None:
+            for each in files:
+                each.create()
+            if not alone:
+                write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": team.size})
+
+        def write() -> None:
+            first = team.rank == 0
+            team.write_own(actor, state)
+            if not alone:
+                write_pt(actor / rank_file("model", team.size, team.rank), dict(shards()))
+            if first and trained.adapter:
+                trained.adapter.save(actor / LORA_ADAPTER, state["adapter"])
+            for each in files:
+                each.write(my_rows(name, t) for name, t in shards() if first or is_split(t))
+
+        self._team, self._files = team, files
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        team.attempt(begin if team.rank == 0 else lambda: None)
+        if behind:
+            # a daemon: where the training fails, the process does not wait for it
+            name = "checkpoint"
+            self._thread = threading.Thread(target=self._run, args=[write], name=name, daemon=True)
+            self._thread.start()
+        else:
+            self._run(write)
+
+    def wait(self) -> None:
+        """Until this rank has written its files, or failed to; in any thread."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def end(self) -> None:
+        """Everything is written when this returns. Raises what any rank could not write."""
+        self.wait()
+        self._team.agree(self._error)
+        self._team.attempt(self._finish if self._team.rank == 0 else lambda: None)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # for `end`
+            self._error = error
+
+    def _finish(self) -> None:
+        for each in self._files:
+            each.finish()
+
+
+def weight_files(
+    actor: Path,
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    *,
+    export: torch.dtype | None,
+    alone: bool,
+) -> list[SharedFiles]:
+    """What is written of the weights beside the ranks' own files: where they are exported, that, in
+    its dtype; and of one process, which has no other copy, what is trained.
+    """
+    shapes = sorted(shapes)
+
+    def specs(dtype: torch.dtype) -> dict[str, Spec]:
+        return {name: Spec(shape, dtype) for name, shape in shapes}
+
+    files = []
+    if export is not None:
+        files.append(SharedFiles(actor / "huggingface", specs(export), DEFAULT_SHARD_BYTES))
+    if alone and export != torch.float32:
+        files.append(SharedFiles(actor, specs(torch.float32)))
+    return files
+
+
+def _on_host(value: Any, *, copy: bool) -> Any:
+    """A tensor, or all in a dictionary or a list, in the CPU's memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=copy)
+    if isinstance(value, dict):
+        return {key: _on_host(inner, copy=copy) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_on_host(inner, copy=copy) for inner in value]
+    return value
