@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -69,6 +70,21 @@ def test_the_head_has_the_gradient_that_finite_differences_have(
     del linear._parameters["weight"], linear._parameters["bias"]
     given = [hidden, torch.randn(11, 6).double(), torch.randn(11).double()]
     assert torch.autograd.gradcheck(scored, [x.detach().requires_grad_() for x in given])
+
+
+def test_logits_of_one_chunk_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer, hidden, results = nn.Linear(6, 11, bias=False), torch.randn(5, 6), []
+    for chunk, products in ((100, 2), (2, 9)):  # logits, and the hidden states' gradient, by chunk
+        monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", chunk * 11)
+        layer.weight.grad = None
+        with patch.object(head, "linear", side_effect=head.linear) as counted:
+            states = hidden.clone().requires_grad_()
+            sum(rows.sum() for rows in numbers(layer, states)).backward()  # pyright: ignore
+        assert counted.call_count == products
+        results.append([states.grad, layer.weight.grad])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_any_head_gives_what_a_linear_one_does() -> None:

@@ -1,7 +1,8 @@
 """Head: log-probabilities and entropies of entries from hidden states, without all logits at once.
 
 Logits are made in chunks, and made again in the backward pass, so that no [M, V] tensor outlives
-its chunk. Entries that follow the same token at the same temperature (equal rollouts) share theirs.
+its chunk; where one chunk is enough they are kept. Entries that follow the same token at the same
+temperature (equal rollouts) share theirs.
 The gradient of the head's weight is added up over the chunks in float32, whatever the weight is in:
 in bfloat16 each addition would lose what is small.
 """
@@ -160,18 +161,18 @@ class _LinearHead(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         ctx.dtype = ctx.dtype or weight.dtype
         ctx.chunks, ctx.scale, ctx.entropy = chunks, scale, entropy
-        ctx.save_for_backward(nodes, weight, bias, heat, targets)
-        cast, num = weight.to(ctx.dtype), 1 + entropy
-        parts = [
-            _score(_LinearHead._logits(ctx, nodes[c.nodes], cast, bias), heat, targets, c, num)
-            for c in chunks
-        ]
+        cast, num, parts, raw = weight.to(ctx.dtype), 1 + entropy, [], None
+        for c in chunks:
+            raw = _LinearHead._product(nodes[c.nodes], cast, bias)
+            parts.append(_score(scale.of(raw), heat, targets, c, num))
+        kept = raw if len(chunks) == 1 else None
+        ctx.save_for_backward(nodes, weight, bias, heat, targets, kept)
         return tuple(torch.cat(parts, dim=1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Of log p: (one-hot - p) / heat. Of the entropy: -p (log p + H) / heat."""
-        nodes, weight, bias, heat, targets = ctx.saved_tensors
+        nodes, weight, bias, heat, targets, kept = ctx.saved_tensors
         cast = weight.to(ctx.dtype)
         wide = torch.promote_types(weight.dtype, torch.float32)
         d_nodes = torch.empty_like(nodes)
@@ -179,7 +180,8 @@ class _LinearHead(torch.autograd.Function):
         d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=wide)
         for c in ctx.chunks:
             states = nodes[c.nodes].to(ctx.dtype)
-            logits = _LinearHead._logits(ctx, states, cast, bias)
+            raw = _LinearHead._product(states, cast, bias) if kept is None else kept
+            logits = ctx.scale.of(raw)
             d_logits = _gradient(logits, heat[c.nodes], c, targets, gradients, ctx.entropy)
             d_raw = d_logits.mul_(ctx.scale.slope(logits))
             if d_bias is not None:
@@ -196,10 +198,9 @@ class _LinearHead(torch.autograd.Function):
         return d_nodes, d_weight, d_bias, None, None, None, None, None
 
     @staticmethod
-    def _logits(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias = None if bias is None else bias.to(weight.dtype)
-        raw = linear(states.to(weight.dtype), weight, bias)
-        return ctx.scale.of(raw)
+        return linear(states.to(weight.dtype), weight, bias)
 
 
 def _gradient(
