@@ -26,11 +26,15 @@ def test_an_interval_of_shares_is_wilsons_and_else_the_normal_one() -> None:
     seen = estimate([1.0] * 8 + [0.0] * 2)  # Wilson at 8 of 10: 0.4902 to 0.9433
     assert (seen.mean, seen.low, seen.high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
     assert estimate([0.0] * 10).high == pytest.approx(0.2775, abs=1e-4)  # never nothing
-    values = [0.25, 0.5, 0.75, 1.0]
+    values = [0.25, 0.5, 0.75, 1.0]  # p (1 - p) / s^2 = 0.234375 / 0.0260417: 9 tasks of 0 or 1
     seen = estimate(values)
-    half = 1.959964 * statistics.stdev(values) / 2
+    assert (seen.low, seen.high) == pytest.approx((0.3202, 0.8550), abs=1e-4)
+    assert estimate([0.0, 0.0, 0.25]).low >= 0 and estimate([1.0, 1.0, 0.75]).high <= 1
+    rewards = [-1.0, 0.5, 2.0, 1.0]
+    half = 1.959964 * statistics.stdev(rewards) / 2
+    seen = estimate(rewards)
     assert (seen.low, seen.high) == pytest.approx((0.625 - half, 0.625 + half))
-    assert math.isinf(estimate([0.5]).high)  # of one task nothing is known
+    assert math.isinf(estimate([1.5]).high)  # of one task nothing is known
 
 
 def test_a_comparison_is_made_task_by_task() -> None:

@@ -49,15 +49,18 @@ def pass_at(k: int, values: Sequence[float], success: float = 1.0) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value a task: normal, or Wilson's interval where all are 0 or 1."""
-    size, mean = len(values), statistics.fmean(values)
-    if all(value in (0, 1) for value in values):
+    """The mean of one value a task: normal, or, where all lie between 0 and 1, Wilson's interval
+    of as many tasks of 0 or 1 as have the same standard error: it stays between 0 and 1.
+    """
+    size, mean, error = len(values), statistics.fmean(values), _standard_error(values)
+    if all(0 <= value <= 1 for value in values):
+        if 0 < error < math.inf and any(0 < value < 1 for value in values):
+            size = mean * (1 - mean) / error**2
         shrink = 1 + Z**2 / size
         middle = (mean + Z**2 / (2 * size)) / shrink
         half = Z * math.sqrt(mean * (1 - mean) / size + (Z / (2 * size)) ** 2) / shrink
         return Estimate(mean, max(middle - half, 0.0), min(middle + half, 1.0))
-    half = Z * _standard_error(values)
-    return Estimate(mean, mean - half, mean + half)
+    return Estimate(mean, mean - Z * error, mean + Z * error)
 
 
 def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 42) -> Difference:
