@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.models import save_checkpoint, save_whole
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import REFERENCE, JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_weights
 from trireme.checkpoint.saved import read
@@ -94,6 +94,15 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path, tiny_dir: Path, hf: bo
     assert torch.equal(saved.optimizer["state"][0]["exp_avg"], torch.ones(3) * 5)
     assert saved.extra["scheduler"] == {"last_epoch": 5}
     assert JobFolder(tmp_path).weights_dir(5).name == ("huggingface" if hf else "actor")
+
+
+def test_a_reference_is_no_weights_to_load(tmp_path: Path) -> None:
+    """Where ranks trained and nothing is exported, nobody else can load the policy."""
+    job = JobFolder(tmp_path)
+    (job.actor_dir(4) / REFERENCE).parent.mkdir(parents=True)
+    (job.actor_dir(4) / REFERENCE).touch()
+    job.latest_weights.write_text("4")
+    assert job.latest_weights_step() is None
 
 
 def test_equal_weights_give_equal_bytes(tmp_path: Path, tiny_dir: Path) -> None:

@@ -14,6 +14,8 @@ from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import flatten
+from trireme.checkpoint.layout import REFERENCE, JobFolder
+from trireme.engines.torch.shell import load_shell, load_weights
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.learning import TrainState
@@ -103,7 +105,7 @@ def test_a_resumed_run_has_the_reference_that_it_left(tiny_dir: Path, tmp_path: 
     (tmp_path / "early").mkdir()
     (tmp_path / "actor").mkdir()
     backend.save(tmp_path / "early", hf=False)
-    assert not (tmp_path / "early" / "reference.safetensors").exists()  # the model it began with
+    assert not (tmp_path / "early" / REFERENCE).exists()  # it is the model that the run began with
     _trained(backend, range(1, 3))
     backend.save(tmp_path / "actor", hf=False)
     whole = _trained(backend, range(3, 5))
@@ -111,6 +113,30 @@ def test_a_resumed_run_has_the_reference_that_it_left(tiny_dir: Path, tmp_path: 
     resumed.load(tmp_path / "actor")
     again = _trained(resumed, range(3, 5))
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+def test_an_engine_reads_the_policy_of_such_a_checkpoint(tiny_dir: Path, tmp_path: Path) -> None:
+    """One without an export, as all but the last are."""
+    backend, job = backend_of(tiny_dir, reference=True), JobFolder(tmp_path)
+    _trained(backend, range(3))
+    job.hf_dir(3).mkdir(parents=True)
+    backend.save(job.actor_dir(3), hf=False)
+    assert (job.actor_dir(3) / REFERENCE).exists()
+    shell = load_shell(tiny_dir, device="cpu", dtype="float32")
+    load_weights(shell, job.weights_dir(3))
+    served = shell.state_dict()
+    for name, tensor in backend.weights().items():
+        assert torch.equal(served[name], tensor), name
+
+
+def test_a_run_that_has_no_use_for_it_any_more_leaves_it(tiny_dir: Path, tmp_path: Path) -> None:
+    backend = backend_of(tiny_dir, reference=True)
+    _trained(backend, range(3))
+    backend.save(tmp_path, hf=False)
+    without = backend_of(tiny_dir)
+    without.load(tmp_path)
+    for name, tensor in backend.weights().items():
+        assert torch.equal(without.weights()[name], tensor), name
 
 
 def _on_ranks(place: RankSpec, path: Path, actor: Path) -> list[dict[str, Tensor]]:

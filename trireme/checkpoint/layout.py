@@ -4,6 +4,8 @@ buffer/   log/   monitor/   run/   profile/
 log/NAME/   monitor/NAME/ (of one of several explorers)
 global_step_N/.full_checkpoint, manifest.json, state/, actor/huggingface/, critic/
 global_step_N/actor/{model,optim,extra_state}_world_size_W_rank_R.pt, actor/fsdp_config.json
+global_step_N/actor/model.safetensors   (of one process, where huggingface/ has not all in float32)
+global_step_N/actor/reference/model.safetensors   (where it follows the policy)
 global_step_N/actor/lora_adapter/   (with LoRA: as peft reads it)
 global_step_N/critic/model.safetensors, critic/{optim,extra_state}_world_size_W_rank_R.pt
 explorer_meta.json   trainer_meta.json   stage_meta.json
@@ -27,8 +29,9 @@ WEIGHTS = "model.safetensors"
 """The policy's weights where one process trained, and for others to load."""
 FSDP_CONFIG = "fsdp_config.json"
 LORA_ADAPTER = "lora_adapter"
-REFERENCE = "reference.safetensors"
 """Folder in `actor/` with the adapter as peft reads it."""
+REFERENCE = f"reference/{WEIGHTS}"
+"""In `actor/`: a reference model that has moved. Engines load all that lies in `actor/` itself."""
 MANIFEST = "manifest.json"
 EVALUATED, FAILED, DATA_ROWS = "evaluation.jsonl", "failed.jsonl", "data_rows.jsonl"
 """In `buffer/`, for people: what evaluations said, what failed, and a data set's trained rows."""
@@ -143,7 +146,7 @@ class JobFolder:
         `huggingface`, whose dtype may be another; `actor` where there are none.
         """
         actor, hf = self.actor_dir(step), self.hf_dir(step)
-        exact = (actor / WEIGHTS).exists() and not (actor / REFERENCE).exists()
+        exact = (actor / WEIGHTS).exists()
         return hf if not exact and any(hf.glob("*.safetensors")) else actor
 
     def steps(self) -> list[int]:

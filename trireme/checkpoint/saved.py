@@ -2,8 +2,7 @@
 
 A tensor is split along its first dimension into runs of ceil(rows / ranks), as FSDP2 does; a file
 of one rank so holds one run of each. Where ranks hold several copies of the model, the first copy
-is read. Files are mapped, not read: each rank takes the rows that it
-holds.
+is read. Files are mapped, not read: each rank takes the rows that it holds.
 """
 
 from __future__ import annotations

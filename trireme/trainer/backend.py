@@ -406,7 +406,7 @@ class Backend:
         saved.refuse_other(lora=self.adapter is not None)
         if self.adapter is None:
             saved.fill(dict(self.each_shard()))
-        if (actor / REFERENCE).exists():
+        if self._reference is not None and (actor / REFERENCE).exists():
             fill_from_file(actor / REFERENCE, self._reference_shards())
             self._reference_moved = True
         self.load_state(saved.extra | {"optimizer": saved.optimizer_for(self.optimizer.inner)})

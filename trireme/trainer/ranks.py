@@ -42,7 +42,7 @@ from trireme.checkpoint.export import Spec, write_tensors
 from trireme.checkpoint.layout import rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.engines.weight_group import open_store
-from trireme.files import CannotWrite
+from trireme.files import CannotWrite, naming
 from trireme.trainer.pack import cut, packed_tokens
 
 
@@ -342,6 +342,8 @@ class Team:
         def write() -> None:
             try:
                 if self.rank == 0:
+                    with naming(path.parent):
+                        path.parent.mkdir(parents=True, exist_ok=True)
                     write_tensors(path, specs, each)
             finally:
                 for _ in each:  # the other ranks, or a full disk
