@@ -67,6 +67,7 @@ def text(experience: Experience, trained: bool | None = None) -> str:
         {"prompt": "1+1?", "completion": "2"},
         {"prompt": CHAT[:1], "completion": CHAT[1:2]},
         {"prompt": CHAT[:1], "completion": "2"},
+        {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:2])},
     ],
 )
 def test_the_reply_and_its_end_are_trained_and_nothing_else(row: dict[str, Any]) -> None:
@@ -144,6 +145,17 @@ def test_of_a_conversation_the_last_reply_is_trained() -> None:
 def test_a_row_that_leaves_nothing_to_learn_is_malformed(row: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         made(row)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_every_reply_of_a_completion_is_trained_and_none_of_its_prompt(every: bool) -> None:
+    options = {"enable_concatenated_multi_turn": every}
+    e = made({"prompt": CHAT[:1], "completion": CHAT[1:]}, format_args=options)
+    assert text(e, trained=True) == "2<|im_end|>4<|im_end|>" and e.loss_weight is None
+    e = made({"prompt": CHAT[:3], "completion": CHAT[3:]}, format_args=options)
+    assert text(e, trained=True) == "4<|im_end|>"
+    unsure = [CHAT[1] | {"weight": 0}, *CHAT[2:]]
+    assert text(made({"prompt": "1+1?", "completion": unsure}), trained=True) == "4<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [CHATML, BLOCKS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,52 @@ def test_conversations_without_a_prompt_of_their_own_must_share_one(asked, wrong
     rejected = "No." if asked is None else conversation(asked, "No.")
     with pytest.raises(ValueError, match=f"row 0.*{wrong}"):
         _made(DpoFormat, tmp_path, {"chosen": chosen, "rejected": rejected})
+
+
+USER, MORE = {"role": "user", "content": "Why?"}, {"role": "user", "content": "And?"}
+SO, NO = {"role": "assistant", "content": "So."}, {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": json.dumps([USER, SO]), "rejected": json.dumps([USER, NO])},
+        {"prompt": "Why?", "chosen": json.dumps([USER, SO]), "rejected": json.dumps([NO])},
+        {"prompt": json.dumps([USER]), "chosen": [USER | {"name": None}, SO], "rejected": "No."},
+    ],
+    ids=["without a prompt", "with the prompt's text", "with the prompt's messages"],
+)
+def test_conversations_may_be_json_text_and_begin_with_the_prompt(row, tmp_path):
+    assert _texts(_made(DpoFormat, tmp_path, row)) == (ASKED, "So.<|im_end|>", "No.<|im_end|>")
+
+
+def test_a_reply_that_is_a_json_list_stays_a_text(tmp_path):
+    calls = '[{"name": "add", "arguments": {"a": 1}}]'
+    row = {"prompt": "Why?", "chosen": calls, "rejected": "[1, 2]"}
+    texts = _texts(_made(DpoFormat, tmp_path, row))
+    assert texts == (ASKED, f"{calls}<|im_end|>", "[1, 2]<|im_end|>")
+
+
+def test_no_reply_of_the_prompt_is_trained(tmp_path):
+    row = {"prompt": [USER, {**SO, "weight": 1}, MORE], "chosen": "A.", "rejected": "B."}
+    every = {"enable_concatenated_multi_turn": True}
+    prompt, chosen, _ = _texts(_made(DpoFormat, tmp_path, row, format_args=every))
+    assert "And?" in prompt and chosen == "A.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "wrong"),
+    [
+        ([USER], [SO, MORE, SO], "'chosen' holds 3 messages, and those before the last are not"),
+        ("And?", [USER, SO], "'chosen' holds 2 messages, .* not the prompt of column 'prompt'"),
+        ("Why?", [USER, MORE], "'chosen' has no assistant turn"),
+        (
+            "Why?",
+            [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}],
+            "'chosen' has a reply with tool calls, which pairs do not read",
+        ),
+    ],
+)
+def test_turns_that_would_be_lost_are_refused_with_the_row(prompt, chosen, wrong, tmp_path):
+    with pytest.raises(ValueError, match=f"row 0 .*{wrong}"):
+        _made(DpoFormat, tmp_path, {"prompt": prompt, "chosen": chosen, "rejected": "No."})

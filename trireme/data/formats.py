@@ -3,7 +3,8 @@
 Which columns a row is read from: those that `format` names; else the first of `messages`,
 `message`, `prompt` + `response`, `prompt` + `completion`, `question` + `answer` that the data set
 has; a `tokens` column holds experiences that were recorded. Prompt and response are text or lists
-of messages. A row that is too long for the model is cut at
+of messages, which may be JSON text; every reply of the response is trained, and none of the prompt.
+A row that is too long for the model is cut at
 `max_model_len`; where no token to be trained is left of it, it is left out. Both are counted.
 """
 
@@ -22,6 +23,8 @@ from trireme.experience import EID, Experience
 
 _MESSAGES = ("messages", "message")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+"""By one of these a conversation as JSON text is known."""
 _RECORDED = (
     *("prompt_length", "action_mask", "mask", "logprobs", "versions", "advantages", "returns"),
     *("reward", "temperature", "prompt_text", "response_text"),
@@ -178,7 +181,8 @@ class SftFormat:
             messages = parsed(row[columns.messages])
         else:
             prompt, response = row[str(columns.prompt)], row[str(columns.response)]
-            messages = [*_as_messages("user", prompt), *_as_messages("assistant", response)]
+            asked = [message | {"weight": 0} for message in _as_messages("user", prompt)]
+            messages = [*asked, *map(_trained, _as_messages("assistant", response))]
         system = self._system(row)
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -202,8 +206,8 @@ class SftFormat:
         else:
             for column, replies in ((str(columns.prompt), False), (str(columns.response), True)):
                 value = row.get(column)
-                if isinstance(value, list):
-                    check_messages(column, value, replies=replies)
+                if (messages := messages_in(value)) is not None:
+                    check_messages(column, messages, replies=replies)
                     self._check_template(f"'{column}' as text")
                 elif not isinstance(value, str):
                     raise ValueError(f"column '{column}' holds {value!r:.60}: expected text")
@@ -262,9 +266,30 @@ def _parsed_of(column: str, value: Any) -> Any:
         raise ValueError(f"column '{column}' holds text that is no JSON: {error}") from error
 
 
-def _as_messages(role: str, value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_in(value: Any) -> list[Any] | None:
+    """A list of messages, also one that is JSON text; None for other text, JSON or not."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return None  # a text that begins with a bracket
+    # a reply may be a JSON list itself: of numbers, of function calls, of people with their roles
+    chat = any(isinstance(each, Mapping) and each.get("role") in _ROLES for each in found)
+    return found if chat else None
+
+
+def _as_messages(role: str, value: Any) -> list[dict[str, Any]]:
     """Text as one message of that role; messages as they are."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
+    messages = messages_in(value)
+    return [{"role": role, "content": value}] if messages is None else messages
+
+
+def _trained(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose loss counts, unless it says otherwise itself."""
+    return message if message_weight(message) is not None else message | {"weight": 1}
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:

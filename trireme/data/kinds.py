@@ -1,9 +1,9 @@
 """Kinds: formats of rows beside solved examples: pairs for DPO, and text for pre-training.
 
 Pairs: the columns that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
-prompt. A prompt is text or a list of messages; so is a reply (a list's, or one message's, content).
-Where there is no prompt, `chosen` and `rejected` are whole conversations that differ in their last
-reply alone.
+prompt. A prompt is text or a list of messages, which may be JSON text. A reply is text, a message,
+or a list of the reply alone or of the prompt's messages and the reply. Where there is no prompt,
+`chosen` and `rejected` are whole conversations that differ in their last reply alone.
 
 Text: the column `format.prompt_key`, else `text`, else `prompt`. Texts are laid end to end, an end
 of sequence behind each, and cut into pieces of `max_model_len`: a piece may hold several texts, and
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trireme.data.formats import Columns, SftFormat, check_messages, parsed
+from trireme.data.formats import Columns, SftFormat, check_messages, messages_in
 from trireme.data.reply_mask import Rendered
 from trireme.data.rows import Rows
 from trireme.experience import EID, Experience
@@ -89,7 +89,7 @@ class DpoFormat(SftFormat):
         return chosen[:-1]
 
     def _conversation(self, row: Mapping[str, Any], column: str) -> list[Any]:
-        messages = _messages(row.get(column))
+        messages = messages_in(row.get(column))
         if messages is None:
             raise ValueError(
                 f"column '{column}' holds {row.get(column)!r:.60}: expected a conversation, since "
@@ -105,53 +105,68 @@ class DpoFormat(SftFormat):
 
     def _with_reply(self, row: Mapping[str, Any], column: str) -> Rendered:
         """The prompt with the reply of this column behind it."""
-        prompt, reply = self._prompt_of(row), _text(row[column])
-        messages = _messages(prompt)
-        if messages is None:
+        prompt, reply = self._prompt_of(row), self._reply_of(row, column)
+        if not self._has_template:
             return self._render(
                 {**row, column: reply}, Columns(prompt=self._prompt, response=column)
             )
-        whole = [*messages, {"role": "assistant", "content": reply}]
+        asked = [{**message, "weight": 0} for message in _asked(prompt)]
+        whole = [*asked, {"role": "assistant", "content": reply, "weight": 1}]
         return self._render({**row, _DIALOGUE: whole}, Columns(messages=_DIALOGUE))
+
+    def _reply_of(self, row: Mapping[str, Any], column: str) -> str:
+        """The reply's text. Raises ValueError where there is none, or other turns before it."""
+        value = reply = row.get(column)
+        messages = messages_in(value)
+        if messages is not None:
+            check_messages(column, messages)
+            reply = messages[-1]
+            prompt = [_said(message) for message in _asked(self._prompt_of(row))]
+            if messages[:-1] and [_said(message) for message in messages[:-1]] != prompt:
+                raise ValueError(
+                    f"column '{column}' holds {len(messages)} messages, and those before the last "
+                    f"are not the prompt of column '{self._prompt}': expected the reply alone, or "
+                    "the prompt's messages and the reply"
+                )
+        if isinstance(reply, Mapping):
+            if reply.get("tool_calls"):
+                raise ValueError(
+                    f"column '{column}' has a reply with tool calls, which pairs do not read: "
+                    "expected a reply of text alone"
+                )
+            reply = reply.get("content")
+        if not isinstance(reply, str) or not reply:
+            raise ValueError(f"column '{column}' holds {value!r:.60}: expected a reply")
+        return reply
 
     def _check(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError, naming the column, where a row is not what its columns promise."""
         prompt, name = self._prompt_of(row), self._prompt or self._columns.replies[0]
-        if _messages(prompt) is not None:
-            check_messages(name, prompt, replies=False)
+        messages = messages_in(prompt)
+        if messages is not None:
+            check_messages(name, messages, replies=False)
             self._check_template("the prompt as text")
         elif not isinstance(prompt, str):
             raise ValueError(f"column '{name}' holds {prompt!r:.60}: expected text")
-        for column in self._columns.replies:
-            if not _text(row.get(column)):
-                raise ValueError(
-                    f"column '{column}' holds {row.get(column)!r:.60}: expected a reply"
-                )
         chosen, rejected = self._columns.replies
-        if _text(row[chosen]) == _text(row[rejected]):
+        if self._reply_of(row, chosen) == self._reply_of(row, rejected):
             raise ValueError(
                 f"columns '{chosen}' and '{rejected}' hold the same reply: expected a better and a "
                 "worse one"
             )
 
 
-def _messages(value: Any) -> list[Any] | None:
-    """A list of messages, also one that is JSON text; None for plain text."""
-    if isinstance(value, str) and not value.lstrip().startswith("["):
-        return None
-    try:
-        message = parsed(value)
-    except ValueError:
-        return None  # a text that begins with a bracket
-    return message if isinstance(message, list) else None
+def _asked(prompt: Any) -> list[Any]:
+    """The prompt's messages; text is one message of the user."""
+    messages = messages_in(prompt)
+    return [{"role": "user", "content": prompt}] if messages is None else messages
 
 
-def _text(value: Any) -> str:
-    """A reply's text: itself, or the content of a message, or of a list's last one."""
-    if isinstance(value, list) and value:
-        value = value[-1]
-    content = value.get("content") if isinstance(value, Mapping) else value
-    return content if isinstance(content, str) else ""
+def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two messages are compared by: tables give them keys without values."""
+    content = message.get("content") or ""
+    said = content.strip() if isinstance(content, str) else content
+    return message["role"], said, message.get("tool_calls") or None
 
 
 def _same(first: list[int], second: list[int]) -> int:
