@@ -114,13 +114,6 @@ def test_a_named_cluster_means_ray(tmp_path, monkeypatch):
     assert plan_of(tmp_path, "cluster.ray_address=10.0.0.1:6379").launcher == "ray"
 
 
-def test_modes_that_ray_does_not_know_stay_here(tmp_path):
-    config = config_of(tmp_path, values(tmp_path), "cluster.launcher=ray", "mode=bench")
-    (plan,), _, _ = draft(config)
-    assert plan.launcher == "local"
-    assert any("mode bench runs in this process" in note for note in plan.notes)
-
-
 def test_without_the_package_ray_is_a_problem_where_it_is_asked_for(tmp_path, machine, monkeypatch):
     monkeypatch.setattr("trireme.config.placement.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="the package ray is not installed"):
@@ -276,13 +269,13 @@ def test_of_the_gpus_the_smallest_that_is_visible_counts(monkeypatch):
     assert gpu_bytes() is None
 
 
-def test_a_named_clusters_gpus_are_its_own_and_those_of_stages_on_it(tmp_path, monkeypatch):
+def test_a_named_clusters_gpus_are_those_of_all_stages(tmp_path, monkeypatch):
     monkeypatch.setattr("trireme.launch.ray.cluster.gpus_of", lambda cluster: 8)
     monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: pytest.fail("it is elsewhere"))
     stages = "stages=[{stage_name: a}, {stage_name: b, mode: bench}]"
     address = "cluster.ray_address=10.0.0.1:6379"
     plans, _, _ = draft(config_of(tmp_path, values(tmp_path), address, stages))
-    assert [(plan.launcher, plan.device) for plan in plans] == [("ray", "cuda"), ("local", "cpu")]
+    assert [(plan.launcher, plan.device) for plan in plans] == [("ray", "cuda")] * 2
 
 
 def test_the_page_has_the_plans_table():

@@ -22,7 +22,9 @@ from trireme.trainer.ranks import Ranks, RankSpec
 PLAN: Any = SimpleNamespace(
     device="cuda",
     config=SimpleNamespace(
-        trainer=SimpleNamespace(ulysses_sequence_parallel_size=1, collective_timeout=30.0)
+        trainer=SimpleNamespace(
+            ulysses_sequence_parallel_size=1, collective_timeout=30.0, fsdp_size=-1
+        )
     ),
 )
 

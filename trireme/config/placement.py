@@ -29,8 +29,6 @@ from trireme.registry import did_you_mean
 
 Launcher = Literal["local", "ray"]
 EngineKind = Literal["torch", "vllm"]
-ON_RAY = ("both", "train", "explore", "serve", "bench")
-"""Modes that the Ray launcher knows."""
 VARIABLE = "TRIREME_VLLM_PYTHON"
 KEY = "explorer.rollout_model"
 PROBE_S = 60
@@ -182,7 +180,7 @@ def note_places(stage: StageConfig, places: Places, present: int) -> None:
 
 def _launcher(stage: StageConfig, present: int) -> Launcher:
     """`auto` is Ray where several GPUs are here and asked for, or a cluster is named."""
-    cluster, mode = stage.config.cluster, stage.config.mode
+    cluster = stage.config.cluster
     if cluster.ray_address.startswith("ray://"):
         stage.problem(
             "cluster.ray_address",
@@ -194,11 +192,6 @@ def _launcher(stage: StageConfig, present: int) -> Launcher:
     wanted = cluster.launcher == "ray" or (
         cluster.launcher == "auto" and (named or min(present, asked) > 1)
     )
-    if wanted and mode not in ON_RAY:
-        stage.notes.append(
-            f"cluster.launcher ({cluster.launcher}): mode {mode} runs in this process, without Ray"
-        )
-        return "local"
     if wanted and find_spec("ray") is None:
         lacks = "the package ray is not installed: pip install 'trireme-rl[ray]'"
         if cluster.launcher == "ray" or named:

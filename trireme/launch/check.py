@@ -31,7 +31,6 @@ from trireme.config.check import (
 )
 from trireme.config.load import read_config
 from trireme.config.lookup import ModelFacts, located
-from trireme.config.placement import ON_RAY
 from trireme.config.plan import derive, num_gpus
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
@@ -170,7 +169,7 @@ def draft(config: Config) -> Draft:
         loaded = False
     parts = [make_parts(stage, names_are_known=loaded) for stage in stages]
     gpus = _gpus_elsewhere(stages)
-    plans = [derive(x, root, gpus if x.config.mode in ON_RAY else None) for x in stages]
+    plans = [derive(x, root, gpus) for x in stages]
     for stage, plan in zip(stages, plans, strict=True):
         check_attention(stage, plan.device, plan.dtype)
     for name, count in Counter(stage.name for stage in stages).items():
@@ -181,10 +180,9 @@ def draft(config: Config) -> Draft:
 
 def _gpus_elsewhere(stages: Sequence[StageConfig]) -> int | None:
     """GPUs of a named cluster's machine, where this one has none; None: they are counted here."""
-    asking = [stage for stage in stages if stage.config.mode in ON_RAY]
-    if not asking or num_gpus() or find_spec("ray") is None:
+    if num_gpus() or find_spec("ray") is None:
         return None
-    cluster = asking[0].config.cluster
+    cluster = stages[0].config.cluster
     if cluster.launcher == "local" or cluster.ray_address in ("auto", "", "local"):
         return None
     from trireme.launch.ray.cluster import gpus_of
@@ -192,7 +190,7 @@ def _gpus_elsewhere(stages: Sequence[StageConfig]) -> int | None:
     try:
         return gpus_of(cluster)
     except (TimeoutError, ValueError, RuntimeError) as error:  # a run ends of it, and says so too
-        asking[0].notes.append(f"cluster.ray_address: this plan counts no GPU, since {error}")
+        stages[0].notes.append(f"cluster.ray_address: this plan counts no GPU, since {error}")
         return None
 
 
