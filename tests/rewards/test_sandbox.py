@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import queue
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,7 +371,7 @@ def test_a_helper_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -
 
 def test_equal_jobs_run_once_but_a_late_one_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str | None] = [None, "[2, 4]"]
-    monkeypatch.setattr(sandbox, "answer_of", lambda job: told.pop(0))
+    monkeypatch.setattr(sandbox, "answer_of", lambda job, left: told.pop(0))
     program = f"# late at first\n{RIGHT}"
     assert [answered(program) for _ in range(3)] == [None, [2, 4], [2, 4]]
     assert told == []
@@ -416,3 +418,28 @@ def test_all_rows_are_compared() -> None:
     for most, worth in ((2000, 1.0), (1500, 0.0)):
         scored = sandbox.same_rows(task, numbers.format(most), databases=[SCRIPT])
         assert asyncio.run(scored) == {"accuracy": worth}
+
+
+def test_a_program_whose_asker_left_while_it_waited_is_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    free: queue.LifoQueue[Any] = queue.LifoQueue()
+    helper = SimpleNamespace(
+        ask=lambda job: asked.append(job["code"]) or '{"output": "", "error": ""}'
+    )
+    monkeypatch.setattr(sandbox, "helpers", lambda: free)
+
+    async def main() -> None:
+        gone = asyncio.ensure_future(sandbox.transcript_within("# gone", 30))
+        stays = asyncio.ensure_future(sandbox.transcript_within("# stays", 30))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait({gone})
+        free.put(helper)
+        assert await asyncio.wait_for(stays, 60) == "(no output)"
+        while free.empty():  # the thread of the one that is gone may hold the helper
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert asked == ["# stays"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.model.test_turn import spans
 from tests.workflows.test_scheduler import run, trained
 from trireme import RolloutInferRequest, RolloutResponseChoice, Task
 from trireme.model.model import Model
+from trireme.rewards import sandbox
 from trireme.workflows.scheduled import multi_turn_scheduler
 from trireme.workflows.scheduler import ChatMessage
 from trireme.workflows.tool_calls import ToolCallScheduler, calculator, python_tool, read_calls
@@ -64,6 +67,31 @@ def call(name: str, **arguments: Any) -> str:
 
 def results(experience: Any) -> list[str]:
     return [m["content"] for m in experience.messages if m["role"] == "tool"]
+
+
+def test_what_a_program_waits_for_the_sandbox_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free: queue.LifoQueue[Any] = queue.LifoQueue()
+    monkeypatch.setattr(sandbox, "helpers", lambda: free)
+    threading.Timer(1.0, free.put, [None]).start()  # all are busy for longer than the time-out
+    experience = play(
+        make([call("python", code="print(6 * 9)"), "54"]), tools=["python"], timeout=0.5
+    )
+    assert results(experience) == ["54"]
+
+
+def test_a_program_has_the_time_out_of_the_tools() -> None:
+    asked = call("python", code="import time\ntime.sleep(60)")
+    [said] = results(play(make([asked, "late"]), tools=["python"], timeout=0.5))
+    assert said == "Error: it was stopped: it took longer than 0.5 s"
+
+
+def test_half_a_surrogate_pair_is_shown_as_a_question_mark() -> None:
+    programs = ["print('a' + chr(0xd83d))", "raise ValueError(chr(0xd83d))"]
+    asked = [call("python", code=program) for program in programs]
+    experience = play(make([*asked, "42"]), tools=["python"])
+    assert results(experience) == ["a?", "Error: ValueError: ? (line 1)"]
 
 
 def test_a_program_runs_in_the_sandbox_and_every_call_begins_anew() -> None:

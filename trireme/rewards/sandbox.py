@@ -30,8 +30,10 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
+from trireme.aio import in_thread
 from trireme.registry import reward
 from trireme.task import Task
 
@@ -259,13 +261,17 @@ def helpers() -> queue.LifoQueue[Helper | None]:
     return free
 
 
-def answer_of(job: dict[str, Any]) -> str | None:
+def answer_of(job: dict[str, Any], left: threading.Event | None = None) -> str | None:
     """What a child has written, None where it was late.
 
-    A helper that is gone is replaced by the next job.
+    A helper that is gone is replaced by the next job. A job whose asker has `left` while it waited
+    for a helper is not run.
     """
     free = helpers()
     helper = free.get()
+    if left is not None and left.is_set():
+        free.put(helper)
+        return None
     alive: Helper | None = None
     try:
         alive = helper or Helper()
@@ -305,18 +311,28 @@ class Answers:
 ANSWERS = Answers(most_bytes=64 << 20)
 
 
-def run(job: str) -> Any:
+def run(job: str, left: threading.Event | None = None) -> Any:
     """What the child answers to a job (JSON); None where it fails, is too slow, or says no JSON.
 
     A job that was late is run again when it comes again: the machine may have been busy.
     """
+    text = text_of(job, LIMITS["seconds"], left)
+    return None if text is None else _value(text)
+
+
+def text_of(job: str, seconds: float, left: threading.Event | None) -> str | None:
+    """What the child writes, None where it was late; equal jobs run once."""
     key = hashlib.sha256(job.encode()).digest()
     text = ANSWERS.get(key)
     if text is None:
-        text = answer_of({**json.loads(job), "limits": LIMITS})
-        if text is None:
-            return None
-        ANSWERS.keep(key, text)
+        limits = {**LIMITS, "seconds": seconds}
+        text = answer_of({**json.loads(job), "limits": limits}, left)
+        if text is not None:
+            ANSWERS.keep(key, text)
+    return text
+
+
+def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # it has failed or printed, or wrote what is no result
@@ -362,14 +378,33 @@ async def same_rows(task: Task, answer: str, *, databases: list[str]) -> dict[st
     return {"accuracy": float(rows == right)}
 
 
-def transcript(code: str) -> str:
+async def transcript_within(code: str, seconds: float) -> str:
+    """`transcript` in a thread, with a time that begins when a helper is free.
+
+    A program whose asker leaves before that is not run.
+    """
+    left = threading.Event()
+    try:
+        return await in_thread(partial(transcript, code, seconds, left), name="tool-python")
+    finally:
+        left.set()
+
+
+def transcript(
+    code: str, seconds: float = LIMITS["seconds"], left: threading.Event | None = None
+) -> str:
     """What a program prints, and the value of its last expression.
 
-    Raises RuntimeError where it fails, with what it printed before.
+    Raises RuntimeError where it fails, with what it printed before, or where it takes longer than
+    `seconds` (and the sandbox's own limit).
     """
     if len(code) > LONGEST:
         raise ValueError(f"the program has {len(code)} characters: at most {LONGEST}")
-    told = run(json.dumps({"code": code}))
+    seconds = min(seconds, LIMITS["seconds"])
+    text = text_of(json.dumps({"code": code}), seconds, left)
+    if text is None:
+        raise RuntimeError(f"it was stopped: it took longer than {seconds:g} s")
+    told = _value(text)
     parts = told if isinstance(told, dict) else {}  # of a child, which may have written anything
     output, error = parts.get("output"), parts.get("error")
     if not isinstance(output, str) or not isinstance(error, str):
@@ -416,4 +451,8 @@ def _too_long(code: str) -> bool:
 
 
 async def _run(**job: Any) -> Any:
-    return await asyncio.to_thread(run, json.dumps(job))
+    left = threading.Event()
+    try:
+        return await asyncio.to_thread(run, json.dumps(job), left)
+    finally:
+        left.set()

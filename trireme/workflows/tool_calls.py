@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import json
 import logging
 import operator
@@ -32,7 +33,7 @@ from trireme.model.tool_calls import (
     read_tool_calls,
 )
 from trireme.registry import MULTI_TURNS, Registry
-from trireme.rewards.sandbox import transcript
+from trireme.rewards.sandbox import transcript, transcript_within
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
@@ -51,8 +52,8 @@ class Tool:
 
     schema: dict[str, Any]
     """As chat templates want it: `{"type": "function", "function": {...}}`."""
-    call: Callable[[dict[str, Any]], Awaitable[Any]]
-    """The result for arguments by name."""
+    call: Callable[[dict[str, Any], float], Awaitable[Any]]
+    """The result for arguments by name, within so many seconds. Raises TimeoutError."""
 
     @property
     def name(self) -> str:
@@ -82,12 +83,18 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
             "with `Args:` and a line for each argument"
         ) from error
 
-    async def call(arguments: dict[str, Any]) -> Any:
+    async def unlimited(arguments: dict[str, Any]) -> Any:
         try:
             away = partial(in_thread, name=f"tool-{function.__name__}")
             return await call_user(partial(function, **arguments), away=away)
         except SystemExit as error:  # would end the run
             raise RuntimeError(f"the tool tried to exit ({error})") from error
+
+    async def call(arguments: dict[str, Any], seconds: float) -> Any:
+        if function is python:  # waiting for its turn in the sandbox is no time of the program's
+            inspect.signature(function).bind(**arguments)
+            return await transcript_within(**arguments, seconds=seconds)
+        return await asyncio.wait_for(unlimited(arguments), seconds)
 
     return Tool(schema, call)
 
@@ -95,6 +102,11 @@ def python_tool(tool: str | Callable[..., Any]) -> Tool:
 def as_text(result: Any) -> str:
     """A tool's result as the model reads it."""
     return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _encodable(text: str) -> str:
+    """With `?` for half a surrogate pair, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 _TWO: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -223,9 +235,9 @@ class McpServer:
                 return tools
 
 
-async def _call(client: Any, name: str, arguments: dict[str, Any]) -> str:
+async def _call(client: Any, name: str, arguments: dict[str, Any], seconds: float) -> str:
     """The text of a result. Raises RuntimeError with the text of an error."""
-    result = await client.call_tool(name, arguments)
+    result = await asyncio.wait_for(client.call_tool(name, arguments), seconds)
     text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
     if result.is_error:
         raise RuntimeError(text)
@@ -269,7 +281,8 @@ class ToolCallScheduler(MultiTurnScheduler):
     """Runs tools until a reply asks for none.
 
     `tools`: names of TOOLS (`calculator`), or paths (`my_file:function`). `mcp_servers`: name ->
-    `{command, args}` or `{url}`. `timeout`: seconds for a call. `style`: new_turn, or same_turn.
+    `{command, args}` or `{url}`. `timeout`: seconds for a call,
+    without what a program waits for the sandbox. `style`: new_turn, or same_turn.
     """
 
     def __init__(
@@ -339,13 +352,13 @@ class ToolCallScheduler(MultiTurnScheduler):
         """A call's result as text, or its error."""
         self.infos["tool_calls"] += 1
         try:
-            return as_text(await self._run(call))
+            return _encodable(as_text(await self._run(call)))
         except TimeoutError:
             error = f"{call.name} took longer than {self.timeout:g} s"
         except Exception as raised:  # foreign code: the model is told
             error = str(raised) or repr(raised)
         self.infos["tool_errors"] += 1
-        return f"Error: {error}"
+        return _encodable(f"Error: {error}")
 
     async def _run(self, call: ToolCall) -> Any:
         if call.error is not None:
@@ -357,7 +370,7 @@ class ToolCallScheduler(MultiTurnScheduler):
         arguments = (
             dict(as_given) if isinstance(as_given, Mapping) else {tool.first_argument: as_given}
         )
-        return await asyncio.wait_for(tool.call(arguments), self.timeout)
+        return await tool.call(arguments, self.timeout)
 
 
 def _of_message(call_message: Mapping[str, Any]) -> ToolCall:
