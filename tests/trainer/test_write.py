@@ -22,7 +22,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint import export
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import load_checkpoint
-from trireme.checkpoint.save import Saving
+from trireme.checkpoint.save import Saving, save_weights
 from trireme.files import CannotWrite
 from trireme.trainer import lora as lora_module
 from trireme.trainer import write
@@ -194,8 +194,6 @@ def test_an_adapter_is_merged_one_layer_at_a_time(tiny_dir, tmp_path, monkeypatc
 
 
 def test_weights_that_are_published_meanwhile_stay_the_newest(tiny_dir, tmp_path):
-    from trireme.checkpoint.save import save_weights
-
     backend = backend_of(tiny_dir)
     job = JobFolder(tmp_path)
     saving = Saving(job, 1, run_state=STATE, model_dir=tiny_dir)
@@ -204,3 +202,59 @@ def test_weights_that_are_published_meanwhile_stay_the_newest(tiny_dir, tmp_path
     saving.finish()
     assert job.latest_weights_step() == 2
     assert job.latest_checkpoint.read_text() == "1"
+
+
+def _published_and_saved(place: RankSpec, path: Path, root: Path) -> None:
+    """Both for a step, in either order, with an export in bfloat16 and without one."""
+    ranks, job = Ranks(place), JobFolder(root)
+    backend = backend_of(path, ranks, export_dtype=torch.bfloat16)
+
+    def publish(step: int) -> None:
+        weights = backend.weights()
+        if place.rank == 0:
+            save_weights(job, step, weights=weights, extra_files={"probe.json": b"{}"})
+
+    def save(step: int, *, hf: bool) -> None:
+        saving = Saving(job, step, run_state=STATE, model_dir=path) if place.rank == 0 else None
+        actor = ranks.gather(saving and str(saving.actor))[0]
+        backend.save(Path(actor), hf=hf)
+        if saving:
+            saving.finish()
+
+    for step, hf in ((1, True), (2, False)):
+        _train(backend, step)
+        publish(step)
+        save(step, hf=hf)
+        _expect_exact(job, step, backend.weights())
+    for step, hf in ((3, True), (4, False)):
+        _train(backend, step)
+        save(step, hf=hf)
+        publish(step)
+        _expect_exact(job, step, backend.weights())
+    resumed = backend_of(path, ranks)
+    resumed.load(job.actor_dir(4))
+    for name, tensor in backend.weights().items():
+        assert torch.equal(resumed.weights()[name], tensor), name
+    ranks.close()
+
+
+def _expect_exact(job: JobFolder, step: int, weights: dict[str, torch.Tensor]) -> None:
+    """An explorer finds the step's weights as they are trained, and the probe of them."""
+    assert job.latest_weights_step() == step
+    assert (job.step_dir(step) / "probe.json").exists()
+    files = sorted(job.weights_dir(step).glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert set(found) == set(weights)
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor), (step, name)
+
+
+def test_explorers_find_exact_weights_where_ranks_save_what_was_published(tmp_path):
+    path = make_model(tmp_path / "model")
+    run(_published_and_saved, tmp_path / "ranks", path, tmp_path / "job")
+    job = JobFolder(tmp_path / "job")
+    with_copy = [
+        step for step in job.steps() if (job.actor_dir(step) / "model.safetensors").exists()
+    ]
+    assert with_copy == [3, 4], "older ones need no second copy"
+    assert load_checkpoint(job) is not None

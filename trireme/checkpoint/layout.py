@@ -37,7 +37,9 @@ EVALUATED, FAILED, DATA_ROWS = "evaluation.jsonl", "failed.jsonl", "data_rows.js
 """In `buffer/`, for people: what evaluations said, what failed, and a data set's trained rows."""
 
 
-def rank_file(kind: Literal["model", "optim", "extra_state"], world: int, rank: int) -> str:
+def rank_file(
+    kind: Literal["model", "optim", "extra_state"], world: int | Literal["*"], rank: int
+) -> str:
     """Name in `actor/` of what one of the trainer's ranks wrote."""
     return f"{kind}_world_size_{world}_rank_{rank}.pt"
 

@@ -21,13 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trireme.checkpoint.layout import WEIGHTS, JobFolder
+from trireme.checkpoint.export import OwnFile
+from trireme.checkpoint.layout import WEIGHTS, JobFolder, rank_file
 from trireme.checkpoint.manifest import write_manifest
-from trireme.config.lookup import located
+from trireme.config.lookup import located, weight_files
 from trireme.files import (
     CannotWrite,
     naming,
     remove_folder,
+    whole_file,
     whole_folder,
     write_bytes,
     write_json,
@@ -113,12 +115,16 @@ def save_weights(
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """The weights alone, for an explorer to load; returns their folder. Older such folders go.
+    Where the step's checkpoint is there they join it, if it has them only rounded, or not whole.
 
     `extra_files` lie beside `actor/`. Raises OSError naming the path that cannot be written.
     """
     target = folder.step_dir(step)
     with _RENAMING:
         if folder.is_full(step):
+            if _lacks_exact(actor := folder.actor_dir(step)):
+                with whole_file(actor / WEIGHTS) as temporary:
+                    write_weights(temporary, weights)
             for name, data in (extra_files or {}).items():
                 write_bytes(target / name, data)
         else:
@@ -175,13 +181,27 @@ def write_pt(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _keep_side_files(old: Path, new: Path) -> None:
-    """What lay beside the weights of this step (the probe) goes on lying there.
+    """What lay beside the weights of this step (the probe) goes on lying there, and so do the
+    weights themselves where the checkpoint has no others that the probe is true of.
 
-    It belongs to no checkpoint: a later push of this step writes it again.
+    They belong to no checkpoint: a later push of this step writes them again.
     """
     for path in old.iterdir():
         if path.is_file():
             shutil.copyfile(path, new / path.name)
+    published = old / "actor" / WEIGHTS
+    if published.exists() and _lacks_exact(new / "actor"):
+        published.rename(new / "actor" / WEIGHTS)
+
+
+def _lacks_exact(actor: Path) -> bool:
+    """Whether a checkpoint holds no weights for others to load that are as trained: several ranks
+    write them in files of their own, and the export is rounded, or is not there.
+    """
+    own = actor / WEIGHTS
+    files = [own] if own.exists() else weight_files(actor / "huggingface")
+    dtypes = {spec.dtype for file in files for spec in OwnFile(file).specs.values()}
+    return not dtypes or not dtypes.isdisjoint((torch.bfloat16, torch.float16))
 
 
 def _move_pointers(
@@ -211,3 +231,6 @@ def _drop_old(folder: JobFolder, step: int, keep: int | None) -> None:
     for old in (*surplus, *light[: -(KEPT_WEIGHTS - 1)]):
         remove_folder(folder.step_dir(old))
         logger.info("removed %s", folder.step_dir(old))
+    for old in [s for s in full if s not in surplus][: -(KEPT_WEIGHTS - 1)]:
+        if any(folder.actor_dir(old).glob(rank_file("model", "*", 0))):  # they never write this one
+            (folder.actor_dir(old) / WEIGHTS).unlink(missing_ok=True)
