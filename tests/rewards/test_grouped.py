@@ -85,6 +85,18 @@ def test_rewards_of_one_name_and_an_environment_s_own_are_parts_of_their_own() -
     assert found.metrics[f"rewards/{name}_2"] == 0 and found.metrics["rewards/total_reward"] == 10
 
 
+def noting(task: Task, answer: str) -> dict[str, float]:
+    """A right answer, and a note on it."""
+    return {"right": float(answer == "42"), "note/length": float(len(answer))}
+
+
+def test_a_note_of_one_of_several_rewards_is_a_metric_and_does_not_count() -> None:
+    [judged_one] = judged(task([f"{__name__}:noting", f"{__name__}:brief"]), "42")
+    assert judged_one.reward == 2.0
+    assert judged_one.metrics["length"] == 2.0
+    assert judged_one.metrics[f"rewards/{__name__}:noting"] == 1.0
+
+
 def test_the_same_by_reward_fn_args() -> None:
     args = {"funcs": ["accuracy_reward", "repetition"], "weights": [0.5, 1.0]}
     (right,) = judged(task(None, reward_fn_args=args), "42")

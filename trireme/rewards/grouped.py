@@ -156,10 +156,17 @@ class Judge:
         function, name = self.functions[index], self.names[index]
         if function.each:
             models = columns["auxiliary_models"]
+            notes: list[dict[str, float]] = [{} for _ in rows]
             scored = await asyncio.gather(
-                *(score(task, r.completion, function.call, r.tokens, models) for r in rows)
+                *(
+                    score(task, row.completion, function.call, row.tokens, models, notes=noted)
+                    for row, noted in zip(rows, notes, strict=True)
+                )
             )
-            return [Value(math.fsum(part.values()), part) for part in scored]
+            return [
+                Value(math.fsum(counted.values()), counted | noted)
+                for counted, noted in zip(scored, notes, strict=True)
+            ]
         if function.takes_messages and isinstance(task.prompt, list):
             replies = [[{"role": "assistant", "content": row.completion}] for row in rows]
             columns = {**columns, "completions": replies}  # as TRL calls a function
