@@ -47,26 +47,38 @@ def test_a_program_gives_its_results(program: str, results: Any) -> None:
 
 MODULES = [
     "array",
+    "base64",
+    "binascii",
     "bisect",
+    "calendar",
     "collections",
     "copy",
+    "csv",
     "dataclasses",
     "datetime",
     "decimal",
+    "difflib",
     "enum",
     "fractions",
     "functools",
+    "graphlib",
+    "hashlib",
     "heapq",
     "itertools",
     "math",
     "operator",
+    "pprint",
     "queue",
     "random",
     "re",
     "statistics",
     "string",
+    "struct",
     "time",
+    "timeit",
     "typing",
+    "unicodedata",
+    "zlib",
 ]
 
 USUAL = {
@@ -105,6 +117,17 @@ USUAL = {
         "def d(g):\n    @functools.wraps(g)\n    def h(*a): return g(*a)\n    return h\n"
         "@d\ndef f(a, b): return max(a, b)"
     ),
+    "does without a module": (
+        "try:\n    import numpy\nexcept ImportError:\n    numpy = None\n"
+        "def f(a, b): return max(a, b) if numpy is None else numpy.max([a, b])"
+    ),
+    "packs and hashes": (
+        "import hashlib, struct\n"
+        "def f(a, b):\n"
+        "    assert hashlib.sha256(b'').hexdigest().startswith('e3b0c442')\n"
+        "    return max(struct.unpack('<ii', struct.pack('<ii', a, b)))"
+    ),
+    "prints at once": f"import sys\nprint(1, flush=True)\nsys.__stdout__.flush()\n{RIGHT}",
     "long": "x = 1\n" * 2000 + RIGHT,
 }
 
@@ -201,7 +224,7 @@ def test_a_program_that_imports_what_is_not_there_is_counted_and_said_once(
     for number in range(2):
         program = f"import numpy\n{RIGHT}  # {number}"
         assert asyncio.run(sandbox.unit_tests(Task(), program, tests=[[[1, 2], 2]])) == NOT_RUN
-    assert caplog.text.count("imports numpy, which the sandbox does not have") == 1
+    assert caplog.text.count("imports 'numpy', which the sandbox does not have") == 1
 
 
 def test_a_note_is_a_metric_and_no_part_of_the_reward() -> None:
@@ -220,6 +243,12 @@ def test_a_note_is_a_metric_and_no_part_of_the_reward() -> None:
         ("'text'", "'text'"),
         ("x = 1", "(no output)"),
         ("None", "(no output)"),
+        ("import sys\nprint(1)\nsys.exit(0)", "1"),
+        ("raise SystemExit", "(no output)"),
+        (
+            "import sys\nprint(1, file=sys.__stdout__, flush=True)\nsys.__stderr__.write('2')",
+            "1\n21",
+        ),
         ("from math import comb\ncomb(5, 2)", "10"),
         ("def f(n):\n return n\nf(7)", "7"),
         ("print('x' * 5000)", f"{'x' * 4000}\n... (1001 more characters)"),
@@ -234,7 +263,12 @@ def test_the_python_tool_shows_what_a_terminal_would(code: str, shown: str) -> N
     [
         ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero (line 2)"),
         ("x = (", "SyntaxError: '(' was never closed"),
-        ("import numpy", "Refused: import numpy (line 1)"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy' in the sandbox (line 1)"),
+        ("exit_code = 3\nraise SystemExit(exit_code)", "SystemExit: 3 (line 2)"),
+        (
+            "class Odd(Exception):\n    def __str__(self): return 1 / 0\nraise Odd",
+            "Odd: (its __str__ raises an error) (line 3)",
+        ),
         ("while True: pass", "it was stopped: a program has 2 s of processor time"),
         ("import posix\nposix._exit(0)", "it was stopped"),
         ("#" * 60_000, "the program has 60000 characters: at most 50000"),

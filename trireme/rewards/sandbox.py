@@ -48,10 +48,11 @@ SHOWN = 4000
 _OVERHEAD = 256  # bytes of a key and its place
 
 HELPER = """
-import _ast, _imp, _strptime, abc, array, bisect, cmath, collections, collections.abc
-import contextlib, copy, dataclasses, datetime, decimal, enum, fractions, functools, heapq, io
-import itertools, json, math, numbers, operator, os, posix, queue, random, re, resource, select
-import signal, sqlite3, statistics, string, sys, textwrap, time, types, typing
+import _ast, _imp, _strptime, abc, array, base64, binascii, bisect, calendar, cmath, collections
+import collections.abc, contextlib, copy, csv, dataclasses, datetime, decimal, difflib, enum
+import fractions, functools, graphlib, hashlib, heapq, io, itertools, json, math, numbers, operator
+import os, posix, pprint, queue, random, re, resource, select, signal, sqlite3, statistics, string
+import struct, sys, textwrap, time, timeit, types, typing, unicodedata, zlib
 
 class Refused(PermissionError, ValueError):
     pass  # namedtuple and typing go on after a ValueError where they get no frame
@@ -82,7 +83,8 @@ def give_up(limits):
     harmless = frozenset(("__abstractmethods__", "__bases__", "__defaults__", "__doc__",
                           "__kwdefaults__", "__module__", "__name__", "__qualname__"))
     readable = harmless | frozenset(("__code__",))
-    kind_of, text = type, str  # a program may put others in place of the builtins
+    # a program may put others in place of the builtins
+    kind_of, text, repr, absent = type, str, ascii, ModuleNotFoundError
     def refuse(event, args):
         if event in allowed:
             return
@@ -93,8 +95,9 @@ def give_up(limits):
             return
         if event == "object.__getattr__" and args[1] in readable:
             return
-        name = args[0] if event == "import" and kind_of(args[0]) is text else ""
-        raise Refused((event + " " + name).rstrip())
+        if event == "import" and kind_of(args[0]) is text:  # programs catch ImportError
+            raise absent("No module named " + repr(args[0]) + " in the sandbox", name=args[0])
+        raise Refused(event)
     sys.addaudithook(refuse)
 
 def results(job):
@@ -102,9 +105,17 @@ def results(job):
     exec(job["program"], names)
     return [names[job.get("function", "f")](*given) for given in job["arguments"]]
 
+# the type and text of an error, which the program may have written
+def said(raised):
+    name = type.__dict__["__name__"].__get__(type(raised))
+    try:
+        return name + ": " + str(raised)
+    except BaseException:
+        return name + ": (its __str__ raises an error)"
+
 # what a program prints, and the value of its last expression, as a terminal shows it
 def transcript(job):
-    out = sys.stdout = sys.stderr = io.StringIO()
+    out = sys.stderr = sys.__stderr__ = sys.stdout
     error, names = "", {"__name__": "__main__"}
     try:
         tree = compile(job["code"], "<code>", "exec", _ast.PyCF_ONLY_AST)
@@ -114,8 +125,8 @@ def transcript(job):
             exec(compile(_ast.Interactive(body=[last]), "<code>", "single"), names)
     except BaseException as raised:
         trace = raised.__traceback__.tb_next  # the program's outermost line
-        error = type(raised).__name__ + ": " + str(raised)
-        error += " (line " + str(trace.tb_lineno) + ")" if trace else ""
+        if not isinstance(raised, SystemExit) or raised.code not in (None, 0):
+            error = said(raised) + (" (line " + str(trace.tb_lineno) + ")" if trace else "")
     return {"output": out.getvalue(), "error": error}
 
 def rows(job):
@@ -140,11 +151,10 @@ def answer(job, out):
     kind = results if "program" in job else transcript if "code" in job else rows
     try:
         give_up(job["limits"])
+        sys.stdout = sys.__stdout__ = io.StringIO()  # descriptor 1 is for results alone
         write(1, dumps(kind(job)).encode())
-    except Refused as error:
-        if not str(error).startswith("import "):
-            leave(1)
-        write(1, dumps({"refused": str(error)[7:87]}).encode())
+    except ModuleNotFoundError as error:
+        write(1, dumps({"refused": str(error.name)[:80]}).encode())
     except BaseException:
         leave(1)
     leave(0)
@@ -434,7 +444,7 @@ def code_of(answer: str) -> str:
 def _say_refused(module: str) -> None:
     """Once for each module."""
     _log.warning(
-        "a reply's program imports %s, which the sandbox does not have: it counts 0 (not_run)",
+        "a reply's program imports %r, which the sandbox does not have: it counts 0 (not_run)",
         module,
     )
 
