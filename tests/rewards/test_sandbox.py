@@ -178,6 +178,20 @@ HOSTILE = {
     ),
     "slows its parent": "import os\nos.setpriority(0, os.getppid(), 19)",
     "pins its parent": "import os\nos.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))",
+    "sets the clock": (
+        "import time\n"
+        "try:\n    time.clock_settime(time.CLOCK_MONOTONIC, 0)\n"  # which nobody may set
+        "except OSError:\n    pass\n"  # of the kernel: the call has reached it
+    ),
+    "becomes another user": "import os\nos.setresuid(*os.getresuid())",
+    "becomes another group": "import os\nos.setegid(os.getegid())",
+    "looks for a file": "import os\nos.stat({path!r})",
+    "looks for a file by another name": "import posix\nposix.lstat({path!r})",
+    "asks what it may do": "import os\nos.access({path!r}, os.R_OK)",
+    "follows a link": "import os\nos.readlink('/proc/self/cwd')",
+    "looks at a file's disk": "import posix\nposix.statvfs({path!r})",
+    "asks a path's limits": "import os\nos.pathconf({path!r}, 'PC_NAME_MAX')",
+    "looks whether a file is there": "import os\nassert os.path.exists({path!r})",
     "imports by a name that equals all": (
         "class Name(str):\n"
         "    __eq__ = lambda self, other: True\n"
@@ -286,7 +300,8 @@ def test_behind_bubblewrap_there_are_no_files_no_processes_and_no_network(tmp_pa
     look = (
         "import json, os, socket\n"
         f"seen = os.path.exists({str(tmp_path)!r})\n"
-        "numbers = [name for name in os.listdir('/proc') if name.isdigit()]\n"
+        "proc = os.listdir('/proc') if os.path.exists('/proc') else []\n"
+        "numbers = [name for name in proc if name.isdigit()]\n"
         "print(json.dumps([seen, len(numbers) < 4, [n for _, n in socket.if_nameindex()]]))"
     )
     words = [*sandbox.wall(), *sandbox.PYTHON, "-c", look]
@@ -305,6 +320,21 @@ def test_a_bubblewrap_that_does_not_work_is_said_and_left_out(
     try:
         assert sandbox.wall() == ()
         assert "does not work here, and programs are run without it: no namespaces" in caplog.text
+    finally:
+        sandbox.wall.cache_clear()
+
+
+def test_a_bubblewrap_that_may_not_mount_proc_works_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = tmp_path / "bwrap"
+    partial.write_text('#!/bin/sh\ncase "$*" in *--proc*) exit 1;; esac\n')
+    partial.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sandbox.wall.cache_clear()
+    try:
+        assert sandbox.wall()[0] == str(partial)
+        assert "--proc" not in sandbox.wall()
     finally:
         sandbox.wall.cache_clear()
 

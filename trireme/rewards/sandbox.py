@@ -5,8 +5,9 @@
   file and no socket can be opened), files of any size, memory beyond 512 MB, and more than 2 s of
   processor time. An audit hook then refuses what Python would ask of the system: processes,
   signals, files, imports. After 10 s, or with more than 1 MB of output, the child is killed.
-- Where bubblewrap is installed and works, the helper lives behind it: it sees Python and the
-  system's libraries, read-only, and no other file, no process of the run and no network.
+- Where bubblewrap is installed and works, the helper lives behind it: it sees /usr, the system's
+  libraries and the folder of Python, read-only, and no other file, no process of the run and no
+  network.
 - What that does not hold: a hole in the interpreter itself (with bubblewrap: one in the kernel as
   well). An audit hook is no wall, and without bubblewrap the child is the same user as the run.
   For programs of a model that may be hostile, run the whole of Trireme in a container or as a user
@@ -57,13 +58,25 @@ import struct, sys, textwrap, time, timeit, types, typing, unicodedata, zlib
 class Refused(PermissionError, ValueError):
     pass  # namedtuple and typing go on after a ValueError where they get no frame
 
+# in place of a function that says which files there are: os.path.exists and others catch it
+def refusing(name):
+    def refused(*args, **options):
+        raise Refused("os." + name)
+    return refused
+
 def forget_unaudited():
     # functions that raise no audit event and reach beyond the child, or load a module afresh
     beyond = [name for name in vars(posix) if name.startswith(("mkfifo", "mknod", "setpriority",
-              "sched_set", "pidfd_", "chroot", "unshare", "setns", "sync"))]
+              "sched_set", "pidfd_", "chroot", "unshare", "setns", "sync", "setuid", "setgid",
+              "sete", "setre", "setgroups", "initgroups"))]
     for name in beyond:
         vars(posix).pop(name)
         vars(os).pop(name, None)
+    for name in ("stat", "lstat", "access", "readlink", "statvfs", "pathconf"):
+        setattr(posix, name, refusing(name))
+        setattr(os, name, getattr(posix, name))
+    for name in [name for name in vars(time) if name.startswith("clock_settime")]:
+        vars(time).pop(name)
     os.__all__ = [name for name in os.__all__ if name in vars(os)]
     for name in ("supports_dir_fd", "supports_effective_ids", "supports_fd",
                  "supports_follow_symlinks"):
@@ -203,7 +216,7 @@ for line in sys.stdin.buffer:
 
 PYTHON = (os.path.realpath(sys.executable), "-I", "-S")
 _SEEN = ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix, sys.base_exec_prefix)
-"""What a helper behind bubblewrap sees."""
+"""What a helper behind bubblewrap sees, all that lies in it included."""
 
 
 @functools.cache
@@ -216,16 +229,22 @@ def wall() -> tuple[str, ...]:
     words = [path, "--unshare-all", "--new-session", "--cap-drop", "ALL", "--chdir", "/"]
     for folder in dict.fromkeys(_SEEN):
         words += ["--ro-bind-try", folder, folder]
-    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    try:
-        done = subprocess.run(
-            [*words, *PYTHON, "-c", ""], env={}, capture_output=True, text=True, timeout=60
-        )
-        said = done.stderr.strip()[-200:] if done.returncode else None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    if said is None:
-        return tuple(words)
+    words += ["--dev", "/dev", "--tmpfs", "/tmp"]
+    said = ""
+    for proc in (("--proc", "/proc"), ()):  # which many containers do not allow
+        try:
+            done = subprocess.run(
+                [*words, *proc, *PYTHON, "-c", ""],
+                env={},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            if done.returncode == 0:
+                return (*words, *proc)
+            said = done.stderr.strip()[-200:]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
     _log.warning("%s does not work here, and programs are run without it: %s", path, said)
     return ()
 
