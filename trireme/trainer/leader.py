@@ -62,7 +62,8 @@ class Leader:
         self._heartbeat = RankHeartbeat(ranks.spec)
         self._number = 0
         self._busy = False
-        self._lost = False
+        self._lost = ""
+        """The sentence of the RankLost that ended all this."""
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="trainer-rank-0", daemon=True).start()
 
@@ -71,6 +72,7 @@ class Leader:
 
         Commands that `work` gives are part of this one: the others are not told them.
         """
+        self._stop_if_lost()
         if self._busy:
             return work()
         data = encode(command.experiences) if command.experiences else b""
@@ -85,6 +87,7 @@ class Leader:
 
     def guarded(self, work: Callable[[], T], *, doing: str = "a collective") -> T:
         """`work()`, which the others have begun. Raises RankLost where one is gone."""
+        self._stop_if_lost()
         if self._busy:
             return work()
         outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
@@ -104,16 +107,16 @@ class Leader:
                 result, error = outcome.get(timeout=_LOOK)
                 break
             if lost := self._gone():
-                self._lost = True
+                self._lost = f"{lost} during {doing}"
                 with suppress(queue.Empty):  # a thread inside a collective spoils a clean exit
                     outcome.get(timeout=GRACE)
-                raise RankLost(f"{lost} during {doing}")
+                raise RankLost(self._lost)
         self._busy = False
         if error is None:
             return result  # pyright: ignore[reportReturnType]
         if _is_communication(error):
-            self._lost = True
-            raise RankLost(f"{self._who()} during {doing}") from error
+            self._lost = f"{self._who()} during {doing}"
+            raise RankLost(self._lost) from error
         raise error
 
     def close(self) -> None:
@@ -126,6 +129,11 @@ class Leader:
             with suppress(dist.DistStoreError):  # it hangs elsewhere, and will miss our heartbeat
                 self._ranks.store.wait([f"bye/{rank}"], timedelta(seconds=GRACE))
         self._ranks.close()
+
+    def _stop_if_lost(self) -> None:
+        """A collective without the rank that is gone would wait for it until its time-out."""
+        if self._lost:
+            raise RankLost(self._lost)
 
     def _announce(self, command: Command, size: int) -> None:
         self._number += 1
