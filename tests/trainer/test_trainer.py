@@ -18,7 +18,7 @@ from trireme.experience import EID, Experience
 from trireme.files import CannotWrite
 from trireme.registry import ALGORITHMS
 from trireme.trainer.measure import Arithmetic, Phases, Profile
-from trireme.trainer.trainer import Trainer
+from trireme.trainer.trainer import Stopped, Trainer
 
 SFT = ALGORITHMS.get("sft")
 
@@ -29,7 +29,8 @@ class Learner:
     def __init__(self, fails_at: int = 0) -> None:
         self.sizes: list[int] = []
         self.fails_at = fails_at
-
+        self.fails: Callable[[], None] = lambda: None
+        """Called where it fails."""
         self.rank, self.num_ranks, self.peak = 0, 1, None
         self.device = torch.device("cpu")
         self.arithmetic, self.phases = Arithmetic(), Phases(self.device)
@@ -37,6 +38,7 @@ class Learner:
     def forward_backward(self, batch: Any, loss: Any, *, entropy: bool = False) -> None:
         self.sizes.append(batch.num_samples)
         if len(self.sizes) == self.fails_at:
+            self.fails()
             raise ArithmeticError("the loss of a batch overflows")
 
     def step(self) -> dict[str, float]:
@@ -98,14 +100,14 @@ class Folder:
     async def snapshot(self) -> dict[str, Any]:
         return {"left": len(self.buffer)}
 
-    def begin_save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
-        self.last = last
+    def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
+        self.behind = behind
         self.events.append(
             f"save {step}, {run_state['left']} left" + (", the last" if last else "")
         )
 
     def await_save(self) -> None:
-        if not self.last:
+        if self.behind:
             assert self.disk.wait(10)
 
     def end_save(self) -> None:
@@ -147,6 +149,7 @@ async def make(
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
+    options = {"save_timeout": 10.0} | options
     trainer = Trainer(
         backend=cast(Any, backend),
         recipe=SFT,
@@ -268,7 +271,110 @@ def test_a_checkpoint_that_is_being_written_is_finished_where_a_later_step_fails
         made.trainer.device.close()
         return made.events
 
-    assert asyncio.run(main()) == ["trained 1", "save 1, 4 left", "sealed"]
+    assert asyncio.run(main()) == ["trained 1", "save 1, 4 left", "sealed", "commit"]
+
+
+def test_a_failed_checkpoint_is_logged_where_a_later_step_fails_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        made = await make(6, fails_at=2, save_interval=1)
+        made.trainer.checkpointer.full = True
+        made.trainer.checkpointer.disk.clear()
+        made.backend.fails = made.trainer.checkpointer.disk.set
+        with pytest.raises(ArithmeticError, match="overflows"):
+            await made.trainer.train()
+        made.trainer.device.close()
+
+    asyncio.run(main())
+    assert "checkpoint of step 1 failed too: cannot write /job/global_step_1: No" in caplog.text
+
+
+async def cancelled_while_it_writes(**options: Any) -> SimpleNamespace:
+    """A trainer that waits for experiences and writes a checkpoint, cancelled as by a failure of
+    the explorer.
+    """
+    made = await make(2, closed=False, save_interval=1, **options)
+    made.trainer.checkpointer.disk.clear()
+    made.running = asyncio.create_task(made.trainer.train())
+    while "save 1, 0 left" not in made.events or "step 2" not in made.trainer.doing:
+        await asyncio.sleep(0.01)
+    made.running.cancel()
+    await asyncio.sleep(0)
+    return made
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_where_the_explorer_fails() -> None:
+    async def main() -> list[str]:
+        made = await cancelled_while_it_writes()
+        made.trainer.checkpointer.disk.set()
+        with pytest.raises(asyncio.CancelledError):
+            await made.running
+        made.trainer.device.close()
+        return made.events
+
+    assert asyncio.run(main())[-2:] == ["sealed", "commit"]
+
+
+def test_a_disk_that_hangs_is_given_up_where_the_run_has_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> list[str]:
+        made = await cancelled_while_it_writes(save_timeout=0.1)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(made.running, 5)
+        made.trainer.checkpointer.disk.set()
+        made.trainer.device.close()
+        return made.events
+
+    assert "commit" not in asyncio.run(main())
+    assert "step 1 was not written in 0.1 s (cluster.stop_timeout)" in caplog.text
+
+
+def test_what_was_learned_is_committed_while_the_trainer_waits_for_more() -> None:
+    async def main() -> None:
+        made = await make(2, closed=False, save_interval=1)
+        running = asyncio.create_task(made.trainer.train())
+        async with asyncio.timeout(10):
+            while "commit" not in made.events:
+                await asyncio.sleep(0.01)
+        await made.buffer.close()
+        await running
+        made.trainer.device.close()
+
+    asyncio.run(main())
+
+
+def test_the_wait_for_the_checkpoint_before_counts_as_time_of_saving() -> None:
+    async def main() -> SimpleNamespace:
+        made = await make(6, save_interval=1)
+        made.trainer.checkpointer.disk.clear()
+        running = asyncio.create_task(made.trainer.train())
+        while made.trainer.doing != "the checkpoint of step 2":
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        made.trainer.checkpointer.disk.set()
+        await running
+        made.trainer.device.close()
+        return made
+
+    assert asyncio.run(main()).reports[2][2]["time/save"] > 0.09
+
+
+def test_a_trainer_that_is_told_to_stop_writes_nothing_behind_it() -> None:
+    async def main() -> SimpleNamespace:
+        made = await make(2, closed=False)
+        running = asyncio.create_task(made.trainer.train())
+        while "step 2" not in made.trainer.doing:
+            await asyncio.sleep(0.01)
+        made.trainer.stop()
+        with pytest.raises(Stopped):
+            await running
+        made.trainer.device.close()
+        return made
+
+    made = asyncio.run(main())
+    assert saves(made) == ["save 1, 0 left"] and not made.trainer.checkpointer.behind
 
 
 def test_an_error_of_a_step_is_not_caught_and_nothing_is_saved_or_committed() -> None:

@@ -188,8 +188,9 @@ class SqlBuffer:
         """See Buffer. Final is what the last `state` sealed, or all that was taken without one."""
         if self._seal is None:
             self.state()
-        seal, self._seal, self._sealed = self._seal or "", None, 0
+        seal = self._seal or ""
         self._transact(lambda connection: self._claims.consume(connection, seal))
+        self._seal, self._sealed = None, 0  # now: a take meanwhile gives back what has no seal
 
     def state(self) -> dict[str, Any]:
         """Seal what was taken since the last commit: it belongs to the checkpoint being made.

@@ -167,7 +167,7 @@ class TrainerSide:
             state["explorer"] = self.explorer_state()
         return state | {"learning": self.models.train_state.state()}
 
-    def begin_save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
+    def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
         """See Checkpointer: a whole checkpoint of `step`."""
         trainer = self.stage.plan.config.trainer
         when = trainer.save_hf_checkpoint
@@ -181,7 +181,7 @@ class TrainerSide:
             keep=trainer.max_checkpoints_to_keep,
         )
         with saving.abandoned_on_error():
-            backend.begin_save(saving.actor, hf=hf, behind=trainer.save_behind and not last)
+            backend.begin_save(saving.actor, hf=hf, behind=trainer.save_behind and behind)
             if train_state.critic is not None:
                 train_state.save_critic(backend, saving.critic)
         self._saving = saving
@@ -255,6 +255,7 @@ class TrainerSide:
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
             ),
             save_interval=plan.config.trainer.save_interval,
+            save_timeout=plan.config.cluster.stop_timeout,
             checkpointer=self,
             report=stage.console.step,
             show=self._show_rows(),

@@ -1,7 +1,7 @@
 """Trainer: takes batches from the buffer, learns from them, publishes weights, saves checkpoints.
 
 Invariants:
-- What is taken is committed with the checkpoint that learned from it, and not before.
+- What is taken is committed when the checkpoint that learned from it is whole, and not before.
 - A checkpoint is written beside the train steps that follow it; one that cannot be ends the run.
 - The trainer catches nothing: the first error ends the run.
 - A run that never made a train step has failed.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from trireme.aio import in_thread
 from trireme.algorithms.recipes import Recipe
 from trireme.algorithms.sample import Sample
 from trireme.buffer.buffer import Buffer, Closed
@@ -52,8 +53,11 @@ class Checkpointer(Protocol):
         """Where explorer, taskset and buffer stand: all at the same moment."""
         ...
 
-    def begin_save(self, step: int, run_state: dict[str, Any], last: bool) -> None:
-        """Begin to write everything that belongs to `step`; on the device, next to the weights."""
+    def begin_save(self, step: int, run_state: dict[str, Any], last: bool, behind: bool) -> None:
+        """Begin to write everything that belongs to `step`; on the device, next to the weights.
+
+        `behind`: the training goes on meanwhile; else it is written when this returns.
+        """
         ...
 
     def await_save(self) -> None:
@@ -86,6 +90,7 @@ class Trainer:
         train_state: TrainState | None = None,
         total_steps: int | None,
         save_interval: int,
+        save_timeout: float,
         checkpointer: Checkpointer,
         report: Report,
         show: Callable[[int, Sequence[Experience]], None] | None = None,
@@ -94,7 +99,8 @@ class Trainer:
         """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
 
         `turn()` returns when the trainer may work on what it has taken. Without `sync` no engine
-        follows the weights. `show` gets each step's number and experiences, for people to look at.
+        follows the weights. Where the training fails, a checkpoint that is being written gets
+        `save_timeout` seconds. `show` gets each step's number and experiences, for people to see.
         """
         self.backend = backend
         self.recipe = recipe
@@ -107,6 +113,7 @@ class Trainer:
         self.train_state = train_state or TrainState(recipe)
         self.total_steps = total_steps
         self.save_interval = save_interval
+        self.save_timeout = save_timeout
         self.checkpointer = checkpointer
         self.report = report
         self.show = show
@@ -130,9 +137,8 @@ class Trainer:
         """The loop. Always ends with a checkpoint of the last step."""
         try:
             await self._train()
-        except Exception:
-            if self._saving is not None:  # what was learned before is worth having
-                await asyncio.wait({self._saving})
+        except (Exception, asyncio.CancelledError):  # cancelled where the explorer has failed
+            await self._finish_save()
             raise
 
     async def _train(self) -> None:
@@ -256,27 +262,49 @@ class Trainer:
 
     async def _save(self, *, last: bool) -> None:
         self.doing = f"the checkpoint of step {self.step}"
-        await self._end_save()  # one at a time
         begun = time.monotonic()
+        await self._end_save()  # one at a time
         state = await self.checkpointer.snapshot()
-        await self.device.run(self.checkpointer.begin_save, self.step, state, last)
+        behind = not last and not self._stopping
+        begin = asyncio.ensure_future(self.device.run(self._begin_save, state, last, behind))
+        self._saving = asyncio.create_task(self._write(self.step, begin))
         self._saved = self.step
-        self._save_seconds = time.monotonic() - begun
-        self._saving = asyncio.create_task(self._write(self.step))
-        if last:
+        await asyncio.wait({begin})
+        if not behind or begin.exception() is not None:
             await self._end_save()
+        self._save_seconds = time.monotonic() - begun
+        if last:
             self.doing = ""
 
-    async def _write(self, step: int) -> None:
-        """See a checkpoint through that has begun."""
-        await asyncio.to_thread(self.checkpointer.await_save)
+    def _begin_save(self, state: dict[str, Any], last: bool, behind: bool) -> None:
+        self.checkpointer.begin_save(self.step, state, last, behind)
+
+    async def _write(self, step: int, begin: Awaitable[None]) -> None:
+        """See a checkpoint through that begins, and commit what it has learned from."""
+        await begin
+        await in_thread(self.checkpointer.await_save, name="checkpoint")
         await self.device.run(self.checkpointer.end_save)
-        await asyncio.to_thread(self.checkpointer.seal_save)
+        await in_thread(self.checkpointer.seal_save, name="checkpoint")
+        self.buffer.commit()
         logger.info("checkpoint of step %d saved", step)
 
     async def _end_save(self) -> None:
-        """Commit what the checkpoint that is being written has learned from, once it is whole."""
+        """The checkpoint that is being written is whole and committed. Raises what failed."""
         if self._saving is not None:
+            await asyncio.wait({self._saving})  # which, cancelled, does not cancel the writing
             saving, self._saving = self._saving, None
-            await saving
-            self.buffer.commit()
+            saving.result()
+
+    async def _finish_save(self) -> None:
+        """The training has failed: what was learned before is worth having, for which
+        `save_timeout` is waited. The failure is raised; what becomes of the checkpoint is logged.
+        """
+        if (saving := self._saving) is None:
+            return
+        await asyncio.wait({saving}, timeout=self.save_timeout)
+        if not saving.done():
+            saving.cancel()
+            text = "the checkpoint of step %d was not written in %g s (cluster.stop_timeout)"
+            logger.error(text, self._saved, self.save_timeout)
+        elif not saving.cancelled() and (error := saving.exception()) is not None:
+            logger.error("the checkpoint of step %d failed too: %s", self._saved, error)

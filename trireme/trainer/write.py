@@ -79,7 +79,7 @@ class Writing:
         self._thread: threading.Thread | None = None
         team.attempt(begin if team.rank == 0 else lambda: None)
         if behind:
-            # a daemon: where the training fails, the process does not wait for it
+            # a daemon: where the training has failed, the process waits only as long as `Trainer`
             name = "checkpoint"
             self._thread = threading.Thread(target=self._run, args=[write], name=name, daemon=True)
             self._thread.start()
