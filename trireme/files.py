@@ -75,9 +75,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         with naming(path):
             temporary.mkdir(parents=True)
             yield temporary
-            for file in sorted(temporary.rglob("*")):
-                sync(file)
-            sync(temporary)
+            sync_all(temporary)
             if path.exists():
                 os.replace(path, old)
             os.replace(temporary, path)
@@ -103,12 +101,14 @@ def clean(folder: Path) -> list[Path]:
     return leftovers
 
 
-def remove_folder(path: Path) -> None:
-    """Remove a folder so that no half of it is ever seen under its name."""
+def set_aside(path: Path) -> Path:
+    """Rename a folder that is to be removed, so that no half of it is ever seen under its name;
+    what it is called now, which `clean` recognises.
+    """
     old = beside(path)
     with naming(path):
         os.replace(path, old)
-    shutil.rmtree(old, ignore_errors=True)
+    return old
 
 
 @contextmanager
@@ -146,6 +146,13 @@ def in_turn(path: Path) -> Iterator[None]:
         with suppress(OSError):  # a disk that has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def sync_all(folder: Path) -> None:
+    """Bring all that lies in a folder to the disk."""
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
 
 
 def sync(path: Path) -> None:

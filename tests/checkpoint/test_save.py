@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from trireme.checkpoint.layout import REFERENCE, JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_weights
 from trireme.checkpoint.saved import read
+from trireme.files import sync
 
 STATE = {
     "step": 0,
@@ -145,6 +148,45 @@ def test_publishing_the_weights_of_a_full_checkpoint_leaves_it_whole(
     save_weights(JobFolder(tmp_path), 3, weights=weights(3), extra_files={"probe.json": b"{}"})
     assert (tmp_path / "global_step_3" / "probe.json").read_bytes() == b"{}"
     assert load_checkpoint(JobFolder(tmp_path)) is not None
+
+
+def test_weights_are_published_while_the_disk_takes_or_removes_a_checkpoint(
+    tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, tiny_dir)
+    rmtree, published = shutil.rmtree, iter(range(4, 1000))
+    slow: list[str] = []
+    here = threading.current_thread()
+
+    def publish() -> None:
+        step = next(published)
+        thread = threading.Thread(
+            target=lambda: save_weights(JobFolder(tmp_path), step, weights=weights(0.0)),
+            daemon=True,
+        )
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "the training would wait"
+
+    def slow_sync(path: Path) -> None:
+        if path.name == "manifest.json" and not slow:  # where it is synced again it is quick
+            slow.append(path.name)
+            publish()
+        sync(path)
+
+    def slow_rmtree(path: Path, **options: Any) -> None:
+        if path.exists() and threading.current_thread() is here:
+            slow.append(path.name.split("-")[1])
+            publish()
+        rmtree(path, **options)
+
+    monkeypatch.setattr("trireme.files.sync", slow_sync)
+    monkeypatch.setattr(shutil, "rmtree", slow_rmtree)
+    save_weights(JobFolder(tmp_path), 3, weights=weights(3.0))
+    save(tmp_path, 3, tiny_dir, keep=1)
+    assert slow == ["manifest.json", "global_step_3", "global_step_1", "global_step_2"]
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 class Killed(BaseException):

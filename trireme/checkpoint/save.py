@@ -28,7 +28,8 @@ from trireme.config.lookup import located, weight_files
 from trireme.files import (
     CannotWrite,
     naming,
-    remove_folder,
+    set_aside,
+    sync_all,
     whole_file,
     whole_folder,
     write_bytes,
@@ -44,7 +45,9 @@ KEPT_WEIGHTS = 2
 
 
 _RENAMING = threading.Lock()
-"""Weights may be published while an older checkpoint gets its name behind the training."""
+"""Weights may be published while an older checkpoint gets its name behind the training. Whoever
+holds this renames: the training waits for it where it publishes weights.
+"""
 
 _MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab")
 
@@ -92,16 +95,20 @@ class Saving:
     def finish(self) -> Path:
         """Everything is written: the folder gets its name, which is returned."""
         folder, step, target = self._folder, self._step, self._target
-        with ExitStack() as lock:
+        with _removing() as aside, ExitStack() as lock:
             with self._held:
                 if not any(self.critic.iterdir()):
                     self.critic.rmdir()
                 write_manifest(self._temporary, step, self._run_state)
+                with naming(target):
+                    sync_all(self._temporary)  # here: with the lock only names change
                 lock.enter_context(_RENAMING)
-                if target.is_dir() and not folder.is_full(step):
-                    _keep_side_files(target, self._temporary)
+                if target.is_dir():
+                    if not folder.is_full(step):
+                        _keep_side_files(target, self._temporary)
+                    aside.append(set_aside(target))
             _move_pointers(folder, step, self._run_state, self._published)
-            _drop_old(folder, step, self._keep)
+            aside += _set_old_aside(folder, step, self._keep)
         size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
         logger.info("saved %s, %.1f MB", target, size / 1e6)
         return target
@@ -120,7 +127,7 @@ def save_weights(
     `extra_files` lie beside `actor/`. Raises OSError naming the path that cannot be written.
     """
     target = folder.step_dir(step)
-    with _RENAMING:
+    with _removing() as aside, _RENAMING:
         if folder.is_full(step):
             if _lacks_exact(actor := folder.actor_dir(step)):
                 with whole_file(actor / WEIGHTS) as temporary:
@@ -135,8 +142,7 @@ def save_weights(
                     (temporary / name).write_bytes(data)
         write_text(folder.latest_weights, str(step))
         light = [s for s in folder.steps() if s <= step and not folder.is_full(s)]
-        for old in light[:-KEPT_WEIGHTS]:
-            remove_folder(folder.step_dir(old))
+        aside += (set_aside(folder.step_dir(old)) for old in light[:-KEPT_WEIGHTS])
     return target
 
 
@@ -222,14 +228,25 @@ def _published(folder: JobFolder) -> str:
     return folder.latest_weights.read_text() if folder.latest_weights.exists() else ""
 
 
-def _drop_old(folder: JobFolder, step: int, keep: int | None) -> None:
+@contextmanager
+def _removing() -> Iterator[list[Path]]:
+    """Folders that are put into the list are removed at the end."""
+    aside: list[Path] = []
+    try:
+        yield aside
+    finally:
+        for path in aside:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_old_aside(folder: JobFolder, step: int, keep: int | None) -> Iterator[Path]:
     """Checkpoints beyond `keep`, and weights alone that are older than this checkpoint's."""
     older = [s for s in folder.steps() if s < step]
     full = [s for s in older if folder.is_full(s)]
     light = [s for s in older if not folder.is_full(s)]
     surplus = full[: max(len(full) - (keep - 1), 0)] if keep else []
     for old in (*surplus, *light[: -(KEPT_WEIGHTS - 1)]):
-        remove_folder(folder.step_dir(old))
+        yield set_aside(folder.step_dir(old))
         logger.info("removed %s", folder.step_dir(old))
     for old in [s for s in full if s not in surplus][: -(KEPT_WEIGHTS - 1)]:
         if any(folder.actor_dir(old).glob(rank_file("model", "*", 0))):  # they never write this one
