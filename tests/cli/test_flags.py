@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from trireme.cli import flags
 from trireme.cli.main import app
-from trireme.config import load_config
+from trireme.config import ConfigError, load_config
 
 YAML = """
 buffer:
@@ -86,6 +86,10 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
         (
             ("run.yaml", "--num_iterations", "2", "--max_steps", "5"),
             "--max_steps 5 counts optimizer steps",
+        ),
+        (
+            ("run.yaml", "--num_iterations", "2", "--save_steps", "1000001"),
+            "--save_steps 1000001 counts optimizer steps, and a batch has 2 ",
         ),
         (("run.yaml", "--beta", "low"), "--beta low: expected a number"),
         (("run.yaml", "--loss_type", "real"), "--loss_type real: expected one of grpo, bnpo"),
@@ -269,3 +273,15 @@ def test_steps_on_a_batch_divide_what_counts_optimizer_steps(keys: Any) -> None:
     assert config.algorithm.num_iterations == 4
     assert (config.trainer.total_steps, config.trainer.save_interval) == (25, 5)
     assert config.algorithm.optimizer.lr_warmup_steps == 8  # of optimizer steps, as there
+    words = ("--num_iterations", "2", "--max_steps", "2000002")
+    assert keys("run.yaml", *words)[0].trainer.total_steps == 1000001
+
+
+@pytest.mark.parametrize("iterations", ["1", "2"])
+def test_no_limit_of_steps_is_none_and_a_share_of_them_is_not_divided(
+    keys: Any, iterations: str
+) -> None:
+    words = ("--num_iterations", iterations, "--max_steps", "-1")
+    assert keys("run.yaml", *words)[0].trainer.total_steps is None
+    with pytest.raises(ConfigError, match=r"trainer\.save_interval.*0\.5"):
+        keys("run.yaml", "--num_iterations", iterations, "--save_steps", "0.5")

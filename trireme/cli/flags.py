@@ -365,18 +365,23 @@ def translated(flags: Given, config: Source) -> list[str]:
 def _each_batch(flags: Given) -> dict[str, list[str]]:
     """The flags that count optimizer steps, in train steps: several of these are one batch's.
 
-    Raises BadParameter for what is no multiple.
+    Shares, below 1, count none and stay; `--max_steps -1`, the default there, is no limit. Raises
+    BadParameter for what is no multiple.
     """
     iterations = _number("num_iterations", flags.get("num_iterations", ["1"])[0])
     out: dict[str, list[str]] = {}
+    if _number("max_steps", flags.get("max_steps", ["0"])[0]) < 0:
+        out["max_steps"] = ["null"]
     for name in ("max_steps", "save_steps", "eval_steps") if iterations > 1 else ():
         steps = _number(name, flags.get(name, ["0"])[0])
+        if steps < 1:
+            continue
         if steps % iterations:
             raise typer.BadParameter(
-                f"--{name} {steps:g} counts optimizer steps, and a batch has {iterations:g} "
-                f"(--num_iterations): expected a multiple"
+                f"--{name} {flags[name][0]} counts optimizer steps, and a batch has "
+                f"{iterations:.0f} (--num_iterations): expected a multiple"
             )
-        out[name] = [f"{steps / iterations:g}"]
+        out[name] = [f"{steps / iterations:.0f}"]
     return out
 
 
