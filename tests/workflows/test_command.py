@@ -27,6 +27,7 @@ from trireme.workflows.command import (
     Settings,
     _limited,
     reward_of,
+    settings_of,
 )
 from trireme.workflows.workflow import resolve
 
@@ -259,7 +260,7 @@ def test_a_limit_that_is_tighter_already_stays(options: dict[str, Any], expected
         resource.setrlimit(resource.RLIMIT_CPU, (50, 50))
 
     words = ["/bin/sh", "-c", "echo $(ulimit -f) $(ulimit -v) $(ulimit -t)"]
-    made = _limited(Settings(command="x", **options), words)
+    made = _limited(Settings(command=["x"], **options), words)
     nobody: Any = {"user": 65534} if os.getuid() == 0 else {}  # root may go over a hard limit
     done = subprocess.run(made, preexec_fn=lowered, capture_output=True, text=True, **nobody)
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
@@ -291,7 +292,10 @@ def test_limits_hold(code: str, limits: dict[str, Any], said: str) -> None:
         ({"env": {"A": "{b}"}}, "{{b}} stands for {b} itself"),
         ({"cwd": "/no/such"}, "workflow_args.cwd is '/no/such'"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"sampling": "both"}, "sampling"),
+        ({"sampling": "both"}, "sampling is 'both': Input should be 'run' or 'program'"),
+        ({"command": ["echo", None]}, "workflow_args.command.1 is None: Input should be a valid s"),
+        ({"command": 'echo "a'}, "workflow_args.command is 'echo \"a': Value error, No closing"),
+        ({"command": 3}, "workflow_args.command is 3: Input should be a valid list"),
     ],
 )
 def test_what_cannot_run_is_said_before_a_model_is_loaded(
@@ -303,6 +307,13 @@ def test_what_cannot_run_is_said_before_a_model_is_loaded(
     with pytest.raises(ValueError) as caught:
         examine(task)
     assert said in str(caught.value)
+
+
+def test_a_command_must_be_given_and_may_have_numbers() -> None:
+    with pytest.raises(ValueError, match=r"needs workflow_args\.command: a program"):
+        settings_of(Task(ROW, workflow_args={"cwd": "/"}))
+    numbers = settings_of(Task(ROW, workflow_args={"command": ["echo", 1, 0.5]}))
+    assert numbers.command == ["echo", "1", "0.5"]
 
 
 def test_a_text_is_split_without_a_shell_and_a_task_cannot_add_arguments() -> None:

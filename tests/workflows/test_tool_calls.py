@@ -198,6 +198,11 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model() -> None:
     assert experience.info["rollout_infos"]["tool_errors"] == len(wrong)
 
 
+def test_a_text_is_the_name_of_one_tool() -> None:
+    model = make([call("calculator", expression="2*3"), "6"])
+    assert results(play(model, tools="calculator")) == ["6"]
+
+
 def test_calls_that_the_engine_has_read() -> None:
     function = {"name": "calculator", "arguments": '{"expression": "2*3"}'}
     message = ChatMessage("assistant", "", [{"id": "c1", "type": "function", "function": function}])

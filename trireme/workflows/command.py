@@ -24,9 +24,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar
+from typing import IO, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trireme.experience import Experience
 from trireme.log import FILE_ONLY, get_logger
@@ -68,12 +68,21 @@ class ProgramFailed(Refused):
     lasting = False
 
 
+def _words(command: Any) -> Any:
+    """A text split into words, and numbers as text; the type is checked after this."""
+    if isinstance(command, str):
+        return shlex.split(command)
+    if not isinstance(command, list):
+        return command
+    return [str(word) if type(word) in (int, float) else word for word in command]
+
+
 class Settings(BaseModel):
     """`workflow_args`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    command: str | list[str]
+    command: Annotated[list[str], BeforeValidator(_words)]
     """The program with its arguments: a list, or a text that is split like a shell's line. No shell
     runs it."""
     cwd: str = "."
@@ -84,7 +93,7 @@ class Settings(BaseModel):
     """Seconds; not given: `explorer.max_timeout` alone."""
     keep: str | None = None
     """The folder in which the rollouts' own folders stay; not given: each is deleted."""
-    sampling: Annotated[str, Field(pattern="^(run|program)$")] = "run"
+    sampling: Literal["run", "program"] = "run"
     """`run`: temperature and the like are the run's; `program`: what the program asks for."""
     memory_mb: Annotated[int, Field(gt=0)] | None = None
     """Address space of each process."""
@@ -92,11 +101,6 @@ class Settings(BaseModel):
     """Processor time of each process."""
     file_mb: Annotated[int, Field(gt=0)] = 1024
     """Size of each file that it writes, its output included."""
-
-    @property
-    def words(self) -> list[str]:
-        """The command as a list."""
-        return shlex.split(self.command) if isinstance(self.command, str) else self.command
 
 
 @workflow("command_workflow")
@@ -143,11 +147,11 @@ class CommandWorkflow(Workflow):
         cwd = Path("." if settings.cwd == "{workdir}" else settings.cwd).expanduser()
         if not cwd.is_dir():
             raise ValueError(f"workflow_args.cwd is '{settings.cwd}': there is no such folder")
-        program = settings.words[0]
+        program = settings.command[0]
         path = str(cwd / program) if os.sep in program else program
         if "{" not in program and shutil.which(path) is None:
             raise ValueError(f"workflow_args.command: there is no program '{program}'")
-        script = Path(settings.words[1] if len(settings.words) > 1 else "{")
+        script = Path(settings.command[1] if len(settings.command) > 1 else "{")
         named = script.suffix in (".py", ".sh", ".js", ".mjs") and "{" not in f"{script}"
         if named and settings.cwd != "{workdir}" and not (cwd / script).exists():
             raise ValueError(
@@ -253,10 +257,14 @@ def settings_of(task: Task) -> Settings:
                     f"command_workflow has no option '{option}'{hint}. It has: {', '.join(known)}"
                 ) from None
             where = ".".join(map(str, one["loc"]))
+            if one["type"] == "missing":
+                raise ValueError(
+                    f"command_workflow needs workflow_args.{where}: a program with its arguments"
+                ) from None
             raise ValueError(
                 f"workflow_args.{where} is {one['input']!r:.60}: {one['msg']}"
             ) from None
-    if not settings.words:
+    if not settings.command:
         raise ValueError("workflow_args.command is empty: expected a program with its arguments")
     return settings
 
@@ -324,7 +332,7 @@ def _fill(
 
         return _HOLE.sub(one, text)
 
-    words = [filled(word, "command") for word in settings.words]
+    words = [filled(word, "command") for word in settings.command]
     near = {"TRIREME_TASK": holes["task"], "TRIREME_WORKDIR": holes["workdir"]}
     environment = {**os.environ, **address.environment, **near}
     for name in ("NO_PROXY", "no_proxy"):  # our address is this machine's

@@ -288,7 +288,7 @@ class ToolCallScheduler(MultiTurnScheduler):
     def __init__(
         self,
         max_turns: int | None = None,
-        tools: Sequence[Any] = (),
+        tools: str | Sequence[Any] = (),
         mcp_servers: Mapping[str, Mapping[str, Any]] | None = None,
         timeout: float = 30.0,
         style: str = "new_turn",
@@ -300,7 +300,8 @@ class ToolCallScheduler(MultiTurnScheduler):
             raise ValueError("tool_call_scheduler has no tools: give `tools` or `mcp_servers`")
         self.timeout, self.style = timeout, style
         self.infos = {"tool_calls": 0, "tool_errors": 0}
-        self._tools = {tool.name: tool for tool in map(python_tool, tools)}
+        named = [tools] if isinstance(tools, str) else tools
+        self._tools = {tool.name: tool for tool in map(python_tool, named)}
         self._servers = [McpServer(name, config) for name, config in (mcp_servers or {}).items()]
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
