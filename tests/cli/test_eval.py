@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, ClassVar
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from trireme.cli.eval import EvalOptions, _api_of, _plan
+from trireme.cli.eval import EvalOptions, _api_of, _plan, _report, _values
 from trireme.cli.main import app
 from trireme.experience import Experience
-from trireme.explorer.metrics import _evaluated
+from trireme.explorer.metrics import Evaluated, _evaluated
 from trireme.explorer.runner import Failed, Outcome
 from trireme.task import Task
 from trireme.usercode import Fault
@@ -167,6 +171,26 @@ def test_tool_calls_of_an_api_and_options_it_does_not_take_are_never_dropped_in_
     assert "asked without top_k (5)" in caplog.text
 
 
+def test_a_signal_stops_it_and_leaves_no_folder(
+    tasks: Path, tmp_path: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = Event(), Event()
+    monkeypatch.setattr(Api, "do_POST", lambda handler: asked.set() or answer.wait(120))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    words = ["eval", "--tasks", f"sums={tasks}", "--workflow", "simple_workflow"]
+    words += ["--reward", "math_reward", "--model", f"m@{api}", f"model.model_path={tiny_dir}"]
+    command = [sys.executable, "-m", "trireme", *words]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
+        assert asked.wait(120) and list(temporary.glob("trireme-eval-*"))
+        running.terminate()
+        _, said = running.communicate(timeout=60)
+        answer.set()
+    assert running.returncode == 128 + signal.SIGTERM and said.endswith("stopped\n")
+    assert not list(temporary.glob("trireme-eval-*"))
+
+
 def test_an_api_that_fails_ends_its_own_row_alone(
     tasks: Path, tmp_path: Path, tiny_dir: Path, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +208,19 @@ def test_an_api_that_fails_ends_its_own_row_alone(
     assert f"{tiny_dir} compared with {tiny_dir}" in done.output
     assert "Error code: 401" in done.output
     assert len(json.loads(out.read_text())) == 2
+
+
+def test_a_single_task_has_no_interval_and_the_file_stays_json(tiny_dir: Path) -> None:
+    options = EvalOptions([str(tiny_dir)])
+    [one] = [Evaluated("sums", "reward", [[2.5]])]
+    assert _report(options, [("a", [one])])[1].split()[-2:] == ["2.500", "-"]
+    [written] = _values(options, [("a", [one])])
+    assert written["estimates"] == {"reward mean@1": {"mean": 2.5, "low": None, "high": None}}
+
+
+def test_help_says_what_the_yaml_is_for() -> None:
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", "", call("--help").output).split())
+    assert "A YAML with eval_tasksets, in place of --tasks." in said and "demo" not in said
 
 
 def test_more_failures_than_may_be_are_no_measurement() -> None:

@@ -26,6 +26,10 @@ OptionalConfig = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
 ]
+EvalConfig = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--config", "-c", help="A YAML with eval_tasksets, in place of --tasks."),
+]
 ServerKey = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(

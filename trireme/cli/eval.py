@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import yaml
 
 from trireme.config import ConfigError, Plan
-from trireme.explorer.scores import difference, estimate, pass_at
+from trireme.explorer.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 Measured = list[tuple[str, "list[Evaluated]"]]
 """Each model that could be tried, and what it did."""
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 LONGEST = 2048
 """Tokens of prompt and reply together, without a YAML and where the model allows as many."""
 
@@ -58,8 +64,9 @@ def evaluate_models(options: EvalOptions) -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     measured: Measured = []
+    signals: list[int] = []
     try:
-        with tempfile.TemporaryDirectory(prefix="trireme-eval-") as root:
+        with _interrupts(signals), tempfile.TemporaryDirectory(prefix="trireme-eval-") as root:
             plans = [_plan(model, options, Path(root)) for model in options.models]
             code = _try_each(options, plans, measured)
     except ValueError as error:
@@ -70,10 +77,30 @@ def evaluate_models(options: EvalOptions) -> int:
         code = 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        code = 130
+        code = 128 + (signals or [signal.SIGINT])[0]
     if measured:
         print("\n".join(_report(options, measured)), flush=True)
     return code
+
+
+@contextmanager
+def _interrupts(came: list[int]) -> Iterator[None]:
+    """SIGTERM and SIGHUP stop the work inside as Ctrl-C does, and are added to `came`."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.raise_signal(signal.SIGINT)  # an event loop has its own way to stop on it
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    ours = [n for n in _ENDING if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, stop) for number in ours}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -> int:
@@ -193,10 +220,8 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
         for one in tasksets:
             for name, values in _measures(options, one).items():
                 seen = estimate(values)
-                interval = f"{seen.low:.3f} to {seen.high:.3f}"
-                rows.append(
-                    [model, one.taskset, str(len(values)), name, f"{seen.mean:.3f}", interval]
-                )
+                numbers = [f"{seen.mean:.3f}", _interval(seen)]
+                rows.append([model, one.taskset, str(len(values)), name, *numbers])
     lines = _table(rows)
     base, base_tasksets = measured[0]
     for model, tasksets in measured[1:]:
@@ -206,14 +231,21 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
             ours = _measures(options, second)
             for name, values in _measures(options, first).items():
                 gap = difference(values, ours[name])
-                interval = f"{gap.low:+.3f} to {gap.high:+.3f}"
-                rows.append([first.taskset, name, f"{gap.mean:+.3f}", interval, f"{gap.p:.3f}"])
+                numbers = [f"{gap.mean:+.3f}", _interval(gap, "+"), f"{gap.p:.3f}"]
+                rows.append([first.taskset, name, *numbers])
         lines += _table(rows)
     for model, tasksets in measured:
         for one in tasksets:
             for why, count in one.failures.most_common(3):
                 lines.append(f"{model}, {one.taskset}: {count} rollouts failed and count 0: {why}")
     return lines
+
+
+def _interval(seen: Estimate, sign: str = "") -> str:
+    """The interval; of a single task there is none."""
+    if math.isinf(seen.low):
+        return "-"
+    return f"{seen.low:{sign}.3f} to {seen.high:{sign}.3f}"
 
 
 def _measures(options: EvalOptions, one: Evaluated) -> dict[str, list[float]]:
@@ -240,9 +272,15 @@ def _values(options: EvalOptions, measured: Measured) -> list[Mapping[str, Any]]
             "model": model,
             **asdict(one),
             "estimates": {
-                name: asdict(estimate(values)) for name, values in _measures(options, one).items()
+                name: _finite(asdict(estimate(values)))
+                for name, values in _measures(options, one).items()
             },
         }
         for model, tasksets in measured
         for one in tasksets
     ]
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no infinite number, which the interval of a single task has."""
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -15,6 +15,7 @@ import typer
 from trireme.cli.arguments import (
     AsyncEngine,
     EngineType,
+    EvalConfig,
     Keys,
     Ks,
     ModelLength,
@@ -193,7 +194,7 @@ def eval_command(
         ),
     ],
     words: Words = None,
-    config: OptionalConfig = None,
+    config: EvalConfig = None,
     tasks: TaskFiles = None,
     workflow: Annotated[Optional[str], typer.Option(help="With --tasks.")] = None,  # noqa: UP045
     reward: Annotated[Optional[str], typer.Option(help="With --tasks.")] = None,  # noqa: UP045
