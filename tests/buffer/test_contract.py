@@ -132,6 +132,22 @@ def test_a_resumed_buffer_gives_exactly_what_was_not_taken(filled: Callable[[], 
     run(main())
 
 
+def test_a_commit_is_of_what_was_taken_before_the_state(filled: Callable[[], Any]) -> None:
+    async def main() -> None:
+        buffer = await filled()
+        first = await buffer.take(1)
+        state = buffer.state()
+        lost = await buffer.take(1)  # while the checkpoint is written
+        buffer.commit()
+        lost += await buffer.take(1)
+        again = reopened(buffer)
+        again.load_state(state)
+        taken = await again.take(3)
+        assert uids(first + taken) == ALL and uids(taken)[:2] == uids(lost)
+
+    run(main())
+
+
 def test_an_older_checkpoint_gives_again_what_later_ones_had_made_final(
     filled: Callable[[], Any],
 ) -> None:

@@ -3,7 +3,7 @@
 - A group (all experiences of one task in one explore step) enters in one `put` and is never split
   before its advantages are known.
 - Nothing is lost or doubled: `state` holds what was put and not taken, `commit` says that what was
-  taken is safely in a checkpoint.
+  taken before it is safely in a checkpoint.
 - `put` and `take` wait no longer than they may, are woken by every change, and know whether more is
   asked for than will come. All time comes from a clock that a test can replace.
 """
@@ -76,7 +76,10 @@ class Buffer(Puts, Protocol):
         ...
 
     def commit(self) -> None:
-        """A checkpoint now holds what was taken so far: forget it for good."""
+        """The checkpoint of the last `state` is whole: what was taken before it is final.
+
+        What was taken after that `state` is not; a take may be under way.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
