@@ -149,7 +149,7 @@ async def make(
     if closed:
         await buffer.close()
     options = {"total_steps": None, "save_interval": 0, "sync": Sync(events)} | options
-    options = {"save_timeout": 10.0} | options
+    options = {"save_behind": True, "save_timeout": 10.0} | options
     trainer = Trainer(
         backend=cast(Any, backend),
         recipe=SFT,
@@ -359,6 +359,25 @@ def test_the_wait_for_the_checkpoint_before_counts_as_time_of_saving() -> None:
         return made
 
     assert asyncio.run(main()).reports[2][2]["time/save"] > 0.09
+
+
+def test_a_checkpoint_that_is_written_at_once_is_one_piece_of_work_on_the_device() -> None:
+    async def main() -> list[str]:
+        made = await make(4, save_interval=1, save_behind=False)
+        device, works = made.trainer.device, []
+        real = device.run
+
+        async def run(function: Callable[..., Any], *args: Any) -> Any:
+            works.append(function.__name__)
+            return await real(function, *args)
+
+        device.run = run
+        await made.trainer.train()
+        device.close()
+        assert made.events.count("sealed") == made.events.count("commit") == 3
+        return works
+
+    assert asyncio.run(main()) == [*["_step", "_begin_save"] * 2, "_begin_save"]
 
 
 def test_a_trainer_that_is_told_to_stop_writes_nothing_behind_it() -> None:

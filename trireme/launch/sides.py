@@ -181,7 +181,7 @@ class TrainerSide:
             keep=trainer.max_checkpoints_to_keep,
         )
         with saving.abandoned_on_error():
-            backend.begin_save(saving.actor, hf=hf, behind=trainer.save_behind and behind)
+            backend.begin_save(saving.actor, hf=hf, behind=behind)
             if train_state.critic is not None:
                 train_state.save_critic(backend, saving.critic)
         self._saving = saving
@@ -255,6 +255,8 @@ class TrainerSide:
                 plan.config.trainer.total_steps if plan.mode == "both" else plan.train_steps
             ),
             save_interval=plan.config.trainer.save_interval,
+            # its end would make the engine pause again, amid rollouts
+            save_behind=plan.config.trainer.save_behind and not plan.takes_turns,
             save_timeout=plan.config.cluster.stop_timeout,
             checkpointer=self,
             report=stage.console.step,

@@ -2,7 +2,8 @@
 
 Invariants:
 - What is taken is committed when the checkpoint that learned from it is whole, and not before.
-- A checkpoint is written beside the train steps that follow it; one that cannot be ends the run.
+- A checkpoint is written at once, or beside the train steps that follow it (`save_behind`); one
+  that cannot be written ends the run.
 - The trainer catches nothing: the first error ends the run.
 - A run that never made a train step has failed.
 - A trainer that is told to stop saves what it has learned, and raises Stopped.
@@ -90,6 +91,7 @@ class Trainer:
         train_state: TrainState | None = None,
         total_steps: int | None,
         save_interval: int,
+        save_behind: bool,
         save_timeout: float,
         checkpointer: Checkpointer,
         report: Report,
@@ -113,6 +115,7 @@ class Trainer:
         self.train_state = train_state or TrainState(recipe)
         self.total_steps = total_steps
         self.save_interval = save_interval
+        self.save_behind = save_behind
         self.save_timeout = save_timeout
         self.checkpointer = checkpointer
         self.report = report
@@ -265,9 +268,9 @@ class Trainer:
         begun = time.monotonic()
         await self._end_save()  # one at a time
         state = await self.checkpointer.snapshot()
-        behind = not last and not self._stopping
+        behind = self.save_behind and not last and not self._stopping
         begin = asyncio.ensure_future(self.device.run(self._begin_save, state, last, behind))
-        self._saving = asyncio.create_task(self._write(self.step, begin))
+        self._saving = asyncio.create_task(self._write(self.step, begin, behind))
         self._saved = self.step
         await asyncio.wait({begin})
         if not behind or begin.exception() is not None:
@@ -278,12 +281,15 @@ class Trainer:
 
     def _begin_save(self, state: dict[str, Any], last: bool, behind: bool) -> None:
         self.checkpointer.begin_save(self.step, state, last, behind)
+        if not behind:
+            self.checkpointer.end_save()
 
-    async def _write(self, step: int, begin: Awaitable[None]) -> None:
+    async def _write(self, step: int, begin: Awaitable[None], behind: bool) -> None:
         """See a checkpoint through that begins, and commit what it has learned from."""
         await begin
-        await in_thread(self.checkpointer.await_save, name="checkpoint")
-        await self.device.run(self.checkpointer.end_save)
+        if behind:
+            await in_thread(self.checkpointer.await_save, name="checkpoint")
+            await self.device.run(self.checkpointer.end_save)
         await in_thread(self.checkpointer.seal_save, name="checkpoint")
         self.buffer.commit()
         logger.info("checkpoint of step %d saved", step)
