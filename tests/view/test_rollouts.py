@@ -105,9 +105,11 @@ def test_a_search_is_remembered_and_only_new_lines_are_read(
 
 
 TEXTS = ["plain words", 'a "quoted" word', "two\nlines", "tab\there", "back\\slash n", "", "prompt",
-         '", "response": "', "bell \x07 001b \x1b end", "Été n", "new"]  # fmt: skip
+         '", "response": "', "bell \x07 001b \x1b end", "Été n", "new",
+         "ÇA ET LÀ", "Где кот?", "Ὀδυσσεύς", "ΟΔΟΣ\n", "Maß"]  # fmt: skip
 NEEDLES = ["n", "r", "u", "001b", "00", "b", "t", '"', "\\", "\n", "words", "prompt", "response",
-           "W", '", "', ": ", "resp", "1b end", "é", "s\\", "plain words", "here"]  # fmt: skip
+           "W", '", "', ": ", "resp", "1b end", "é", "s\\", "plain words", "here",
+           "É", "ça", "ГДЕ", "к", "οδος\n", "ΣΕΎΣ", "SSÉ", "ß"]  # fmt: skip
 
 
 def test_a_search_takes_no_key_and_no_escape_for_a_text(tmp_path: Path) -> None:
@@ -188,6 +190,18 @@ def test_a_run_with_a_database_alone(tmp_path: Path) -> None:
     found.refresh()
     best = found.rows(found.select(Filter(order="best", text="reply 2")))
     assert [(row["eid"], row["reward"]) for row in best] == [("1/0/2/0", 2.0)]
+    assert not len(found.select(Filter(text="reply_2"))), "no letter stands for another"
+
+
+def test_a_search_of_a_database_knows_the_case_of_all_letters(tmp_path: Path) -> None:
+    record = Record(database=f"sqlite:///{tmp_path}/buffer/explorer_output.db")
+    said = ["Été", "été", "kot", None]
+    record._write([experience(1, 0, run, 0.0, response_text=text) for run, text in enumerate(said)])
+    record.close()
+    found = RolloutIndex(tmp_path)
+    found.refresh()
+    rows = found.rows(found.select(Filter(order="oldest", text="ÉTÉ")))
+    assert sorted(row["response"] for row in rows) == ["Été", "été"]
 
 
 def test_a_database_that_was_cut_or_rewound_is_read_anew(tmp_path: Path) -> None:

@@ -285,13 +285,12 @@ class RolloutIndex:
         """Which of the rollouts that are kept have a text in prompt or reply."""
         holding = self._search(first).all(keep, text, columns)
         if (columns["offset"] < 0).any():
-            query = (
-                "SELECT id FROM experiences WHERE prompt_text LIKE ? ESCAPE '\\' "
-                "OR response_text LIKE ? ESCAPE '\\'"
-            )
-            like = "%" + re.sub(r"([%_\\])", r"\\\1", text) + "%"
+            wanted = text.casefold()
+            query = "SELECT id FROM experiences WHERE says(prompt_text) OR says(response_text)"
             with closing(open_read_only(self.buffer / DATABASE)) as database:
-                ids = [-key for (key,) in database.execute(query, [like, like])]
+                # LIKE knows the case of ASCII letters alone
+                database.create_function("says", 1, lambda said: wanted in (said or "").casefold())
+                ids = [-key for (key,) in database.execute(query)]
             holding |= np.isin(columns["offset"], ids)
         return holding
 

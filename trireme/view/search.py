@@ -2,6 +2,8 @@
 
 Invariants:
 - What is kept of a search is a byte a rollout, whether it has the text; of the last few texts.
+- Bytes are compared where the text is ASCII. Other letters have a case too, which only decoded text
+  knows: each line is decoded for them, which takes about three times as long.
 - Lines are only ever appended: a verdict stays true, and lines written since are read alone.
 """
 
@@ -109,6 +111,8 @@ class _Lines:
         part = self._data(int(self._kind[row]))[
             offset + int(self._begin[row]) : offset + int(self._end[row])
         ]
+        if not self._text.isascii():
+            return _says_in_any_case(part, self._text)
         low = part.lower()
         at = low.find(self._needle)
         if at < 0:
@@ -135,6 +139,9 @@ def _lines_holding(
     needle = as_bytes(text)
     at_line, begin, end = starts.tolist(), begins.tolist(), ends.tolist()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if not text.isascii():
+            spans = enumerate(zip(begin, end, strict=True))
+            return [line for line, (a, b) in spans if _says_in_any_case(data[a:b], text)]
         first = 0
         while first < len(starts):
             base = at_line[first]
@@ -170,6 +177,12 @@ def _lies_in_text(low: bytes, part: tuple[int, int], at: int, size: int) -> bool
     if at < key:
         return begin + len(PROMPT_KEY) <= at and at + size <= key
     return key + len(REPLY_KEY) <= at and at + size < end
+
+
+def _says_in_any_case(part: bytes, text: str) -> bool:
+    """`_says`, with the line parsed only where its text can have `text`."""
+    needle = json.dumps(text, ensure_ascii=False)[1:-1].casefold()
+    return needle in part.decode(errors="replace").casefold() and _says(part, text)
 
 
 def _says(part: bytes, text: str) -> bool:
