@@ -247,6 +247,24 @@ def test_a_plan_that_does_not_fit_can_be_tried_all_the_same(tmp_path, machine, m
     assert not found and any("GiB are short" in note for note in plan.notes)
 
 
+def test_the_copy_that_saves_behind_is_asked_for_and_its_memory_is_noted(tmp_path, machine):
+    machine(4)
+
+    def noted(*given):
+        config = config_of(tmp_path, tree(tmp_path, FOUR), *given)
+        (plan,), _, _ = draft(config)
+        return plan.trainer_ranks, [note for note in plan.notes if "save_behind" in note]
+
+    here, behind = "cluster.launcher=local", "trainer.save_behind=true"
+    assert noted(here) == (1, [])
+    assert "copy takes 45.0 GiB of the CPU's memory" in noted(here, behind)[1][0]  # 12 a weight
+    lora = "model.lora_configs=[{name: a}]"
+    assert "copy takes 15.0 GiB" in noted(here, behind, lora)[1][0]
+    ranks, (note,) = noted("cluster.gpu_per_node=4", behind, "trainer.offload=true")
+    assert ranks > 1 and f"takes {4_022_468_096 * 12 / ranks / 2**30:.1f} GiB" in note
+    assert note.endswith("in which trainer.offload keeps weights and moments already")
+
+
 def test_where_the_gpu_is_not_known_nothing_is_computed_again_unasked(
     tmp_path, machine, monkeypatch
 ):
@@ -422,6 +440,10 @@ def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
     found = plan(tmp_path, "mode=colocate", VLLM, head_dim=64)
     assert (found.engine_hosts, found.sync_method, found.takes_turns) == (1, "memory", True)
     assert any("only pauses while the trainer works" in note for note in found.notes)
+    behind = plan(tmp_path, "mode=colocate", VLLM, "trainer.save_behind=true", head_dim=64)
+    assert any(
+        "save_behind: checkpoints are written at once all the same" in note for note in behind.notes
+    )
     options = engine_spec(found, "model").options
     assert (options["enable_sleep_mode"], options["gpu_memory_utilization"]) == (True, 0.25)
     apart = plan(

@@ -262,6 +262,11 @@ def plan_memory(
     config, trainer = stage.config, stage.config.trainer
     asked = trainer.enable_gradient_checkpointing
     trains = config.mode in ("both", "train")
+    if (takes_turns := stage.colocated and hosts > 0) and trainer.save_behind:
+        stage.notes.append(
+            "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
+            "engine take turns on one GPU"
+        )
     shape = shape_at(config.model.model_path) if trains else None
     if shape is None:
         return {}, bool(asked)
@@ -290,6 +295,8 @@ def plan_memory(
         offload=trainer.offload,
         **engine,
     )
+    if trainer.save_behind and not takes_turns:
+        _note_copy(stage, shape, use)
     needs = memory_of(shape, use)
     if asked is None and free is not None and sum(needs.values()) > free:
         use = replace(use, checkpointing=True)
@@ -297,6 +304,15 @@ def plan_memory(
     if free is not None and sum(needs.values()) > free:
         _say_what_is_short(stage, needs, use, free)
     return needs, use.checkpointing
+
+
+def _note_copy(stage: StageConfig, shape: ModelShape, use: Use) -> None:
+    """What trainer.save_behind takes of the CPU's memory, which nothing else counts."""
+    size = FLOAT * shape.weights * (1 + use.moments * use.trains_all) / use.ranks / GIB
+    text = f"each rank's copy takes {size:.1f} GiB of the CPU's memory"
+    if use.offload and use.ranks > 1:
+        text += ", in which trainer.offload keeps weights and moments already"
+    stage.notes.append(f"trainer.save_behind: {text}")
 
 
 def _moments(optimizer: OptimizerConfig) -> int:
