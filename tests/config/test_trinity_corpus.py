@@ -102,6 +102,7 @@ def test_our_own_key_goes_before_an_option_of_verl(base: dict[str, Any], tmp_pat
         ("{reward_model: {enable: true}}", "name a reward in default_reward_fn_type"),
         ("{actor_rollout_ref: {model: {lora_rank: 0, mtp: {enable: true}}}}", "not supported"),
         ("{actor_rollout_ref: {model: {lora_alpha: 16}}}", "set model.lora_configs"),
+        ("{critic: {ppo_epochs: 4}}", "expected 1, as actor_rollout_ref.actor.ppo_epochs says"),
     ],
 )
 def test_an_option_of_verl_without_a_counterpart_is_refused(
@@ -121,6 +122,7 @@ def test_an_option_of_verl_without_a_counterpart_is_refused(
         "{actor_rollout_ref: {model: {mtp: {enable: false}}}}",
         "{trainer: {resume_mode: auto, resume_from_path: false}}",
         "{critic: {enable: null, ppo_epochs: 1}}",
+        "{critic: {ppo_epochs: 2}, actor_rollout_ref: {actor: {ppo_epochs: 2}}}",
     ],
 )
 def test_options_of_verl_that_are_switched_off_change_nothing(

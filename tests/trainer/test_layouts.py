@@ -219,6 +219,13 @@ def test_a_kernel_is_tried_on_its_device_before_anything_is_trained(
             ValueError, match=f"trainer.attn_implementation: .* {asked} on cpu .*fails"
         ):
             choose(asked)
+
+    def without_a_word(*args: Any, **options: Any) -> Tensor:
+        raise NotImplementedError
+
+    use_varlen(monkeypatch, without_a_word)
+    with pytest.raises(ValueError, match="fails: NotImplementedError; sdpa works"):
+        choose("varlen")
     use_varlen(monkeypatch, varlen_as_documented)
     assert choose("varlen") == "varlen"
     use_varlen(monkeypatch, aligned_at_the_first)

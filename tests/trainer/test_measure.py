@@ -19,7 +19,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
 from trireme.engines.torch import linear
-from trireme.trainer import measure
+from trireme.trainer import measure, step
 from trireme.trainer.lora import Lora
 from trireme.trainer.measure import Passes, counted, peak_flops
 from trireme.trainer.model import hidden_states
@@ -95,6 +95,19 @@ def test_a_step_says_its_arithmetic_its_phases_and_its_share_of_the_peak(tmp_pat
     assert first["perf/peak_memory_gib"] > 0.05
     known = backend_of(path, reference=True)
     assert "perf/mfu" not in train_step(known, GRPO, experiences(), version=0)
+
+
+def _peak(place: RankSpec, path: Path) -> float:
+    step.peak_memory = lambda device: float(1 + place.rank)
+    ranks = Ranks(place)
+    metrics = train_step(backend_of(path, ranks, reference=True), GRPO, experiences(), version=0)
+    ranks.close()
+    return metrics["perf/peak_memory_gib"]
+
+
+def test_the_memory_of_every_rank_counts_also_of_those_that_share_sequences(tmp_path):
+    path = make_model(tmp_path / "model")
+    assert run(_peak, tmp_path / "ranks", path, sequence=2) == [2.0, 2.0]
 
 
 def test_a_critic_is_counted_too(tmp_path):

@@ -25,13 +25,14 @@ _OPTIM = {
     "betas": "betas",
 }
 _ACTOR = "actor_rollout_ref.actor"
+_ACTOR_EPOCHS, _CRITIC_EPOCHS = f"{_ACTOR}.ppo_epochs", "critic.ppo_epochs"
 READ_AS = {
     **{f"{_ACTOR}.optim.{name}": f"algorithm.optimizer.{ours}" for name, ours in _OPTIM.items()},
     **{f"critic.optim.{name}": f"algorithm.critic.optimizer.{o}" for name, o in _OPTIM.items()},
     f"{_ACTOR}.optim.clip_grad": "trainer.grad_clip",
     f"{_ACTOR}.grad_clip": "trainer.grad_clip",
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "trainer.max_token_len_per_gpu",
-    f"{_ACTOR}.ppo_epochs": "algorithm.num_iterations",
+    _ACTOR_EPOCHS: "algorithm.num_iterations",
     f"{_ACTOR}.use_dynamic_bsz": "trainer.use_dynamic_bsz",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "trainer.ulysses_sequence_parallel_size",
     f"{_ACTOR}.fsdp_config.fsdp_size": "trainer.fsdp_size",
@@ -151,6 +152,11 @@ def _fate(path: str, value: Any, values: Mapping[str, Any]) -> Fate:
     ours = READ_AS.get(path)
     if ours is not None and not (ours == "trainer.offload" and value is False):
         return Moved(f"is read as {ours}, where that is not given", to=ours)
+    if path == _CRITIC_EPOCHS and value != (steps := values.get(_ACTOR_EPOCHS) or 1):
+        return Refused(
+            f"is not supported here: a batch has as many steps for the critic as for the policy; "
+            f"expected {steps}, as {_ACTOR_EPOCHS} says"
+        )
     if ours is not None or _PLAIN.get(path) == value or _is_off(path, values):
         return NoEffect()
     for pattern, instead in _INSTEAD.items():

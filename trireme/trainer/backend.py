@@ -332,9 +332,9 @@ class Backend:
         """
         return self._leader.together(command, work) if self._leader else work()
 
-    def gather(self, value: Any) -> list[Any]:
-        """A JSON value of each rank that had a share of the batch to itself."""
-        return self._team.gather(value)
+    def gather(self, value: Any, *, every: bool = False) -> list[Any]:
+        """A JSON value of each rank that had a share of the batch to itself, or of `every` rank."""
+        return self._team.gather(value, every=every)
 
     def save(self, actor: Path, *, hf: bool) -> None:
         """Write all that a run needs to go on into a folder that all ranks see.

@@ -91,7 +91,8 @@ def choose_kernel(
             "" if gap < _AGREEMENT else f"differs from SDPA by {gap:.2g} of the largest number"
         )
     except (RuntimeError, ImportError, NotImplementedError, TypeError) as error:
-        failure = f"fails: {str(error).splitlines()[0]}"
+        first_line = str(error).partition("\n")[0]
+        failure = f"fails: {first_line or type(error).__name__}"
     if not failure:
         return kernel
     text = f"attention kernel {kernel} on {device} with torch {torch.__version__} {failure}"

@@ -300,11 +300,11 @@ class Team:
             dist.all_reduce(out)  # each entry is 0 on all ranks but one
         return out
 
-    def gather(self, value: Any) -> list[Any]:
-        """A JSON value of each rank that has a share of the batch to itself."""
+    def gather(self, value: Any, *, every: bool = False) -> list[Any]:
+        """A JSON value of each rank that has a share of the batch to itself, or of `every` rank."""
         if self._ranks is None:
             return [value]
-        return self._ranks.gather(value)[:: self._ranks.spec.sequence]
+        return self._ranks.gather(value)[:: 1 if every else self._ranks.spec.sequence]
 
     def agree(self, error: Exception | None) -> None:
         """Raise what any rank found: its own there, on the others what they were told of it."""

@@ -98,9 +98,8 @@ def _measured(
     metrics = work()
     seconds = time.monotonic() - begun
     flops = sum(count.take() for count in counts)
-    readings = backend.gather([flops, peak_memory(backend.device)])
-    metrics["perf/peak_memory_gib"] = max(memory for _, memory in readings)
-    total, ranks = sum(done for done, _ in readings), backend.num_ranks
+    metrics["perf/peak_memory_gib"] = max(backend.gather(peak_memory(backend.device), every=True))
+    total, ranks = sum(backend.gather(flops)), backend.num_ranks
     if total and all(count.known for count in counts):
         rate = total / max(seconds, 1e-9) / ranks
         metrics["perf/train_tflop"] = total / 1e12
