@@ -104,6 +104,16 @@ def test_the_export_is_in_the_models_dtype_in_shards_and_a_resume_is_exact(tmp_p
         assert torch.equal(resumed.weights()[name], tensor), name
 
 
+def test_integers_that_a_model_keeps_are_not_rounded(tiny_dir, tmp_path):
+    backend = backend_of(tiny_dir, export_dtype=torch.bfloat16)
+    counts = torch.tensor([3, 2**24 + 1])
+    backend.module.register_buffer("counts", counts)
+    (tmp_path / "huggingface").mkdir()
+    backend.save(tmp_path, hf=True)
+    for folder in (tmp_path, tmp_path / "huggingface"):
+        assert torch.equal(load_file(folder / "model.safetensors")["counts"], counts)
+
+
 def _saved(place: RankSpec, path: Path, folder: Path, lora: bool) -> dict[str, Any]:
     ranks = Ranks(place)
     adapter = Lora(rank=4) if lora else None

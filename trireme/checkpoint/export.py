@@ -168,7 +168,7 @@ def write_model(
     `shard_bytes` has a file of its own.
     Raises ValueError naming what cannot be read, OSError naming the path that cannot be written.
     """
-    specs = {name: _as_written(source.specs[name], dtype) for name in names}
+    specs = {name: as_written(source.specs[name], dtype) for name in names}
     shards = _shards(specs, shard_bytes)
     total = sum(_size(spec) for spec in specs.values())
     files = _file_names(len(shards))
@@ -202,7 +202,8 @@ def write_model(
         write_index(hf, dict(zip(files, shards, strict=True)))
 
 
-def _as_written(spec: Spec, dtype: torch.dtype | None) -> Spec:
+def as_written(spec: Spec, dtype: torch.dtype | None) -> Spec:
+    """What a tensor is in files of a dtype, which only floating-point ones take on."""
     return Spec(spec.shape, dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
 
 

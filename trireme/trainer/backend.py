@@ -389,9 +389,8 @@ class Backend:
     def _begin_save(self, actor: Path, hf: bool, behind: bool) -> None:
         plain = self.each_shard("base" if self.adapter else "merged")
         alone = self.ranks is None
-        shapes = ((name, tuple(tensor.shape)) for name, tensor in plain)
         export = self._settings.export_dtype if hf else None
-        files = weight_files(actor, shapes, export=export, alone=alone)
+        files = weight_files(actor, plain, export=export, alone=alone)
         self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
         if self._reference_moved:  # else it is in the folder that the run began from
             self._team.write_whole(actor / REFERENCE, self._reference_shards())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, SharedFiles, Spec
+from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, SharedFiles, Spec, as_written
 from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, rank_file
 from trireme.checkpoint.save import write_pt
 from trireme.checkpoint.saved import is_split, my_rows
@@ -110,18 +110,19 @@ class Writing:
 
 def weight_files(
     actor: Path,
-    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    weights: Iterable[tuple[str, Tensor]],
     *,
     export: torch.dtype | None,
     alone: bool,
 ) -> list[SharedFiles]:
     """What is written of the weights beside the ranks' own files: where they are exported, that, in
-    its dtype; and of one process, which has no other copy, what is trained.
+    its dtype; and of one process, which has no other copy, what is trained. Integers stay as they
+    are. Of `weights` names, shapes and dtypes are read.
     """
-    shapes = sorted(shapes)
+    found = sorted((name, Spec(tuple(tensor.shape), tensor.dtype)) for name, tensor in weights)
 
     def specs(dtype: torch.dtype) -> dict[str, Spec]:
-        return {name: Spec(shape, dtype) for name, shape in shapes}
+        return {name: as_written(spec, dtype) for name, spec in found}
 
     files = []
     if export is not None:
