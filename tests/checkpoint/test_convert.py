@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +76,29 @@ def test_all_steps_under_a_folder_are_converted_once(
     assert convert(tmp_path, None) == 0
     assert "0 exported, 3 complete already, 0 failed" in capsys.readouterr().out
     assert [exported(step).stat().st_mtime_ns for step in steps] == times
+
+
+def test_a_complete_export_in_another_dtype_is_named_and_a_copy_gives_the_one_asked_for(
+    tmp_path: Path, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = save(tmp_path / "job", 1, tiny_dir)
+    assert convert_all([step], dtype="bfloat16") == 0
+    capsys.readouterr()
+    assert convert_all([step], dtype="bfloat16") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert convert_all([step], dtype="float32") == 0
+    assert "left as it is, in bfloat16: for float32 copy the checkpoint" in capsys.readouterr().out
+    whole = save(tmp_path / "whole", 1, tiny_dir, hf=True)
+    assert convert_all([whole], dtype="bfloat16") == 0
+    assert "in float32: there are no other weights to make bfloat16" in capsys.readouterr().out
+    copy = Path(shutil.copytree(step, tmp_path / "copy" / step.name))
+    for file in (copy / "actor" / "huggingface").glob("*.safetensors"):
+        file.unlink()
+    assert convert_all([copy], dtype="float32") == 0
+    trained = load_file(step / "actor" / "model.safetensors")
+    written = load_file(exported(copy))
+    for name, tensor in trained.items():
+        assert torch.equal(written[name], tensor), name
 
 
 @pytest.mark.parametrize("inner", ["", "actor", "actor/huggingface"])

@@ -20,6 +20,7 @@ from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint import export
+from trireme.checkpoint.convert import Checkpoint, convert_checkpoint
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import load_checkpoint
 from trireme.checkpoint.save import Saving, save_weights
@@ -267,4 +268,8 @@ def test_explorers_find_exact_weights_where_ranks_save_what_was_published(tmp_pa
         step for step in job.steps() if (job.actor_dir(step) / "model.safetensors").exists()
     ]
     assert with_copy == [3, 4], "older ones need no second copy"
+    for step in (2, 4):  # one without that copy, one with it
+        convert_checkpoint(Checkpoint(job.step_dir(step), job.actor_dir(step)))
+        exported = load_file(job.hf_dir(step) / "model.safetensors")
+        assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert load_checkpoint(job) is not None

@@ -112,6 +112,9 @@ OUTPUT_DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in OUTPUT_DTYPES.items() if dtype is not None}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint."""
@@ -198,9 +201,10 @@ def convert_checkpoint(
 def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None) -> Converted:
     hf, base = checkpoint.hf, options.base_model_dir
     weights_file = checkpoint.actor / WEIGHTS
-    shards = [] if weights_file.exists() else find_shards(checkpoint.actor)
-    megatron = None if weights_file.exists() or shards else find_megatron(checkpoint.actor)
-    to_export = weights_file.exists() or bool(shards) or megatron is not None
+    shards = find_shards(checkpoint.actor)
+    own = weights_file.exists() and not shards  # beside shards it is a copy for explorers
+    megatron = None if own or shards else find_megatron(checkpoint.actor)
+    to_export = own or bool(shards) or megatron is not None
     if not to_export and not weight_files(hf):
         return Converted(checkpoint.root, "failed", _no_weights(checkpoint.actor))
     prove(weights_file, *shards, *weight_files(hf))
@@ -210,18 +214,16 @@ def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None
         return Converted(checkpoint.root, "failed", text)
     if lacks_config and base is not None:
         _copy_base(base, hf)
-    expected = (
-        read_shapes(weights_file) if weights_file.exists() else expected_shapes(hf / "config.json")
-    )
+    expected = read_shapes(weights_file) if own else expected_shapes(hf / "config.json")
     problem = incomplete(hf, expected)
     if problem is None:
         done = not lacks_config
-        text = "nothing to do" if done else str(hf)
+        text = _left_alone(hf, options.dtype, to_export) if done else str(hf)
         return Converted(checkpoint.root, "complete" if done else "exported", text)
     if not to_export:
         text = f"{problem}, and there are no weights in {checkpoint.actor.name} to export"
         return Converted(checkpoint.root, "failed", text)
-    if weights_file.exists() and OUTPUT_DTYPES[options.dtype or "auto"] is None:
+    if own and OUTPUT_DTYPES[options.dtype or "auto"] is None:
         _copy_own(weights_file, hf)
     else:
         source = _source(checkpoint, shards, megatron, expected)
@@ -237,6 +239,24 @@ def _convert(checkpoint: Checkpoint, options: Options, progress: Progress | None
     if problem is not None:
         return Converted(checkpoint.root, "failed", problem)
     return Converted(checkpoint.root, "exported", str(hf))
+
+
+def _left_alone(hf: Path, dtype: str | None, to_export: bool) -> str:
+    """What is said of a complete folder. Where it is in another dtype than the one asked for it is
+    left alone too: a resume compares the checkpoint's files with their checksums.
+    """
+    wanted = OUTPUT_DTYPES[dtype or "auto"]
+    found = {spec.dtype for file in weight_files(hf) for spec in OwnFile(file).specs.values()}
+    others = sorted(_NAMES[kind] for kind in found & set(_NAMES) - {wanted})
+    if wanted is None or not others:
+        return "nothing to do"
+    left = f"left as it is, in {' and '.join(others)}"
+    if not to_export:
+        return f"{left}: there are no other weights to make {dtype} from"
+    return (
+        f"{left}: for {dtype} copy the checkpoint, remove "
+        f"*.safetensors from huggingface/ there and convert the copy"
+    )
 
 
 def _source(
