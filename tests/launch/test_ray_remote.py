@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,29 @@ def test_a_part_elsewhere_returns_and_raises_what_it_does_there(tmp_path: Any) -
         return await part.add(1, 2)
 
     assert asyncio.run(main()) == 3
+
+
+@pytest.mark.parametrize("here_already", [False, True])
+def test_a_folder_that_a_part_made_for_a_while_goes_with_it(
+    here_already: bool, tmp_path: Path
+) -> None:
+    root = tmp_path / "trireme-eval-1"
+
+    class Writer(Worker):
+        async def write(self) -> None:
+            (root / "log").mkdir(parents=True)
+            (root / "log" / "explorer.log").write_text("done\n")
+
+    async def main() -> None:
+        if here_already:
+            root.mkdir()
+        part = remote(Writer, in_process(Actor(Writer, str(tmp_path / "not_there"), str(root))))
+        await part.write()
+        assert (root / "log" / "explorer.log").exists()
+        await part.stop()
+
+    asyncio.run(main())
+    assert root.exists() == here_already
 
 
 def test_what_stands_for_a_part_can_be_copied() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -52,10 +53,13 @@ class Worker:
 class Actor:
     """One worker in a process of its own."""
 
-    def __init__(self, worker: type[Worker], folder: str) -> None:
-        """`folder`: where the command was given, to which the YAML's paths are relative."""
+    def __init__(self, worker: type[Worker], folder: str, scratch: str | None = None) -> None:
+        """`folder`: where the command was given, to which the YAML's paths are relative. `scratch`:
+        a folder that goes when the worker stops, unless it is here already: the command's own.
+        """
         with suppress(FileNotFoundError):  # another machine may lack it, and need it for nothing
             os.chdir(folder)
+        self._scratch = scratch if scratch and not Path(scratch).exists() else None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="worker", daemon=True).start()
         self._worker = worker()
@@ -64,7 +68,12 @@ class Actor:
     async def call(self, name: str, *args: Any) -> Any:
         """What the worker's method returns or raises."""
         work = self._worker.method(name)(*args)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        finally:
+            if name == "stop" and self._scratch:
+                # another worker of this machine may be at it too: what one finds gone is no error
+                await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
     @ray.method(concurrency_group="beat")
     async def ping(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ async def evaluate_on_ray(plan: Plan, rollouts: int | None) -> list[Evaluated]:
     device, console = Device(), Console(live=False, output=Terminal(stderr=True))
     try:
         with open_stage(plan, plan.model_path, device, console) as stage, cluster(plan) as here:
-            actors = Actors(stage)
+            actors = Actors(stage, scratch=plan.config.checkpoint_root_dir)
             try:
                 await actors.start(may_grow=not here)
                 return await actors.evaluate(rollouts)
@@ -92,8 +92,9 @@ async def evaluate_on_ray(plan: Plan, rollouts: int | None) -> list[Evaluated]:
 class Actors:
     """All processes of one stage."""
 
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
+    def __init__(self, stage: Stage, *, scratch: str | None = None) -> None:
+        """`scratch`: a folder that other machines keep no longer than their workers."""
+        self._stage, self._scratch = stage, scratch
         self._plan = stage.plan
         self._watched: list[Watched] = []
         self._places: PlacementGroups | None = None
@@ -242,7 +243,7 @@ class Actors:
         trains = worker in (TrainerWorker, FollowerWorker)
         variables = environment_of(self._plan, trains=trains)
         actor = RayActor.options(**options, runtime_env={"env_vars": variables})
-        handle = actor.remote(worker, os.getcwd())
+        handle = actor.remote(worker, os.getcwd(), self._scratch)
         file = "trainer" if name.startswith("trainer_rank") else name
         self._watched.append(Watched(name, handle, self._stage.folder.log / f"{file}.log"))
         return handle
