@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
     "trireme files": 259,
-    "trireme lines": 54_240,
+    "trireme lines": 54_310,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
