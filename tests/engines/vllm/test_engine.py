@@ -100,7 +100,7 @@ def test_scores_samples_and_updates_are_the_models_own(
 
         # An engine that keeps all cores busy may not let this process send the update in time, so
         # that it comes after the reply: then once more, with a rest before it.
-        long = Sampling(max_tokens=480, n=16, ignore_eos=True)
+        long = Sampling(max_tokens=480, n=64, ignore_eos=True)
         version = 0
         for attempt in range(10):
             await asyncio.sleep(0.2 * attempt)
