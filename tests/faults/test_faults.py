@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
+from operator import attrgetter
 
 import pytest
 
@@ -23,6 +25,12 @@ def test_kills_are_tried_at_more_than_25_named_points() -> None:
     blows = [t.blow for t in trials(quick=False) if t.blow is not None and t.blow.what == "KILL"]
     assert len({(b.point, b.when) for b in blows}) > 25
     assert {b.point for b in blows} <= set(POINTS)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_point_names_a_function_of_the_product(point: str) -> None:
+    module, _, name = POINTS[point].partition(":")
+    assert callable(attrgetter(name)(import_module(module)))
 
 
 @pytest.mark.slow
