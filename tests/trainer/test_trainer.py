@@ -62,7 +62,7 @@ class Learner:
     def together(self, order: Any, work: Callable[[], Any]) -> Any:
         return work()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, *, every: bool = False) -> list[Any]:
         return [value]
 
     def save(self, actor: Any, *, hf: bool) -> None: ...
