@@ -22,6 +22,8 @@ from trireme.files import write_json
 TASKS, RUNS = 25, 4
 BATCH, SAVE_INTERVAL = 64, 5
 LEASE = 5.0
+GO = "go"
+"""In the folder, once all writers have opened the buffer."""
 
 
 def open_as(url: str, role: Any, name: str) -> SqlBuffer:
@@ -43,6 +45,10 @@ def load(path: Path, default: Any) -> Any:
 async def write(url: str, name: str, folder: Path, steps: int) -> None:
     """Every step once, or again after a kill."""
     buffer, meta = open_as(url, "explore", name), folder / f"{name}.json"
+    if not meta.exists():
+        write_json(meta, 0)
+    while not (folder / GO).exists():  # else the first could have ended before the others begin
+        await asyncio.sleep(0.01)
     for step in range(load(meta, 0), steps):
         await buffer.put(made(name, step))
         write_json(meta, step + 1)

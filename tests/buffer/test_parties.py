@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.buffer.party import RUNS, TASKS, made, read
+from tests.buffer.party import GO, RUNS, TASKS, made, read
 from tests.postgres import Server
 
 
@@ -70,6 +70,11 @@ def play(url: str, folder: Path, number: int, steps: int) -> float:
         for i in range(number):
             all_of_them.start("explore", f"explorer_{i}")
             all_of_them.start("train", f"trainer_{i}")
+        explorers = [f"explorer_{i}" for i in range(number)]
+        while not all((folder / f"{name}.json").exists() for name in explorers):
+            assert all(all_of_them.running[name].poll() is None for name in explorers)
+            time.sleep(0.01)
+        (folder / GO).touch()
         while not all_of_them.done("explorer_0"):
             assert all_of_them.running["explorer_0"].poll() is None
             time.sleep(0.01)

@@ -8,6 +8,7 @@ import json
 import queue
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,34 +310,38 @@ def test_behind_bubblewrap_there_are_no_files_no_processes_and_no_network(tmp_pa
     assert json.loads(done.stdout) == [False, True, ["lo"]], done.stderr
 
 
-def test_a_bubblewrap_that_does_not_work_is_said_and_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'no namespaces here' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.fixture
+def in_place_of_bubblewrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Path]]:
+    """Makes a shell script that is found as `bwrap`."""
+
+    def make(script: str) -> Path:
+        path = tmp_path / "bwrap"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return path
+
     sandbox.wall.cache_clear()
-    try:
-        assert sandbox.wall() == ()
-        assert "does not work here, and programs are run without it: no namespaces" in caplog.text
-    finally:
-        sandbox.wall.cache_clear()
+    yield make
+    sandbox.wall.cache_clear()
+
+
+def test_a_bubblewrap_that_does_not_work_is_said_and_left_out(
+    in_place_of_bubblewrap: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    in_place_of_bubblewrap("echo 'no namespaces here' >&2\nexit 1")
+    assert sandbox.wall() == ()
+    assert "does not work here, and programs are run without it: no namespaces" in caplog.text
 
 
 def test_a_bubblewrap_that_may_not_mount_proc_works_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_place_of_bubblewrap: Callable[[str], Path],
 ) -> None:
-    partial = tmp_path / "bwrap"
-    partial.write_text('#!/bin/sh\ncase "$*" in *--proc*) exit 1;; esac\n')
-    partial.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    sandbox.wall.cache_clear()
-    try:
-        assert sandbox.wall()[0] == str(partial)
-        assert "--proc" not in sandbox.wall()
-    finally:
-        sandbox.wall.cache_clear()
+    partial = in_place_of_bubblewrap('case "$*" in *--proc*) exit 1;; esac')
+    assert sandbox.wall()[0] == str(partial)
+    assert "--proc" not in sandbox.wall()
 
 
 def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,22 +112,10 @@ def varlen_as_documented(
     return torch.cat(out)
 
 
-def older_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Tensor:
+def older_varlen(*given: Any, is_causal: bool = False, scale: float | None = None) -> Tensor:
     """By the arguments that its first release had."""
     assert is_causal
-    given = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
-    grouped = query.shape[1] != key.shape[1]
+    grouped = given[0].shape[1] != given[1].shape[1]
     return varlen_as_documented(*given, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
 
 

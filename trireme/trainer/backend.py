@@ -45,7 +45,7 @@ from trireme.trainer.model import (
 )
 from trireme.trainer.optim import ScheduledOptimizer
 from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
-from trireme.trainer.write import Writing, weight_files
+from trireme.trainer.write import Writing, shared_files
 
 T = TypeVar("T")
 
@@ -390,7 +390,7 @@ class Backend:
         plain = self.each_shard("base" if self.adapter else "merged")
         alone = self.ranks is None
         export = self._settings.export_dtype if hf else None
-        files = weight_files(actor, plain, export=export, alone=alone)
+        files = shared_files(actor, plain, export=export, alone=alone)
         self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
         if self._reference_moved:  # else it is in the folder that the run began from
             self._team.write_whole(actor / REFERENCE, self._reference_shards())

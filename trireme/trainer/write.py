@@ -108,7 +108,7 @@ class Writing:
             each.finish()
 
 
-def weight_files(
+def shared_files(
     actor: Path,
     weights: Iterable[tuple[str, Tensor]],
     *,
