@@ -84,7 +84,8 @@ def test_an_algorithm(workshop: Workshop, name: str) -> None:
     workshop.run(f"algorithms/{name}.yaml", workshop.model, DIFFERS.format(""), *small, *overrides)
     assert len(workshop.metrics(f"{name}_0", metric)) == 2
     assert min(workshop.metrics(f"{name}_0", "actor/grad_norm")) > 0
-    assert len(workshop.metrics(f"{name}_0", MEASURE)) == 2  # before, and after the last step
+    # Before, and after the last step; of `dapo`, whose explorer may be steps ahead, also between.
+    assert len(workshop.metrics(f"{name}_0", MEASURE)) >= 2
 
 
 def test_explorer_and_trainer_as_two_commands(workshop: Workshop) -> None:
