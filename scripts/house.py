@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 259,
-    "trireme lines": 54_310,
+    "trireme files": 275,
+    "trireme lines": 57_500,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
