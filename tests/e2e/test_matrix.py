@@ -363,7 +363,7 @@ def last_weights(job: Path) -> bytes:
             "deterministic is true: expected one process",
         ),
         (
-            ["synchronizer.sync_style=fixed", "buffer.train_batch_size=32"],
+            ["mode=explore", "synchronizer.sync_style=fixed", "buffer.train_batch_size=32"],
             "would wait for ever; expected at most 16",
         ),
         (

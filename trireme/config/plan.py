@@ -334,8 +334,10 @@ def _style(stage: StageConfig, train_batch_size: int) -> SyncStyle:
     """The style by its one name; a fixed beat that would stop for ever is a problem."""
     config, made = stage.config, stage.rollouts
     style = _STYLES[config.synchronizer.sync_style]
-    exploring = config.mode in ("both", "explore") and not stage.reads_file
-    if style == "fixed" and exploring and made < train_batch_size:
+    # In mode both the explorer goes on while the trainer starves, and a workflow that leaves
+    # several experiences a rollout may fill the batch.
+    apart = config.mode == "explore" and not stage.reads_file
+    if style == "fixed" and apart and stage.one_experience and made < train_batch_size:
         stage.problem(
             "buffer.train_batch_size",
             f"({train_batch_size}) is more than the {made} rollouts of an explore step (batch_size "
