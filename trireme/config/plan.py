@@ -334,8 +334,7 @@ def _style(stage: StageConfig, train_batch_size: int) -> SyncStyle:
     """The style by its one name; a fixed beat that would stop for ever is a problem."""
     config, made = stage.config, stage.rollouts
     style = _STYLES[config.synchronizer.sync_style]
-    # In mode both the explorer goes on while the trainer starves.
-    apart = config.mode == "explore" and not stage.reads_file
+    apart = config.mode == "explore" and not stage.reads_file  # else a starving trainer is seen
     if style == "fixed" and apart and stage.one_experience and made < train_batch_size:
         stage.problem(
             "buffer.train_batch_size",
