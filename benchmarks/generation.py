@@ -139,7 +139,7 @@ async def long_work(folder: Path, options: argparse.Namespace) -> list[Target]:
         device = Device()
         engine = TorchEngine(
             str(folder), tokenizer=tokenizer, device=device, seed=0, max_model_len=256,
-            max_rows=rows, gate=None, dtype=dtype,
+            max_rows=rows, barrier=None, dtype=dtype,
         )  # fmt: skip
         ours = await rate(engine, prompts, reply)
         await engine.close()
@@ -174,7 +174,7 @@ async def short_work(folder: Path, quick: bool) -> list[Target]:
     device = Device()
     engine = TorchEngine(
         str(folder), tokenizer=tokenizer, device=device, seed=0, max_model_len=256,
-        max_rows=PROMPTS * SAMPLES, gate=None, dtype="float32",
+        max_rows=PROMPTS * SAMPLES, barrier=None, dtype="float32",
     )  # fmt: skip
     targets = []
     print(f"{'work':10}{'engine tokens/s':>18}{'generate tokens/s':>20}")

@@ -192,7 +192,7 @@ def by_trireme_engine(work: dict[str, Any]) -> dict[str, Any]:
         device = Device()
         engine = TorchEngine(
             work["model"], tokenizer=AutoTokenizer.from_pretrained(work["model"]), device=device,
-            seed=0, max_model_len=work["max_len"], max_rows=len(work["prompts"]), gate=None,
+            seed=0, max_model_len=work["max_len"], max_rows=len(work["prompts"]), barrier=None,
             dtype=work["dtype"],
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from tests.tiny import make_model, make_tokenizer
-from trireme.engines.device import Device, Gate
+from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Sampling
 from trireme.engines.torch.engine import TorchEngine
 
@@ -290,18 +290,18 @@ def test_pause_holds_and_resume_goes_on(tiny_dir: Path) -> None:
 
 
 def test_a_gate_holds_the_engine_until_every_live_rollout_waits(tiny_dir: Path) -> None:
-    gate = Gate()
+    barrier = RolloutBarrier()
 
     async def main(engine: TorchEngine) -> Any:
         sampling = Sampling(max_tokens=4, ignore_eos=True)
-        with gate.rollout((1, 0, 0)), gate.rollout((1, 1, 0)):
+        with barrier.rollout((1, 0, 0)), barrier.rollout((1, 1, 0)):
             first = asyncio.ensure_future(engine.generate([5, 6], sampling, key=(1, 1, 0, 0)))
             await asyncio.sleep(0.05)
             held = engine.health().generated_tokens
             await asyncio.gather(first, engine.generate([7, 8], sampling, key=(1, 0, 0, 0)))
         return held
 
-    assert run(tiny_dir, main, gate=gate) == 0
+    assert run(tiny_dir, main, barrier=barrier) == 0
 
 
 def test_bad_prompts_and_a_broken_engine_say_so(tiny_dir: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.explorer.made import BrokenEngine, Models, ask, make_runner, run, scripted, task
-from trireme.engines.device import Gate
+from trireme.engines.device import RolloutBarrier
 from trireme.experience import EID, Experience
 from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Outcome
@@ -308,15 +308,15 @@ def test_a_failed_engine_is_not_the_workflows_failure(workflow: Any) -> None:
 
 
 def test_every_rollout_is_live_at_the_gate_while_it_runs() -> None:
-    gate, seen = Gate(), []
+    barrier, seen = RolloutBarrier(), []
 
     async def looks(task: Any, model: Any) -> Any:
         await asyncio.sleep(0)
-        seen.append(sorted(key[2] for key in gate.live))
+        seen.append(sorted(key[2] for key in barrier.live))
         return await ask(task, model)
 
-    assert len(outcome_of(looks, runs=3, gate=gate).experiences) == 3
-    assert seen[0] == [0, 1, 2] and not gate.live
+    assert len(outcome_of(looks, runs=3, barrier=barrier).experiences) == 3
+    assert seen[0] == [0, 1, 2] and not barrier.live
 
 
 @pytest.mark.parametrize(("mode", "at_once"), [("sequential", 1), ("multi-threading", 3)])

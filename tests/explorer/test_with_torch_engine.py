@@ -1,4 +1,4 @@
-"""Runners over the embedded engine: retries, time-outs and the gate, on sampled tokens."""
+"""Runners over the embedded engine: retries, time-outs and the barrier, on sampled tokens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from tests.explorer.made import Models, make_runner, run, task
-from trireme.engines.device import Device, Gate
+from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.runner import Outcome
 from trireme.workflows.workflow import resolve
 
 
-def with_engine(folder: Path, main: Callable[[TorchEngine, Gate], Awaitable[Any]]) -> Any:
+def with_engine(folder: Path, main: Callable[[TorchEngine, RolloutBarrier], Awaitable[Any]]) -> Any:
     """What `main` gives with a gated engine."""
 
     async def go() -> Any:
-        device, gate = Device(1), Gate()
+        device, barrier = Device(1), RolloutBarrier()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         engine = TorchEngine(
-            folder, tokenizer=tokenizer, device=device, max_model_len=128, gate=gate
+            folder, tokenizer=tokenizer, device=device, max_model_len=128, barrier=barrier
         )
         try:
-            return await main(engine, gate)
+            return await main(engine, barrier)
         finally:
             await engine.close()
             device.close()
@@ -51,8 +51,8 @@ def test_a_retry_samples_other_tokens_and_the_same_ones_in_every_run(tiny_dir: P
                 raise ValueError("a bad reply")
             return found
 
-        async def main(engine: TorchEngine, gate: Gate) -> Outcome:
-            runner = make_runner(engine, gate=gate, max_retries=1)
+        async def main(engine: TorchEngine, barrier: RolloutBarrier) -> Outcome:
+            runner = make_runner(engine, barrier=barrier, max_retries=1)
             return await runner.run(task(), resolve(fails_once), [0])
 
         (e,) = with_engine(tiny_dir, main).experiences
@@ -70,12 +70,16 @@ def test_a_hung_thread_holds_the_gate_until_its_time_out_and_no_longer(tiny_dir:
     def hangs(task: Any, model: Any) -> Any:
         release.wait(10)
 
-    async def main(engine: TorchEngine, gate: Gate) -> tuple[Outcome, Outcome]:
+    async def main(engine: TorchEngine, barrier: RolloutBarrier) -> tuple[Outcome, Outcome]:
         hung = asyncio.ensure_future(
-            make_runner(engine, gate=gate, max_timeout=0.2).run(task(hangs), resolve(hangs), [0])
+            make_runner(engine, barrier=barrier, max_timeout=0.2).run(
+                task(hangs), resolve(hangs), [0]
+            )
         )
         await asyncio.sleep(0)
-        other = await make_runner(engine, gate=gate).run(task(say, task_id=1), resolve(say), [0])
+        other = await make_runner(engine, barrier=barrier).run(
+            task(say, task_id=1), resolve(say), [0]
+        )
         release.set()
         return await hung, other
 
@@ -89,9 +93,9 @@ def test_a_time_out_in_the_middle_of_a_reply_frees_its_row(tiny_dir: Path) -> No
         while True:
             await model.chat([{"role": "user", "content": "?"}], ignore_eos=True, max_tokens=100)
 
-    async def main(engine: TorchEngine, gate: Gate) -> None:
+    async def main(engine: TorchEngine, barrier: RolloutBarrier) -> None:
         models = Models(engine)
-        runner = make_runner(engine, models, gate=gate, max_timeout=0.2)
+        runner = make_runner(engine, models, barrier=barrier, max_timeout=0.2)
         outcome = await runner.run(task(endless), resolve(endless), [0])
         assert outcome.failures[0].kind == "timeout"
         for _ in range(100):

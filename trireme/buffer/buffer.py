@@ -135,24 +135,24 @@ class Demand:
             self.changed()
 
 
-class Bell:
-    """Wakes all who wait on it."""
+class Condition:
+    """A condition variable of one event loop, whose waits end by a clock too."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._rung: set[asyncio.Event] = set()
-        self.rings = 0
+        self._waiters: set[asyncio.Event] = set()
+        self.notified = 0
 
-    def ring(self) -> None:
+    def notify_all(self) -> None:
         """Wake everyone, from the event loop's own thread."""
-        self.rings += 1
-        for event in self._rung:
+        self.notified += 1
+        for event in self._waiters:
             event.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Until the next ring (True) or for `seconds` (False)."""
+        """Until the next notification (True) or for `seconds` (False)."""
         event = asyncio.Event()
-        self._rung.add(event)
+        self._waiters.add(event)
         waits = {
             asyncio.ensure_future(event.wait()),
             asyncio.ensure_future(self._clock.sleep(seconds)),
@@ -160,7 +160,7 @@ class Bell:
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._rung.discard(event)
+            self._waiters.discard(event)
             for waiting in waits:
                 waiting.cancel()
         return event.is_set()
@@ -173,7 +173,7 @@ class Bell:
         since: Callable[[], float],
         waited_for: Callable[[], str],
     ) -> None:
-        """Until `ready()`, looked at after each ring.
+        """Until `ready()`, looked at after each notification.
 
         Raises TimeoutError saying `waited_for()` once the clock is `timeout` past `since()`.
         """

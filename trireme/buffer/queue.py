@@ -15,7 +15,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, OtherSideFailed, WallClock
+from trireme.buffer.buffer import (
+    DEFAULTS,
+    Clock,
+    Closed,
+    Condition,
+    Demand,
+    OtherSideFailed,
+    WallClock,
+)
 from trireme.buffer.record import Record
 from trireme.experience import Experience
 from trireme.log import get_logger
@@ -42,7 +50,7 @@ class QueueBuffer:
         self._timeout = max_read_timeout
         self._record = record
         self._clock = clock or WallClock()
-        self._bell = Bell(self._clock)
+        self._changed = Condition(self._clock)
         self.demand = Demand()
         self._puts: deque[deque[Experience]] = deque()
         self._wanted = 0
@@ -53,7 +61,7 @@ class QueueBuffer:
     async def put(self, experiences: Sequence[Experience]) -> None:
         """See Buffer. Raises TimeoutError when nothing is taken for `max_read_timeout` seconds."""
         begun = self._clock.now()
-        await self._bell.until(
+        await self._changed.until(
             lambda: self._closed or len(self._puts) < self._capacity or self._wanted > len(self),
             timeout=self._timeout,
             since=lambda: max(begun, self._last_take),
@@ -75,7 +83,7 @@ class QueueBuffer:
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self._clock.now()
         self.demand.set(self._wanted > len(self))
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
         """See Buffer."""
@@ -99,9 +107,9 @@ class QueueBuffer:
         self._wanted = n
         if len(self) < n:
             self.demand.set(True)
-            self._bell.ring()  # a put that waits for room may be what we need
+            self._changed.notify_all()  # a put that waits for room may be what we need
         try:
-            await self._bell.until(
+            await self._changed.until(
                 lambda: self._closed or len(self) >= n,
                 timeout=self._timeout,
                 since=lambda: max(begun, self._last_put),
@@ -119,12 +127,12 @@ class QueueBuffer:
 
     def _taken(self) -> None:
         self._last_take = self._clock.now()
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def close(self) -> None:
         """See Buffer."""
         self._closed = True
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
         """The other side has failed: who puts or takes, now or later, gets `error` as the cause."""

@@ -19,7 +19,15 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, OtherSideFailed, WallClock
+from trireme.buffer.buffer import (
+    DEFAULTS,
+    Clock,
+    Closed,
+    Condition,
+    Demand,
+    OtherSideFailed,
+    WallClock,
+)
 from trireme.buffer.record import Record
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
@@ -104,7 +112,7 @@ class ReplayBuffer:
         self._timeout = max_read_timeout
         self._record = record
         self._clock = clock or WallClock()
-        self._bell = Bell(self._clock)
+        self._changed = Condition(self._clock)
         self.demand = Demand()
         self._heap: list[_Group] = []
         self._resting: list[_Group] = []
@@ -128,7 +136,7 @@ class ReplayBuffer:
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
         self._last_put = self._clock.now()
         self.demand.set(False)  # until the take that waits has looked
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
         """See Buffer. Uses go up by one for each group that a batch begins with."""
@@ -143,7 +151,7 @@ class ReplayBuffer:
                 )
             self.demand.set(True)
             rested = min((g.ready_at - now for g in self._resting), default=left)
-            await self._bell.wait(min(left, max(rested, 0.0)))
+            await self._changed.wait(min(left, max(rested, 0.0)))
         self.demand.set(False)
         self._stop_if_failed()
         taken: list[Experience] = []
@@ -166,7 +174,7 @@ class ReplayBuffer:
         """See Buffer."""
         self._closed = True
         self._resting = []
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
         """See Buffer."""

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import Connection, Engine, MetaData
 from sqlalchemy.exc import DBAPIError
 
-from trireme.buffer.buffer import DEFAULTS, Bell, Clock, Closed, Demand, WallClock
+from trireme.buffer.buffer import DEFAULTS, Clock, Closed, Condition, Demand, WallClock
 from trireme.buffer.claims import Claims, Reuse
 from trireme.buffer.parties import Parties, PartyHeartbeat
 from trireme.buffer.table import first_line, is_away, open_database, row_of
@@ -80,7 +80,7 @@ class SqlBuffer:
         self._role = role
         self._retry_seconds = retry_seconds
         self._clock = clock or WallClock()
-        self._bell = Bell(self._clock)
+        self._changed = Condition(self._clock)
         self.demand = Demand()
         metadata = MetaData()
         party = party or "default"
@@ -123,7 +123,7 @@ class SqlBuffer:
         await self._poll(lambda connection: self._try_put(connection, rows), full)
         logger.info("%d experiences put", len(rows))
         self.demand.set(False)  # until a look that begins now has found too few
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
         """See Buffer. Cancelled, it has taken nothing."""
@@ -149,7 +149,7 @@ class SqlBuffer:
                 transact=transact,
                 gives_up=self._gives_up,
             )
-            self._bell.ring()
+            self._changed.notify_all()
             if not taken:
                 raise Closed(f"buffer '{self.name}' is closed and empty")
             self._held.update(row_id for row_id, _, _ in taken)
@@ -171,14 +171,14 @@ class SqlBuffer:
     async def close(self) -> None:
         """See Buffer."""
         await asyncio.to_thread(self._transact, self._parties.leave)
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
         """This side has failed: whoever puts or takes, in whatever process, stops with its text."""
         self._failure = error
         text = f"{type(error).__name__}: {error}"
         await asyncio.to_thread(self._at_once, lambda c: self._parties.leave(c, text))
-        self._bell.ring()
+        self._changed.notify_all()
 
     def __len__(self) -> int:
         with self._database.connect().execution_options(reads_only=True) as connection:
@@ -330,7 +330,7 @@ class SqlBuffer:
             return result, self._claims.changes(connection) if result is None else 0
 
         while True:
-            rings = self._bell.rings
+            notified = self._changed.notified
             try:
                 result, changes = await asyncio.to_thread(
                     transact or self._transact, look, gives_up
@@ -340,7 +340,7 @@ class SqlBuffer:
                 raise
             if result is not None:
                 return result
-            if self._bell.rings != rings:
+            if self._changed.notified != notified:
                 continue  # what was put meanwhile that look may not have seen
             in_vain()
             if changes != seen:
@@ -348,7 +348,7 @@ class SqlBuffer:
             left = since + self._timeout - self._clock.now()
             if left <= 0:
                 raise TimeoutError(waited_for())
-            await self._bell.wait(min(pause, left))
+            await self._changed.wait(min(pause, left))
             pause = min(2 * pause, POLL_LONGEST)
 
     def _try_put(self, connection: Connection, rows: list[dict[str, Any]]) -> bool | None:

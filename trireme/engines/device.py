@@ -1,16 +1,17 @@
 """Device: the one thread for all work on the accelerator (or the cores), and whose work comes next.
 
-An engine step and a train step so exclude each other, and torch keeps one pool of threads. `Turns`
-and `Gate` decide whose work comes next:
+An engine step and a train step so exclude each other, and torch keeps one pool of threads. Two
+objects decide whose work comes next:
 
-- Turns: a trainer and an engine process share one accelerator, and one works at a time. Before the
-  trainer's work the engine pauses, which frees its memory where vLLM can sleep. It goes on before
-  the next call of it, or at once where requests wait in it; calls during the trainer's work wait.
-- Gate, in deterministic mode only: the engine's next step waits until every live rollout waits on
-  it, since a batch's make-up changes floating-point sums, and byte-equal runs need every step to
-  see the same requests. The explorer counts rollouts in and out; the engine asks `open`. The time
-  that a rollout is held for the others is not its own: `held` says how much, so that one that hangs
-  runs into its time-out alone.
+- ColocationLock: a trainer and an engine process share one accelerator, and one works at a time.
+  Before the trainer's work the engine pauses, which frees its memory where vLLM can sleep. It goes
+  on before the next call of it, or at once where requests wait in it; calls during the trainer's
+  work wait.
+- RolloutBarrier, in deterministic mode only: the engine's next step waits until every live rollout
+  waits on it, since a batch's make-up changes floating-point sums, and byte-equal runs need every
+  step to see the same requests. The explorer counts rollouts in and out; the engine asks `open`.
+  The time that a rollout is held for the others is not its own: `held` says how much, so that one
+  that hangs runs into its time-out alone.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from trireme.engines.engine import Engine
 
 
-class Turns:
-    """Between the trainer of this process and one engine."""
+class ColocationLock:
+    """Gives the accelerator to the trainer of this process or to one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -37,7 +38,7 @@ class Turns:
         self._taken = asyncio.Lock()
 
     @asynccontextmanager
-    async def trainers(self) -> AsyncIterator[None]:
+    async def for_trainer(self) -> AsyncIterator[None]:
         """The engine rests inside."""
         async with self._taken:
             if not self._resting:
@@ -45,9 +46,9 @@ class Turns:
                 await self._engine.pause()
             yield
         if self._engine.health().waiting:
-            await self.engines()
+            await self.for_engine()
 
-    async def engines(self) -> None:
+    async def for_engine(self) -> None:
         """The engine works when this returns."""
         if self._resting:
             async with self._taken:
@@ -56,7 +57,7 @@ class Turns:
                     self._resting = False
 
 
-class Gate:
+class RolloutBarrier:
     """Counts live rollouts. Used from one event loop only, so that it needs no lock."""
 
     def __init__(self) -> None:
@@ -67,7 +68,7 @@ class Gate:
         self._since: dict[tuple[Any, ...], float] = {}
 
     def on_change(self, wake: Any) -> None:
-        """`wake()` is called whenever a rollout ends, since the gate may open by it."""
+        """`wake()` is called whenever a rollout ends, since the barrier may open by it."""
         self._listeners.append(wake)
 
     @contextmanager
@@ -112,7 +113,7 @@ class Device:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         if threads is not None:
             torch.set_num_threads(threads)
-        self.turns: Turns | None = None
+        self.colocation: ColocationLock | None = None
         """With an engine of another process, which has the accelerator meanwhile."""
         self.busy = 0.0
         """Seconds of all work so far."""
@@ -120,9 +121,9 @@ class Device:
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)` in the device's thread, after what was asked for before."""
         loop = asyncio.get_running_loop()
-        if self.turns is None:
+        if self.colocation is None:
             return await loop.run_in_executor(self._pool, self._work, function, *args)
-        async with self.turns.trainers():
+        async with self.colocation.for_trainer():
             try:
                 return await loop.run_in_executor(self._pool, self._work, function, *args)
             finally:

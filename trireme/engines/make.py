@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trireme.engines.engine import Engine
 
 if TYPE_CHECKING:
-    from trireme.engines.device import Device, Gate
+    from trireme.engines.device import Device, RolloutBarrier
     from trireme.engines.torch.engine import TorchEngine
 
 EngineKind = Literal["torch", "vllm"]
@@ -66,7 +66,7 @@ def make_torch_engine(
     tokenizer: Any,
     device: Device,
     *,
-    gate: Gate | None = None,
+    barrier: RolloutBarrier | None = None,
     share_with: Any = None,
 ) -> TorchEngine:
     """The engine of this process; `share_with` is the trainer's module whose tensors it reads."""
@@ -78,7 +78,7 @@ def make_torch_engine(
         device=device,
         seed=spec.seed,
         max_model_len=spec.max_model_len,
-        gate=gate,
+        barrier=barrier,
         dtype=spec.dtype,
         device_name=spec.device,
         share_with=share_with,

@@ -21,9 +21,9 @@ import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from trireme.engines.device import Turns
+from trireme.engines.device import ColocationLock
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
-from trireme.engines.servers import Outbox, Servers
+from trireme.engines.servers import RequestBatcher, Servers
 from trireme.engines.weight_group import buckets
 
 BUCKET_BYTES = 256 * 2**20
@@ -52,7 +52,7 @@ class RemoteEngine:
             timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
         )
         self.servers = Servers(urls, self._client, seed)
-        self.turns: Turns | None = None
+        self.colocation: ColocationLock | None = None
         """With a trainer that has the same accelerator."""
         self.bucket_bytes = BUCKET_BYTES
         self._version = 0
@@ -60,13 +60,13 @@ class RemoteEngine:
         self._calls: dict[asyncio.Future[Any], tuple[Any, ...]] = {}
         self._generated = self._prefilled = 0
         self._paused = self._closed = False
-        self._outboxes: dict[str, Outbox] = {}
+        self._batchers: dict[str, RequestBatcher] = {}
 
     async def connect(self) -> None:
         """Wait until all servers are there, and awake. Raises TimeoutError naming who is not."""
         await self.servers.connect()
-        if self.turns is not None:
-            await self.turns.engines()
+        if self.colocation is not None:
+            await self.colocation.for_engine()
 
     @property
     def multi_turn(self) -> bool:
@@ -226,8 +226,8 @@ class RemoteEngine:
         while self._calls:  # each ends by itself, now that it is cancelled
             await asyncio.wait(set(self._calls))
             await asyncio.sleep(0)
-        for outbox in self._outboxes.values():
-            await outbox.close()
+        for batcher in self._batchers.values():
+            await batcher.close()
         await self._client.aclose()
 
     def _check(self) -> None:
@@ -269,10 +269,12 @@ class RemoteEngine:
 
     async def _generate(self, url: str, body: dict[str, Any], restarts: Restarts | None) -> Any:
         """Completions as the server sends them, asked for together with others."""
-        if url not in self._outboxes:
-            self._outboxes[url] = Outbox(self._client, url, lambda found: self._judge(url, found))
-        outbox = self._outboxes[url]
-        return await self._heard(url, "/engine/stream", outbox.ask(body, restarts and restarts()))
+        if url not in self._batchers:
+            self._batchers[url] = RequestBatcher(
+                self._client, url, lambda found: self._judge(url, found)
+            )
+        batcher = self._batchers[url]
+        return await self._heard(url, "/engine/stream", batcher.ask(body, restarts and restarts()))
 
     async def _post(self, url: str, path: str, body: Any) -> Any:
         sent: dict[str, Any] = {"json": body}

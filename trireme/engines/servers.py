@@ -7,8 +7,8 @@
 - Unless its launcher starts servers again (`restarted`): then it is `gone` until it answers, `bare`
   until it has the run's weights, and meanwhile others are asked, or the caller waits. Whoever
   starts it bounds that wait.
-- The generations that are asked for at one time go to a server in one request, or in as few as it
-  takes (`Outbox`). The answers come as lines, each when its generation has ended. A caller that is
+- `RequestBatcher` sends the generations that are asked for at one time in one request, or in as few
+  as it takes. The answers come as lines, each when its generation has ended. A caller that is
   cancelled tells the server so; the others go on.
 """
 
@@ -36,8 +36,8 @@ MOST_TOKENS = 2**21
 Asked = list[tuple[dict[str, Any], asyncio.Future[Any], OnToken | None]]
 
 
-class Outbox:
-    """Of one server."""
+class RequestBatcher:
+    """Sends the generations of one server together."""
 
     def __init__(
         self, client: httpx.AsyncClient, url: str, check: Callable[[httpx.Response], None]
@@ -263,7 +263,7 @@ class Servers:
         self._client = client
         self._seed = seed
         self._connecting = asyncio.Lock()
-        self._bell = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def connect(self) -> None:
         """Wait until each has been there. Raises TimeoutError naming the one that was not."""
@@ -275,7 +275,7 @@ class Servers:
     async def ready(self) -> list[str]:
         """Those that are there and have the run's weights, once there is one."""
         while not (here := [u for u in self.urls if u not in self.gone and u not in self.bare]):
-            await self._bell.wait()
+            await self._changed.wait()
         return here
 
     def judge(self, url: str, response: httpx.Response, version: int) -> None:
@@ -295,7 +295,7 @@ class Servers:
             self.failure = error
         elif instance == self.instances.get(url):  # not its predecessor, of which one hears late
             self.gone.setdefault(url, error)
-            self._ring()
+            self._wake()
         return error
 
     async def has_lost(self, url: str, error: Exception) -> bool:
@@ -315,7 +315,7 @@ class Servers:
                     raise
                 await asyncio.gather(*(self._look(url) for url in self.urls))
                 while self.gone:
-                    await self._bell.wait()
+                    await self._changed.wait()
                 if self._restarts == before:
                     raise
                 logger.warning(
@@ -325,7 +325,7 @@ class Servers:
     async def loss(self, url: str) -> RuntimeError:
         """Why a server is gone, once it is."""
         while url not in self.gone:
-            await self._bell.wait()
+            await self._changed.wait()
         return self.gone[url]
 
     async def again(self, url: str) -> None:
@@ -334,13 +334,13 @@ class Servers:
         self.bare.add(url)
         self._restarts += 1
         self.gone.pop(url, None)
-        self._ring()
+        self._wake()
 
     async def keep_complete(self) -> None:
         """Bring the run's weights to servers that lack them, again and again. Never returns."""
         while True:
             while not self.bare:
-                await self._bell.wait()
+                await self._changed.wait()
             if self.renew is not None:
                 await self.renew(lambda: bool(self.bare))
             self.complete()
@@ -348,12 +348,12 @@ class Servers:
     def complete(self) -> None:
         """All servers that are there have the run's weights."""
         self.bare.clear()
-        self._ring()
+        self._wake()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         """Wake all that wait for a change."""
-        bell, self._bell = self._bell, asyncio.Event()
-        bell.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def _look(self, url: str) -> None:
         """Find out whether a server is well."""

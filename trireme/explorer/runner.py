@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trireme.aio import in_thread
-from trireme.engines.device import Gate
+from trireme.engines.device import RolloutBarrier
 from trireme.engines.engine import Engine
 from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
@@ -116,7 +116,7 @@ class Runner:
         limit: TimeLimit,
         max_retries: int,
         concurrent_mode: str = "sequential",
-        gate: Gate | None = None,
+        barrier: RolloutBarrier | None = None,
         index: int = 0,
         explorer: str = "",
     ) -> None:
@@ -130,7 +130,7 @@ class Runner:
         self.limit = limit
         self.max_retries = max_retries
         self.overlap = concurrent_mode != "sequential"
-        self.gate = gate
+        self.barrier = barrier
         self.explorer = (explorer,) if explorer else ()
         self.log = get_logger(f"explorer_runner_{index}")
 
@@ -155,7 +155,7 @@ class Runner:
         """One call of the workflow (for one run, or for all of a repeatable one), with retries."""
         outcome = Outcome(task)
         key = ((*batch_order(task), *self.explorer), task.task_id, runs[0])
-        with self.gate.rollout(key) if self.gate else nullcontext():
+        with self.barrier.rollout(key) if self.barrier else nullcontext():
             for attempt in range(self.max_retries + 1):
                 outcome.retries = attempt
                 own_key = (*key, attempt) if attempt else key
@@ -210,13 +210,13 @@ class Runner:
             await self.engine.abort(key)
 
     async def _wait(self, call: asyncio.Future[Any], key: Key, seconds: float) -> None:
-        """Until the call is done or has had its `seconds`, those at the gate not counted."""
-        unheld = -self.gate.held(key) if self.gate else 0.0
+        """Until the call is done or has had its `seconds`, those at the barrier not counted."""
+        unheld = -self.barrier.held(key) if self.barrier else 0.0
         begun = time.monotonic()
         left = seconds
         while left > 0 and not call.done():
             await asyncio.wait({call}, timeout=left)
-            held = self.gate.held(key) + unheld if self.gate else 0.0
+            held = self.barrier.held(key) + unheld if self.barrier else 0.0
             left = seconds - (time.monotonic() - begun - held)
 
     async def _call(

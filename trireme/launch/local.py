@@ -6,7 +6,7 @@ import time
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.engines.device import Device, Turns
+from trireme.engines.device import ColocationLock, Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import engine_hosts, kept, remote_engine, start_all, stop_all
@@ -40,7 +40,7 @@ async def run_plan(
             await start_all(hosts)
             engine = remote_engine(plan, hosts)
             if plan.takes_turns and engine is not None:
-                device.turns = engine.turns = Turns(engine)
+                device.colocation = engine.colocation = ColocationLock(engine)
             work = _run_mode(stage, engine, stop, measure_end)
             if hosts and engine is not None:
                 work = kept(work, plan, hosts, engine)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from trireme.config import Plan
-from trireme.engines.device import Device, Gate
+from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.engines.make import make_torch_engine
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
@@ -30,7 +30,7 @@ def make_scheduler(
     model_path: str,
     engine: Engine,
     text: Text,
-    gate: Gate | None,
+    barrier: RolloutBarrier | None,
     *,
     greedy_run: bool = False,
     auxiliary: Sequence[Auxiliary | Endpoint] = (),
@@ -85,7 +85,7 @@ def make_scheduler(
             limit=limit,
             max_retries=explorer.max_retry_times if max_retries is None else max_retries,
             concurrent_mode=explorer.concurrent_mode,
-            gate=gate,
+            barrier=barrier,
             index=index,
             explorer=plan.explorer_name,
         )

@@ -47,7 +47,7 @@ def embedded_engine(stage: Stage, backend: Backend | None = None) -> Engine:
     share = backend.module if backend is not None and shares_tensors(stage, backend) else None
     spec = engine_spec(stage.plan, stage.model_path)
     return make_torch_engine(
-        spec, stage.text.tokenizer, stage.device, gate=stage.gate, share_with=share
+        spec, stage.text.tokenizer, stage.device, barrier=stage.barrier, share_with=share
     )
 
 
@@ -322,7 +322,7 @@ class ExplorerSide:
                 stage.model_path,
                 engine,
                 stage.text,
-                stage.gate,
+                stage.barrier,
                 greedy_run=stage.recipe.greedy_run,
                 auxiliary=self.models,
             ),

@@ -22,7 +22,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
 from trireme.config import Plan
 from trireme.data.tasksets import Mixture, Taskset
-from trireme.engines.device import Device, Gate
+from trireme.engines.device import Device, RolloutBarrier
 from trireme.experience import Experience
 from trireme.explorer.explorer import Evaluation
 from trireme.launch import data
@@ -122,9 +122,9 @@ class Stage:
         return make_text(self.plan, self.model_path)
 
     @cached_property
-    def gate(self) -> Gate | None:
+    def barrier(self) -> RolloutBarrier | None:
         """Deterministic mode's."""
-        return Gate() if self.plan.deterministic else None
+        return RolloutBarrier() if self.plan.deterministic else None
 
     @cached_property
     def taskset(self) -> Taskset | Mixture | None:

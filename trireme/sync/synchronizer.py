@@ -25,7 +25,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from trireme.buffer.buffer import Bell, Demand, WallClock
+from trireme.buffer.buffer import Condition, Demand, WallClock
 from trireme.log import get_logger
 
 logger = get_logger("synchronizer")
@@ -98,9 +98,9 @@ class Synchronizer:
         self.skipped = 0
         self._waited = 0.0
         self._explorers_turn = lock_step
-        self._bell = Bell(WallClock())
+        self._changed = Condition(WallClock())
         self._demand = demand or Demand()
-        self._demand.changed = self._bell.ring
+        self._demand.changed = self._changed.notify_all
         self._pushing = asyncio.Lock()
         self.persist: Persist = once
 
@@ -131,12 +131,12 @@ class Synchronizer:
     def explored(self) -> None:
         """The explorer generates no more: not before its next turn, or never where it has ended."""
         self._explorers_turn = False
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def trainers_turn(self) -> None:
         """Wait until the explorer's turn is over. Raises TimeoutError where it does not end."""
         begun = time.monotonic()
-        await self._bell.until(
+        await self._changed.until(
             lambda: not self._explorers_turn,
             timeout=self.timeout,
             since=lambda: begun,
@@ -149,7 +149,7 @@ class Synchronizer:
     async def trained(self, step: int) -> dict[str, float]:
         """Train step `step` is done: publish if it is time to. Returns metrics."""
         self.trained_step = step
-        self._bell.ring()
+        self._changed.notify_all()
         metrics: dict[str, float] = {}
         publishes = self.pushes_by_itself or (self.style == "fixed" and not self.lock_step)
         if publishes and step % self.interval == 0:
@@ -159,7 +159,7 @@ class Synchronizer:
     async def stopped(self, step: int) -> None:
         """The trainer makes no more train steps; `step` was its last."""
         self.trained_step, self.finished = step, True
-        self._bell.ring()
+        self._changed.notify_all()
 
     async def final_push(self) -> None:
         """Bring the last weights to the engine, for the evaluation at the end."""
@@ -185,7 +185,7 @@ class Synchronizer:
             return self.style == "explorer_driven" or self.pushed_step >= wanted
 
         begun = time.monotonic()
-        await self._bell.until(
+        await self._changed.until(
             ready,
             timeout=self.timeout,
             since=lambda: begun,
@@ -208,7 +208,7 @@ class Synchronizer:
             metrics = await self.persist(lambda: self._push(self.version + 1))
             self.version += 1
             self.pushed_step = step
-            self._bell.ring()
+            self._changed.notify_all()
             logger.info("version %d: the weights of train step %d", self.version, step)
             return metrics
 

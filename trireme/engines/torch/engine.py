@@ -4,7 +4,7 @@ One coroutine drives the decoder through the device's thread: pick requests, adv
 ended. Requests join and leave between advances. Invariants:
 - A request that the decoder cannot go on with ends alone. Where the model itself fails, on a prompt
   of one token too, that reaches every caller that waits, and every later one: nobody hangs.
-- With a gate an advance starts only when every live rollout waits on the engine, and requests
+- With a barrier an advance starts only when every live rollout waits on the engine, and requests
   enter in the order of their keys.
 """
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.adapter import Merged, is_adapter
-from trireme.engines.device import Device, Gate
+from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
@@ -49,7 +49,7 @@ class TorchEngine:
         max_rows: int = MAX_ROWS,
         kv_tokens: int = KV_TOKENS,
         prefix_tokens: int = PREFIX_TOKENS,
-        gate: Gate | None = None,
+        barrier: RolloutBarrier | None = None,
         dtype: str = "float32",
         device_name: str = "cpu",
         share_with: PreTrainedModel | None = None,
@@ -86,20 +86,20 @@ class TorchEngine:
         self._max_model_len = max_model_len
         self._max_rows = max_rows
         self._kv_tokens = kv_tokens
-        self._gate = gate
+        self._barrier = barrier
         self._keep_kv = keep_kv
         self._ends = end_tokens(self.module, tokenizer)
         self._waiting: list[Request] = []
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._rollouts: dict[tuple[Any, ...], list[Request]] = {}  # by batch, task and run
-        self._bell: asyncio.Event | None = None
+        self._changed: asyncio.Event | None = None
         self._driver: asyncio.Task[None] | None = None
         self._updates = 0
         self._paused = self._closed = False
         self._failure: BaseException | None = None
         self._anonymous = 0
-        if gate is not None:
-            gate.on_change(self._ring)
+        if barrier is not None:
+            barrier.on_change(self._wake)
 
     @property
     def version(self) -> int:
@@ -172,7 +172,7 @@ class TorchEngine:
     async def resume(self) -> None:
         """See Engine."""
         self._paused = False
-        self._ring()
+        self._wake()
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine."""
@@ -229,12 +229,12 @@ class TorchEngine:
 
     async def _drive(self) -> None:
         """Until closed: wait for work, advance, hand out."""
-        assert self._bell is not None
+        assert self._changed is not None
         try:
             while True:
                 while not self._ready():
-                    self._bell.clear()
-                    await self._bell.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
                 admitted = self._pick()
                 finished = await self._device.run(self._advance, admitted)
                 for request in finished:
@@ -255,8 +255,8 @@ class TorchEngine:
         )
 
     def _newcomers(self) -> bool:
-        """Whether a request waits that could be let in; never with a gate, where none can come."""
-        if self._gate is not None or not self._waiting:
+        """Whether a waiting request could be let in; never with a barrier, where none can come."""
+        if self._barrier is not None or not self._waiting:
             return False
         rows = [*self._decoder.active, self._waiting[0]]
         return self._holds(len(rows), max(map(_room, rows)))
@@ -264,13 +264,13 @@ class TorchEngine:
     def _ready(self) -> bool:
         """Whether an advance may start now."""
         waiting = (k for k, rs in self._rollouts.items() if any(not r.stop_reason for r in rs))
-        if self._gate is not None and not self._gate.open(waiting):  # also where none is left
+        if self._barrier is not None and not self._barrier.open(waiting):  # also where none is left
             return False
         return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)
 
     def _pick(self) -> list[Request]:
         """Waiting requests that fit, in order."""
-        if self._gate is not None:
+        if self._barrier is not None:
             self._waiting.sort(key=lambda r: r.order)
         rows = len(self._decoder.active)
         longest = max(map(_room, self._decoder.active), default=0)
@@ -293,7 +293,7 @@ class TorchEngine:
             request.stop_reason = "aborted"
         if request in self._waiting:
             self._waiting.remove(request)
-        self._ring()
+        self._wake()
 
     def _finish(self, request: Request) -> None:
         """Hand the completion to the caller, if it still waits."""
@@ -320,7 +320,7 @@ class TorchEngine:
             return await self._device.run(function, *args)
         finally:
             self._updates -= 1
-            self._ring()
+            self._wake()
 
     def _fingerprint(self) -> dict[str, float]:
         return fingerprint(self._adapter.apart(self.module.state_dict()), self._dtype)
@@ -336,13 +336,13 @@ class TorchEngine:
     def _start(self) -> None:
         """Begin to drive on the caller's loop, and ring."""
         if self._driver is None:
-            self._bell = asyncio.Event()
+            self._changed = asyncio.Event()
             self._driver = asyncio.get_running_loop().create_task(self._drive())
-        self._ring()
+        self._wake()
 
-    def _ring(self) -> None:
-        if self._bell is not None:
-            self._bell.set()
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
 
     def _check(self) -> None:
         if self._failure is not None:

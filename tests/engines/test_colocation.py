@@ -1,4 +1,4 @@
-"""Turns: who has the device, when the trainer works and requests come or wait."""
+"""ColocationLock: who has the device, when the trainer works and requests come or wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.made import on_port, torch_rollouts, until
-from trireme.engines.device import Device, Turns
+from trireme.engines.device import ColocationLock, Device
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 
@@ -23,7 +23,7 @@ def colocated(folder: Path, main: Callable[[Device, RemoteEngine, Engine], Await
         made = torch_rollouts(folder, max_model_len=2000)
         async with made as rollouts, on_port(rollouts) as url:
             device, engine = Device(), RemoteEngine([url])
-            device.turns = engine.turns = Turns(engine)
+            device.colocation = engine.colocation = ColocationLock(engine)
             try:
                 await asyncio.wait_for(main(device, engine, rollouts.engine), 60)
             finally:
