@@ -29,8 +29,8 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.experience import EID, Experience
+from trireme.trainer.attention import Rows
 from trireme.trainer.backend import Backend, TrainSettings
-from trireme.trainer.layouts import Rows
 from trireme.trainer.pack import pack
 from trireme.trainer.step import train_step
 

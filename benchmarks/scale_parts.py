@@ -38,8 +38,8 @@ from trireme.config.schema import AlgorithmConfig, OptimizerConfig
 from trireme.engines.engine import Completion
 from trireme.experience import EID, Experience
 from trireme.serialize import decode, encode
+from trireme.trainer.attention import Rows
 from trireme.trainer.backend import Backend, TrainSettings
-from trireme.trainer.layouts import Rows
 from trireme.trainer.pack import pack
 from trireme.trainer.step import train_step
 

@@ -363,7 +363,7 @@ def step(machine: Machine) -> Lines:
 
 def kernels(machine: Machine) -> Lines:
     """Attention of one layer over a trie, forward and backward, by each kernel that there is."""
-    from trireme.trainer.layouts import choose_kernel
+    from trireme.trainer.attention import choose_kernel
     from trireme.trainer.pack import pack_on
 
     s, seconds = machine.sizes, {}

@@ -9,9 +9,9 @@ import torch
 
 from trireme.config.schema import OptimizerConfig
 from trireme.experience import EID, Experience
+from trireme.trainer.attention import AttentionRows, Rows
 from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
-from trireme.trainer.layouts import AttentionRows, Rows
 from trireme.trainer.leader import Leader
 from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import Ranks

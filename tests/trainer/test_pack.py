@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.samples import buckets, experiences
 from trireme.batch import flatten, of_tokens
-from trireme.trainer.layouts import Rows
+from trireme.trainer.attention import Rows
 from trireme.trainer.pack import cut, pack
 
 

@@ -30,7 +30,7 @@ from trireme.checkpoint.saved import fill_from_file, random_state, read, set_ran
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.weight_group import fingerprint
 from trireme.trainer import ulysses
-from trireme.trainer.layouts import Kernel, choose_kernel
+from trireme.trainer.attention import Kernel, choose_kernel
 from trireme.trainer.leader import Command, Leader
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.measure import Arithmetic, Phases, peak_flops

@@ -19,8 +19,8 @@ from trireme.batch import Batch
 from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.saved import read
 from trireme.trainer import ulysses
+from trireme.trainer.attention import Kernel, select
 from trireme.trainer.backend import TrainSettings
-from trireme.trainer.layouts import Kernel, select
 from trireme.trainer.measure import Arithmetic
 from trireme.trainer.model import checkpoint_activations, hidden_states
 from trireme.trainer.pack import PackedBatch, pack_on

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from trireme.config.memory import LOGIT_NUMBERS
 from trireme.engines.torch.linear import QuickLinear, linear, transposed_product
-from trireme.trainer.layouts import select
+from trireme.trainer.attention import select
 
 _BLOCK = 1 << 13
 """Rows of the head's gradient that are computed at once: all of them would be held twice."""

@@ -21,8 +21,8 @@ from trireme.config.lookup import read_shapes, weight_files
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention
+from trireme.trainer.attention import Kernel
 from trireme.trainer.head import score_entries
-from trireme.trainer.layouts import Kernel
 from trireme.trainer.pack import PackedBatch, pack_on
 
 logger = logging.getLogger(__name__)

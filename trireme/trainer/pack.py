@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trireme.batch import Batch
-from trireme.trainer.layouts import Kernel, Layout, Trie, lay_out
+from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
 
 
 @dataclass(frozen=True)

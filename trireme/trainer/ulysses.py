@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from trireme.batch import Batch
-from trireme.trainer.attention import packed_attention
+from trireme.trainer.attention import Kernel, packed_attention
 from trireme.trainer.head import score_entries
-from trireme.trainer.layouts import Kernel
 from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import SequenceGroup
 

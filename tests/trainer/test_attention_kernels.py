@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.trainer.samples import backend_of, experiences
 from tests.trainer.test_attention import random_batch
 from trireme.batch import Batch, flatten, of_tokens
-from trireme.trainer import layouts
-from trireme.trainer.layouts import Blocks, choose_kernel
+from trireme.trainer import attention
+from trireme.trainer.attention import Blocks, choose_kernel
 from trireme.trainer.pack import pack
 
 CPU = torch.device("cpu")
@@ -60,14 +60,14 @@ def blocks_of(seen: Tensor, size: int) -> Tensor:
 def test_block_masks_are_the_dense_masks_of_ten_thousand_tries(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layouts, "_MULTIPLE", 4)
+    monkeypatch.setattr(attention, "_MULTIPLE", 4)
     rng = random.Random(window)
     for _ in range(5000):
         rows = rows_of(rng)
         trie, seen = blocks_for(of_tokens(rows)), dense(rows)
         behind = trie.depth[:, None] - trie.depth
         seen = seen & (behind < window) if window else seen
-        some, whole = layouts._blocks(trie.depth.numpy(), trie.ends.numpy(), window)
+        some, whole = attention._blocks(trie.depth.numpy(), trie.ends.numpy(), window)
         blocks = blocks_of(seen, 4)
         assert not (blocks.any(-1).any(-1) & ~torch.from_numpy(some)).any()
         assert not (~blocks.all(-1).all(-1) & torch.from_numpy(whole)).any()
@@ -137,7 +137,7 @@ def aligned_at_the_first(
 
 
 def use_varlen(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
-    monkeypatch.setattr(layouts, "_varlen", lambda: kernel)
+    monkeypatch.setattr(attention, "_varlen", lambda: kernel)
     choose_kernel.cache_clear()
 
 
@@ -238,7 +238,7 @@ def test_on_a_gpu_that_is_not_there_shapes_and_devices_are_right(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a torch without CUDA cannot index such a tensor in Python, by its operator it can
-    monkeypatch.setattr(layouts, "select", lambda flat, at: torch.ops.aten.index(flat, [at]))
+    monkeypatch.setattr(attention, "select", lambda flat, at: torch.ops.aten.index(flat, [at]))
     layout = pack(long_batch(), kernel=kernel, align=True)
     device, length = torch.device("cuda:0"), len(layout.tokens)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
