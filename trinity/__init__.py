@@ -41,6 +41,7 @@ _ALFWORLD = {
     "AlfworldWorkflow": "trireme.workflows.alfworld",
     "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
 }
+_RAFT = "trireme.workflows.raft"
 _WEBSHOP = {"WebShopWorkflow": "trireme.workflows.webshop"}
 
 _CLASSES = "trireme.algorithms.classes"
@@ -100,6 +101,12 @@ NAMES: dict[str, dict[str, str]] = {
         "create_environment": "trireme.workflows.alfworld",
         "format_observation": "trireme.workflows.alfworld",
         "parse_action": "trireme.workflows.episode",
+    },
+    "trinity.common.workflows.envs.alfworld.RAFT_alfworld_workflow": {
+        "RAFTAlfworldWorkflow": f"{_RAFT}:RaftAlfworldWorkflow"
+    },
+    "trinity.common.workflows.envs.alfworld.RAFT_reflect_alfworld_workflow": {
+        "RAFTReflectAlfworldWorkflow": f"{_RAFT}:RaftReflectAlfworldWorkflow"
     },
     "trinity.common.workflows.envs.webshop": _WEBSHOP,
     "trinity.common.workflows.envs.webshop.webshop_workflow": {

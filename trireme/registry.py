@@ -265,6 +265,7 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.scheduled",
         f"{_WORKFLOWS}.command",
         f"{_WORKFLOWS}.shared",
+        f"{_WORKFLOWS}.raft",
     ],
     by="workflow",
 )

@@ -167,7 +167,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         finally:
             await opened.close()
 
-    async def _play(self, env: Any, call: Callable[..., Any]) -> list[Experience]:
+    async def _play(self, env: Any, call: Callable[..., Any], told: str = "") -> list[Experience]:
+        """One episode from its beginning; `told` stands before the first observation."""
         seen = after_reset(await call(env.reset))
         memory: list[dict[str, Any]] = []
         if self.system_prompt:
@@ -175,7 +176,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
         total, no_room = 0.0, False
         lived: list[dict[str, Any]] = []
         for _ in range(self.max_env_steps):
-            memory.append({"role": "user", "content": self.format_observation(seen)})
+            memory.append({"role": "user", "content": told + self.format_observation(seen)})
+            told = ""
             (reply,) = await self.model.chat_async(memory)
             if no_room := reply.truncate_status == "prompt_truncated":
                 break
