@@ -3,7 +3,7 @@
 Of work side by side the first failure ends all (`first_failure`), and no task is left behind.
 
 What blocks runs in a daemon thread of its own, not in a shared pool, which hung code would use up:
-what hangs here holds up nobody else, and does not keep the process alive. What hangs on the event
+a call that hangs here delays no other, and does not keep the process alive. What hangs on the event
 loop holds up all: time-outs and Ctrl-C too.
 """
 
@@ -133,7 +133,7 @@ class OwnThread:
 
         def settle(result: Any, error: BaseException | None) -> None:
             if future.done():
-                return  # nobody waits any more: dropped
+                return  # the caller waits no more: dropped
             if error is not None:
                 future.set_exception(error)
             else:
@@ -154,14 +154,14 @@ class OwnThread:
         return await future
 
     def put(self, call: Callable[[], None]) -> None:
-        """Run `call`, which may not raise, when its turn comes; nobody waits for it."""
+        """Run `call`, which may not raise, when its turn comes; its result is not awaited."""
         self._calls.put(call)
         if not self._started:
             self._started = True
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """End the thread after what it was given, and after `last`, whose result nobody awaits."""
+        """End the thread after what it was given, and after `last`, whose result is not awaited."""
         if last is not None:
             self.put(lambda: _quiet(last))
         self._calls.put(None)
@@ -258,6 +258,6 @@ class LoopWatch:
 
 
 def _quiet(function: Callable[[], object]) -> None:
-    """Whatever the last call raises: nobody is there to hear it."""
+    """Whatever the last call raises: the program is at its end."""
     with suppress(Exception):
         function()

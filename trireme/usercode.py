@@ -98,7 +98,7 @@ class UserCode(AbstractContextManager["UserCode"]):
 
 
 def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | None:
-    """Who is to blame for an error; `what` and `code` where nobody has marked it, else None."""
+    """Whose code raised an error; `what` and `code` where it is not marked, else None."""
     marked = getattr(error, _MARK, None) or ((what, _defined(code)) if what else None)
     if marked is None:
         return None

@@ -126,7 +126,7 @@ class Demand:
     def __init__(self) -> None:
         self.unmet = False
         self.changed: Callable[[], None] = lambda: None
-        """Called at every change; whoever looks at `unmet` sets it."""
+        """Called at every change; the reader of `unmet` sets it."""
 
     def set(self, unmet: bool) -> None:
         """From the event loop's own thread."""

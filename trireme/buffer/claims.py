@@ -185,7 +185,7 @@ class Claims:
         return self._count(connection, self._open(connection, ended=ended), most)
 
     def steps(self, connection: Connection) -> int:
-        """Explore steps that have rows nobody has taken."""
+        """Explore steps that have rows which no trainer has taken."""
         table = self.table
         untaken = and_(table.c.consumed == 0, table.c.claimed_by.is_(None))
         return connection.scalar(select(func.count(table.c.source.distinct())).where(untaken)) or 0

@@ -90,7 +90,7 @@ class FileBuffer:
         self._closed = True
 
     async def fail(self, error: BaseException) -> None:
-        """The run has failed: whoever takes later gets `error` as the cause."""
+        """The run has failed: later takes raise with `error` as the cause."""
         self._failure = self._failure or error
         self._closed = True
 

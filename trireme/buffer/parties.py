@@ -41,7 +41,7 @@ logger = get_logger("queue_experience_buffer")
 class PartyHeartbeat:
     """Calls `beat` every `interval` seconds until `stop`; ends with the process.
 
-    A beat that fails is logged and tried again: whoever then counts as silent is told so when it
+    A beat that fails is logged and tried again: a party that then counts as silent hears so when it
     commits.
     """
 
@@ -115,7 +115,7 @@ class Parties:
     def silent(self, connection: Connection, role: str) -> dict[str, float]:
         """Others of that side that are not heard from any more, with the seconds since.
 
-        One that has closed is among them: what it holds then, nobody will learn from.
+        One that has closed is among them: what it holds then is never trained.
         """
         now, table = database_time(connection), self._table
         rows = select(table.c.name, table.c.seen).where(

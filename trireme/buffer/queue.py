@@ -77,7 +77,7 @@ class QueueBuffer:
             return
         if self._record is not None:
             await self._record.write(experiences)
-        # Last, and nothing is awaited after it: who asks for the explorer's state and ours in one
+        # Last, and nothing is awaited after it: a reader of the explorer's state and ours in one
         # go finds a step either still under way or here, never both.
         self._puts.append(deque(experiences))
         logger.info("%d experiences put, %d wait", len(experiences), len(self))

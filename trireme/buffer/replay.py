@@ -3,7 +3,7 @@
 Invariants:
 - Groups (one task in one explore step) come and go whole. Their version is that of their oldest
   sampled token; what a batch leaves of a group is the next batch's beginning.
-- `put` waits for nobody: beyond `capacity` groups the lowest priority is dropped, and counted.
+- `put` never waits: beyond `capacity` groups the lowest priority is dropped, and counted.
 - A group is used again only where `reuse_cooldown_time` is given, and that long after its last use.
 - After `close` nothing comes back: what lies here is handed out once more at most.
 """

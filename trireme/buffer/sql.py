@@ -174,7 +174,7 @@ class SqlBuffer:
         self._changed.notify_all()
 
     async def fail(self, error: BaseException) -> None:
-        """This side has failed: whoever puts or takes, in whatever process, stops with its text."""
+        """This side has failed: every put and take, in any process, stops with its text."""
         self._failure = error
         text = f"{type(error).__name__}: {error}"
         await asyncio.to_thread(self._at_once, lambda c: self._parties.leave(c, text))
@@ -317,8 +317,8 @@ class SqlBuffer:
     ) -> Result:
         """`attempt` in transactions of its own until it gives something; ever less often.
 
-        `in_vain()` follows an attempt that gave nothing, where nobody rang meanwhile. Cancelled,
-        it sets `gives_up`: its thread waits for no server any more.
+        `in_vain()` follows an attempt that gave nothing, where nothing was notified meanwhile.
+        Cancelled, it sets `gives_up`: its thread waits for no server any more.
         """
         gives_up = gives_up or threading.Event()
         seen = -1

@@ -49,7 +49,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
 
 
 def _offline_without_hub(console: Console) -> None:
-    """Where the hub cannot be reached, say so, and let nobody try again and again for a minute."""
+    """Where the hub cannot be reached, say so once, and prevent a minute of retries."""
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if proxied or os.environ.get("HF_HUB_OFFLINE"):

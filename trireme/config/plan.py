@@ -369,7 +369,7 @@ def _method(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
         how = "the trainer sends weights to the servers by HTTP"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
-    asked_for = method != SynchronizerConfig().sync_method  # the default is nobody's wish
+    asked_for = method != SynchronizerConfig().sync_method  # the default is no wish of the user's
     if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
         stage.notes.append(f"synchronizer.sync_method ({method}): {how}")
     return "memory" if mode == "both" else "checkpoint"

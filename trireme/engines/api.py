@@ -19,7 +19,7 @@ from trireme.log import get_logger
 logger = get_logger("api")
 
 CONNECT_S = 10.0
-"""For how long a connection may take, so that an address where nobody is ends the evaluation."""
+"""For how long a connection may take, so that a dead address ends the evaluation."""
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses that refuse one conversation; any other one is the API's own failure."""
 

@@ -42,7 +42,7 @@ class ColocationLock:
         """The engine rests inside."""
         async with self._taken:
             if not self._resting:
-                self._resting = True  # now: who asks while it lies down waits too
+                self._resting = True  # now: a caller that comes while the engine pauses waits too
                 await self._engine.pause()
             yield
         if self._engine.health().waiting:

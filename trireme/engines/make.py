@@ -1,4 +1,4 @@
-"""Make: one engine from its specification, whoever needs it: a run, a judge, a server, a chat.
+"""Make: makes one engine from its specification, for a run, a judge, a server or a chat.
 
 Loads torch's engine or vLLM only when one is made: a specification can be written without them.
 """

@@ -1,7 +1,7 @@
 """Remote: an engine in other processes, behind one or several rollout servers.
 
 - Which server is asked, and what becomes of one that is gone, `Servers` says. A generation that was
-  under way there is asked for again, where somebody starts it again.
+  under way there is asked for again, where its launcher starts it again.
 - New weights go to all servers in buckets, and count from when all have them.
 - Every request has a time-out; a failure says which server, and what for.
 - A request that is aborted is let go of at once; its server sees that and stops. So nothing here
@@ -203,7 +203,7 @@ class RemoteEngine:
         self._paused = False
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
-        """See Engine; ends this client's requests, nobody else's."""
+        """See Engine; ends this client's requests only."""
         mine = [
             c for c, call_key in self._calls.items() if call_key[: len(key)] == key and not c.done()
         ]

@@ -203,7 +203,7 @@ class Router:
         if len(servers) > 1:
             self._choosing += tokens
             try:
-                await asyncio.sleep(GATHER_S)  # who asks at the same time counts in the mean
+                await asyncio.sleep(GATHER_S)  # requests of the same moment count in the mean
                 servers = await ready()
             finally:
                 self._choosing -= tokens
@@ -248,7 +248,7 @@ class Servers:
     def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, seed: int | None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self.restarted = False
-        """Whether somebody starts them again."""
+        """Whether their launcher starts them again."""
         self.failure: Exception | None = None
         self.multi_turn = False
         """Whether the servers have a scheduler."""

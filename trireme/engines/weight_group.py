@@ -7,7 +7,7 @@ The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, t
 - Our own trainer is rank 0, and each side learns who did not come. It lists the parts of each
   bucket in the store before it broadcasts it, so that neither side holds more than a bucket beside
   its model. A sender that fails says so there; one that is gone takes the store with it.
-- Nobody waits inside a collective. NCCL's would return at once, and its watchdog would later end
+- No member waits inside a collective. NCCL's would return at once, and its watchdog would later end
   the process: so we ask whether a broadcast is complete, and at the deadline abort the communicator
   and name who has not come to the bucket.
 - A trainer of ms-swift or TRL is the last of two ranks and lists the parts by HTTP:
@@ -39,7 +39,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 def open_store(host: str, port: int, *, serve: bool, timeout: float) -> TCPStore:
     """A connection to the store at an address; `serve` opens it there, port 0: at any that is free.
 
-    Raises RuntimeError where nobody serves in `timeout` seconds, OSError where we cannot.
+    Raises RuntimeError where no store answers in `timeout` seconds, OSError where we cannot.
     """
     wait = timedelta(seconds=timeout)
     if not serve:
@@ -252,7 +252,7 @@ class WeightGroup:
                 self._announce(parts=[list(vars(part).values()) for part in parts_of(bucket)])
                 self.broadcast(self._flat(bucket.values()))
         except BaseException as error:
-            with suppress(RuntimeError):  # what it failed of is the cause, also where nobody hears
+            with suppress(RuntimeError):  # what it failed of is the cause, also where no peer hears
                 self._announce(failed=f"{type(error).__name__}: {error}")
             raise
         self._announce(parts=[])

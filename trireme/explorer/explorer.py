@@ -163,7 +163,7 @@ class Explorer:
                 raise NothingToTrain(left_out_by(self._unkept))
         except Closed:
             logger.info("the trainer has had enough: exploring ends at step %d", self.step)
-            # What is still under way is nobody's, and must not hold up the evaluation at the end.
+            # No train step takes what is still under way: it must not delay the last evaluation.
             await self.scheduler.close()
         except Exception as error:
             # Nothing is awaited from here on: the trainer hears of it by the buffer, and must not

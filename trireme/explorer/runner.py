@@ -192,7 +192,7 @@ class Runner:
                 whose = "max_timeout" if seconds == self.limit.most else "dynamic_timeout"
                 late = f"it took longer than explorer.{whose} ({seconds:g} s)"
                 return Failed(name, "timeout", Fault(spec.label, late, "", lasting=False))
-            if call.cancelled():  # by its own code: nobody else has cancelled it yet
+            if call.cancelled():  # by its own code: this runner has not cancelled it yet
                 itself = Fault(spec.label, "it cancelled itself", "", lasting=False)
                 return Failed(name, "error", itself)
             return stamp(call.result(), task, runs, spec)
@@ -315,7 +315,7 @@ def stamp(
 
 
 def drop(call: asyncio.Future[Any]) -> None:
-    """Cancel a call that nobody waits for any more; what it still raises is of no interest."""
+    """Cancel a call whose result is no longer awaited, and ignore what it still raises."""
     if not call.done():
         call.add_done_callback(lambda late: late.cancelled() or late.exception())
         call.cancel()

@@ -43,7 +43,7 @@ class _Share:
     dropped: bool = field(default=False, compare=False)
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Its result is no longer awaited."""
         self.dropped = True
         if self.running is not None:
             self.running.cancel()
@@ -152,13 +152,13 @@ class Scheduler:
         """Until all have ended, or enough of them and the rest has had its time; drop the rest."""
         wanted = math.ceil(len(batch) * (1 - over.ratio))
         tasks = [asyncio.gather(*(p.done for p in shares)) for _, shares in batch if shares]
-        for task in tasks:  # what is dropped ends cancelled, and nobody asks it why
+        for task in tasks:  # a dropped task ends cancelled: no error is read from it
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
         waiting = set(tasks)
         while waiting and len(tasks) - len(waiting) < wanted:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # an engine that has failed is nobody's slowness
+                task.result()  # a failed engine must raise: no task was slow
         if waiting:
             await asyncio.wait(waiting, timeout=over.wait_after_min)
         for _, shares in batch:
@@ -219,12 +219,12 @@ class Scheduler:
                     continue
                 share.running.cancel()
                 raise
-            except BaseException as error:  # the engine failed: whoever waits for the batch gets it
+            except BaseException as error:  # the engine failed: the batch's waiter raises it
                 if not share.done.done():
                     share.done.set_exception(error)
                     share.done.exception()  # seen: the batch may end by another share's failure
             else:
-                if not share.done.done():  # whoever waited may have been cancelled
+                if not share.done.done():  # its waiter may have been cancelled
                     share.done.set_result(outcome)
             finally:
                 self._busy.pop(index, None)

@@ -136,7 +136,7 @@ class Stop:
         if self.number is not None:
             if number == signal.SIGINT:
                 self._end("ended at once by a second Ctrl-C")
-            return  # whoever sends SIGTERM may send it to all, and twice
+            return  # SIGTERM may be sent to all processes, and twice
         self.number = number
         timer = threading.Timer(self.limit, self._late)
         timer.daemon = True
@@ -188,7 +188,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> int:
                 # the log is closed by now
                 print(f"warning: left behind: {_name(task)} ignores that it is cancelled",
                       file=sys.stderr)  # fmt: skip
-            if stuck:  # nobody wants to hear that they were still there
+            if stuck:  # that they were still there is no news
                 loop.set_exception_handler(lambda loop, context: None)
         with suppress(asyncio.TimeoutError):
             loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), LEFT_S))

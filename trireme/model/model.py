@@ -195,7 +195,7 @@ class Model:
     async def prompt_tokens(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> int:
-        """How long the prompt of a conversation is that nobody has begun yet."""
+        """The prompt's length in tokens of a conversation that has not begun."""
         conversation = [plain_message(message) for message in messages]
         tokens = self.chat_tokens
         prompt = await _off_loop(
@@ -253,7 +253,7 @@ class Model:
         return of_call(call, self.chat_tokens.decode, run=run)
 
     def revoke(self) -> None:
-        """From now on every call raises Revoked, and nobody is served at its address."""
+        """From now on every call raises Revoked, and its address answers no request."""
         self._revoked.set()
         while self._addresses:
             self._addresses.pop().close()
@@ -345,7 +345,7 @@ class Model:
         """The last reply to `messages` is now `content`: cut back and added to.
 
         `ids` are those of what the last call sampled and of what was added, `weights` theirs in the
-        loss; without ids they are found. Raises ValueError where ids that nobody sampled have a
+        loss; without ids they are found. Raises ValueError where ids that were not sampled have a
         weight.
         """
         conversation = [plain_message(message) for message in messages]

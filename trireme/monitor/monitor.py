@@ -3,7 +3,7 @@
 Invariants:
 - `metrics.jsonl` has one whole line a step and part: `keep_until` takes away what a resumed run
   will do again, and a step that comes again nevertheless replaces its own line.
-- Two processes may write the same file: each line is appended under a lock, and nobody keeps it
+- Two processes may write the same file: each line is appended under a lock, and neither keeps it
   open, since it may be replaced by a shorter one.
 - A number that is not finite is written as null, never as text that JSON does not know.
 """

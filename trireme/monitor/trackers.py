@@ -415,7 +415,7 @@ class TensorBoardMonitor:
                 str(self.folder / name), purge_step=purge if there else None
             )
         writer = self._writers[name]
-        # one event for all: the writer's queue holds ten, and whoever fills it waits for its thread
+        # one event for all: the writer's queue holds ten, and a full one makes its callers wait
         values = [self._summary.Value(tag=tag, simple_value=float(v)) for tag, v in metrics.items()]
         assert writer.file_writer is not None, "it is open"
         writer.file_writer.add_summary(self._summary(value=values), step)

@@ -83,7 +83,7 @@ class Asker:
         if key not in self._asked:
             self._asked[key] = asyncio.ensure_future(self._answer(client, messages))
             self._asked[key].add_done_callback(lambda _: self._asked.pop(key, None))
-        # another who waits for the same answer must not lose it with this one
+        # another caller that waits for the same answer must not lose it with this one
         answer = await asyncio.shield(self._asked[key])
         self._remember(key, answer)
         return answer

@@ -44,7 +44,7 @@ def create_app(
     """All endpoints over one engine. `key`: what clients must show, or that of a path, see Limits;
     `most`: requests in flight.
 
-    With `sessions` those of agents alone: nobody else may steer the engine.
+    With `sessions` only the agents' routes: no client may steer the engine.
     """
     app = FastAPI(title="Trireme rollout server", version="1", default_response_class=Answer)
     app.state.rollouts = rollouts
@@ -155,7 +155,7 @@ class AppServer:
         """Until it is stopped, or `watch` ends, whose error is raised here.
 
         `limit`: seconds that a user's code (a plug-in's scheduler, say) may block the event loop;
-        None: it is not ended. Without `watches_loop` somebody else looks at that.
+        None: it is not ended. Without `watches_loop` the caller looks at that.
         """
         blocked = LoopWatch(limit) if watches_loop else None
         try:

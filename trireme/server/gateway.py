@@ -3,7 +3,7 @@
 Invariants:
 - It listens on loopback alone, from the first time that a workflow asks for an address, in the
   process of the explorer: whatever engine generates, the programs see one server.
-- An address has a key of its own: whoever shows another one, or none, is refused. It ends with its
+- An address has a key of its own: a request with another key, or none, is refused. It ends with its
   rollout.
 """
 
@@ -74,7 +74,7 @@ class Gateway:
             self._sessions.close(name)
 
     def _key(self, path: str) -> str | None:
-        """What a client of this path must show; None: nobody is served there."""
+        """The key that a client of this path must show; None: every request is refused."""
         _, first, name, *_ = [*path.split("/"), "", ""]
         return self._models[name][1] if first == "s" and name in self._models else None
 

@@ -1,6 +1,6 @@
 """Limits: decides who may ask and how much at once, and words the errors. Plain ASGI.
 
-- A request takes a slot when its body is there, and not before: slow clients hold up nobody.
+- A request takes a slot when its body is there, and not before: slow clients delay no other.
 - A web page cannot drive a server of this machine: browsers name the page in Origin and the name
   that they looked up in Host, and what a page may post unasked is not `application/json`.
 """

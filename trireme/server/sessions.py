@@ -52,7 +52,7 @@ class Session:
 
     @property
     def group(self) -> str:
-        """Whose rewards it is compared with: those of its task, or nobody's."""
+        """The rewards it is compared with: those of its task's sessions, or none."""
         return self.task or self.name
 
     def experiences(self) -> list[Experience]:
@@ -120,7 +120,7 @@ class Sessions:
         return session
 
     def alone(self) -> Model:
-        """A Model of no session, for what nobody will reward."""
+        """A Model of no session, for requests that get no reward."""
         return self._make("", 0)
 
     def note(self, session: Session, reply_id: str, calls: Sequence[Call]) -> None:
@@ -141,7 +141,7 @@ class Sessions:
     ) -> int:
         """Give a reward to a whole session, or to single replies by their ids; how many got it.
 
-        Raises ValueError for a session or reply that is not known; then nobody has got it.
+        Raises ValueError for a session or reply that is not known; then no session has got it.
         """
         if session is None and not replies:
             raise ValueError("feedback is for nobody: expected session_id, or msg_ids")

@@ -251,7 +251,7 @@ class AnnouncedWeights:
 
     async def settled(self) -> None:
         """Before a rollout: `ready`, where weights were announced. Raises RuntimeError where they
-        cannot be used, which is not the fault of whoever asks for a rollout.
+        cannot be used, which is not the fault of a rollout's client.
         """
         if self._last is None and not self._tensors:
             return
@@ -329,7 +329,7 @@ class AnnouncedWeights:
             raise
 
     def _background(self, function: Callable[[], None]) -> None:
-        """In a thread that keeps nobody from ending."""
+        """In a daemon thread, which does not keep the process alive."""
         self._last = asyncio.ensure_future(in_thread(function, name="weights"))
 
     async def _after_last(self) -> None:

@@ -5,7 +5,7 @@ Styles:
   explorer waits for the weights of train step s - offset.
 - explorer_driven: the explorer asks every `interval` steps and gets the newest there are.
 - trainer_driven, fully_async: the trainer pushes every `interval` train steps, also while rollouts
-  are under way (each token keeps its version); the explorer meets nobody and goes on.
+  are under way (each token keeps its version); the explorer never waits.
 
 Invariants:
 - The version counts pushes. The explorer never waits for a trainer that has stopped, or that waits

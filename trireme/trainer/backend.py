@@ -306,7 +306,7 @@ class Backend:
                 yield item
             except GeneratorExit:
                 while self._guarded(lambda: next(gathered, None)) is not None:
-                    pass  # the other ranks do not know that nobody wants the rest
+                    pass  # the other ranks do not know that the rest is not wanted
                 raise
 
     def each_shard(self, part: Part = "merged") -> Iterator[tuple[str, Tensor]]:

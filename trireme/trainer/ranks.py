@@ -195,7 +195,7 @@ def connect(spec: RankSpec, *, serve: bool = False) -> TCPStore:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """An address on this machine that nobody listens at now."""
+    """An address of this machine with a port that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"

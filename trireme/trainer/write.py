@@ -1,7 +1,7 @@
 """Write: a rank's files of a checkpoint, at once or behind the training.
 
-Every rank writes its own rows of the weights that others load: nobody gathers the model. Behind the
-training a rank writes a copy that it holds in the CPU's memory meanwhile.
+Every rank writes its own rows of the weights that others load: no rank gathers the model. Behind
+the training a rank writes a copy that it holds in the CPU's memory meanwhile.
 """
 
 from __future__ import annotations

@@ -58,13 +58,13 @@ class Page:
         self.runs = {run.name: run for run in find_runs(root)}
 
     def begin(self) -> None:
-        """Index what is there, before somebody asks; in a thread of its own."""
+        """Index what is there before the first request, in a thread of its own."""
         threading.Thread(target=self._index, name="view-index", daemon=True).start()
 
     def _index(self) -> None:
         for run in list(self.runs.values()):
             self.rollouts(run).refresh()
-        import trireme.serialize  # noqa: F401  (torch takes seconds: before somebody waits for it)
+        import trireme.serialize  # noqa: F401  (torch takes seconds: before the first request needs it)
 
     def list(self) -> list[dict[str, Any]]:
         """All runs, also those that have begun since."""
@@ -267,7 +267,7 @@ def _plotly(request: Request) -> Response:
 
 
 class Guard:
-    """Lets nobody in without the token, and tells browsers what the page may load. Plain ASGI."""
+    """Refuses requests without the token, and tells browsers what the page may load. Plain ASGI."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

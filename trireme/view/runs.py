@@ -98,7 +98,7 @@ def _began(run: RunFolder) -> tuple[float, str]:
         try:
             with path.open(encoding="utf-8") as file:
                 line = file.readline()
-        except OSError:  # who asks for this run's curves is told
+        except OSError:  # a request for this run's curves says so
             continue
         if line.endswith("\n"):
             times.append(float(json.loads(line)["time"]))

@@ -104,7 +104,7 @@ def _listen(options: PageOptions) -> socket.socket:
 
 
 def _has_desktop() -> bool:
-    """Whether a browser that is opened here is seen by somebody."""
+    """Whether a browser opened here would be on somebody's screen."""
     if not sys.stdout.isatty() or os.environ.get("SSH_CONNECTION"):
         return False
     return sys.platform in ("darwin", "win32") or any(

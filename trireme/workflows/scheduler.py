@@ -2,8 +2,8 @@
 
 Names, arguments and turn numbers are those of ms-swift's multi-turn training; a plug-in file for it
 runs after a change of its import lines. Every method may be plain or `async def`; plain ones run in
-a thread of the trajectory's own, so that a slow tool holds up nobody else. One scheduler object is
-made for each trajectory: what it keeps on `self` is that trajectory's alone.
+a thread of the trajectory's own, so that a slow tool delays no other trajectory. One scheduler
+object is made for each trajectory: what it keeps on `self` is that trajectory's alone.
 """
 
 from __future__ import annotations

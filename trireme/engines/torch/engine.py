@@ -3,7 +3,7 @@
 One coroutine drives the decoder through the device's thread: pick requests, advance, hand out what
 ended. Requests join and leave between advances. Invariants:
 - A request that the decoder cannot go on with ends alone. Where the model itself fails, on a prompt
-  of one token too, that reaches every caller that waits, and every later one: nobody hangs.
+  of one token too, that reaches every caller that waits, and every later one: none hangs.
 - With a barrier an advance starts only when every live rollout waits on the engine, and requests
   enter in the order of their keys.
 """

@@ -117,7 +117,7 @@ class SharedPrompts:
         request.slot, request.shared, request.cached = slot, length, length
 
     def leave(self, request: Request) -> None:
-        """A slot that nobody uses any more is free."""
+        """A slot that is no longer used is free."""
         if request.shared:
             self._members[request.slot] -= 1
             if not self._members[request.slot]:
@@ -126,7 +126,7 @@ class SharedPrompts:
             request.slot = request.shared = 0
 
     def forget(self) -> None:
-        """Nobody joins the prompts that are there: they were read with other weights."""
+        """No request joins the prompts that are there: they were read with other weights."""
         self._slots.clear()
 
     def clear(self) -> None:

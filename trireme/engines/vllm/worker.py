@@ -85,7 +85,7 @@ class ContractSampler(Sampler):
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         """The logits of prompts as they are: `gather_logprobs` makes of them what is asked for.
-        Greedy rows come here too, and nobody reads theirs.
+        Greedy rows come here too; their draws are not read.
         """
         return logits
 

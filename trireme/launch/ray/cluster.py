@@ -106,7 +106,7 @@ def _init(plan: Plan, address: str | None) -> None:
 
 
 def _join(address: str, options: dict[str, Any]) -> None:
-    """`ray.init`, which may wait for ever, in a thread that nobody has to wait for."""
+    """`ray.init`, which may wait for ever, in a thread that can be left behind."""
     failures: list[BaseException] = []
 
     def connect() -> None:
@@ -129,7 +129,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 def _reach(address: str) -> None:
-    """Raise TimeoutError or ValueError where nobody listens at the address."""
+    """Raise TimeoutError or ValueError where no server listens at the address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"cluster.ray_address is {address!r}: expected HOST:PORT of a Ray cluster")
