@@ -72,3 +72,16 @@ def test_help_costs_less_than_twice_what_its_parser_costs() -> None:
         "except SystemExit: pass"
     )
     assert costs_less_than_twice(ours, "import typer, typer.main")
+
+
+def test_a_command_looks_at_all_that_it_has_imported_not_once() -> None:
+    code = (
+        "import gc, sys; sys.argv = ['trireme', 'check', 'missing.yaml']\n"
+        "full = []\n"
+        "gc.callbacks.append(lambda phase, info: full.append(info['generation'] == 2))\n"
+        "from trireme.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sum(full), 'torch' in sys.modules, gc.get_freeze_count() > 100_000)"
+    )
+    assert run_python(code).split()[-3:] == ["0", "True", "True"]

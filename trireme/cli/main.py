@@ -5,6 +5,7 @@ What they do is imported when they are called, so that `--help` is there at once
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from pathlib import Path
@@ -485,4 +486,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character must not end a run of hours
-    app()
+    # What a command imports are so many objects that looking at all of them, several times, would
+    # take a sixth of the time of `check`. Runs keep these numbers: see launch/stages.py.
+    gc.set_threshold(100_000, 50, 20)
+    try:
+        app()
+    finally:
+        gc.freeze()  # else the interpreter collects all of them once more as it ends
