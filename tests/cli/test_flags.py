@@ -126,6 +126,8 @@ def test_the_page_on_ms_swift_lists_every_flag() -> None:
         ("--epsilon_high 0.28 --delta 1.5", {"policy_loss_fn_args": {"clip_range_high": 0.28,
                                                                      "clip_ratio_c": 1.5}}),
         ("--importance_sampling_level sequence --loss_type grpo", {"policy_loss_fn": "gspo"}),
+        ("--teacher_model m --teacher_kl_coef 0.5", {"teacher_kl_fn": "k2",
+                                                     "teacher_kl_fn_args": {"kl_coef": 0.5}}),
         ("--scale_rewards none", {"advantage_fn_args": {"norm_by_std": False}}),
         ("--rollout_importance_sampling_mode sequence_mask "
          "--rollout_importance_sampling_threshold 3",
@@ -143,12 +145,23 @@ def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[st
     [
         ("--lora_rank 16", "--train_type lora"),
         ("--lora_alpha 16", "--train_type lora"),
+        ("--teacher_kl_coef 0.5", "--teacher_model MODEL"),
         ("--rollout_importance_sampling_threshold 2", "--rollout_importance_sampling_mode"),
     ],
 )
 def test_a_flag_that_has_no_effect_alone_is_refused(keys: Any, words: str, beside: str) -> None:
     said = " ".join(re.sub(r"[│╭╮╰╯─]", "", keys("run.yaml", *words.split())).split())
     assert f"{words} has no effect alone: expected {beside}" in said
+
+
+def test_a_teacher_is_the_auxiliary_model_and_joins_no_others(keys: Any, tmp_path: Path) -> None:
+    config, _ = keys("run.yaml", "--teacher_model", "m")
+    [teacher] = config.explorer.auxiliary_models
+    assert teacher.model_path == "m" and config.algorithm.teacher_kl_fn == "k2"
+    path = tmp_path / "run.yaml"
+    path.write_text(path.read_text() + "\nexplorer: {auxiliary_models: [{model_path: judge}]}\n")
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", "", keys("run.yaml", "--teacher_model", "m")).split())
+    assert "the YAML has explorer.auxiliary_models already: expected the teacher there" in said
 
 
 def test_the_rank_of_an_adapter_may_stand_beside_full_training(keys: Any) -> None:

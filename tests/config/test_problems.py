@@ -419,6 +419,20 @@ def test_auxiliary_models_are_looked_at(tmp_path):
     assert "(external) is for explorer.auxiliary_models alone" in found
 
 
+def test_a_teacher_must_be_there_and_score_what_is_sampled(tmp_path):
+    key, kl = "explorer.auxiliary_models", "algorithm.teacher_kl_fn=k2"
+    empty = f"{key} is empty: the algorithm needs a teacher, the first of them"
+    assert only_problem(tmp_path, kl) == empty
+    assert only_problem(tmp_path, "algorithm.algorithm_type=on_policy_distill") == empty
+    served = "engine_type: external, model_path: m, base_urls: ['http://127.0.0.1:9/v1']"
+    found = only_problem(tmp_path, kl, f"{key}=[{{{served}}}]")
+    assert found.startswith(f"{key}[0].engine_type is external: the OpenAI API scores no given")
+    short = f"{key}=[{{model_path: {tmp_path / 'model'}, max_model_len: 16}}]"
+    found = only_problem(tmp_path, kl, short, "model.max_model_len=96")
+    assert found.startswith(f"{key}[0].max_model_len is 16: expected at least 96")
+    assert problems_of(tmp_path, short, "model.max_model_len=96") == []
+
+
 def test_bench_needs_something_to_measure(tmp_path):
     assert "bench has nothing to measure" in only_problem(tmp_path, "mode=bench")
 

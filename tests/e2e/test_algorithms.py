@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.job import rows, run, small_config, weights, write_jsonl
+from tests.e2e.job import rows, run, small_config, started, weights, write_jsonl
 from tests.tiny import make_model, make_tokenizer
 
 
@@ -131,6 +131,30 @@ def test_a_teacher_scores_what_the_student_says(tmp_path: Path) -> None:
     done = run(tmp_path, config, "name=other")
     assert done.returncode != 0
     assert "has another vocabulary than model.model_path" in done.stdout + done.stderr
+
+
+def test_a_teacher_beside_rewards_travels_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    """GRPO of several turns with a teacher's divergence in its loss, on SQL, with an adapter."""
+    config = _config(tmp_path, "grpo", teacher_kl_fn="k2", teacher_kl_fn_args={"kl_coef": 0.5})
+    config["model"]["lora_configs"] = [{"lora_rank": 4}]
+    teacher = make_model(tmp_path / "teacher", hidden=64, seed=3, max_len=256)
+    config["explorer"]["auxiliary_models"] = [{"model_path": str(teacher)}]
+    taskset = config["buffer"]["explorer_input"]
+    taskset["default_workflow_type"] = "multi_turn_scheduler"
+    taskset["taskset"]["workflow_args"] = {"scheduler": "math_tip_trick_multi_turn", "max_turns": 2}
+    config["buffer"]["trainer_input"] = {"experience_buffer": {"storage_type": "sql"}}
+    trained = _trained(tmp_path, config)
+    assert len(trained) == 4
+    assert all(row["actor/teacher_kl_loss"] > 0 for row in trained)
+    whole = weights(tmp_path / "checkpoints/tests/job", 4)
+    done = run(tmp_path, config, "name=other", "algorithm.teacher_kl_fn_args.kl_coef=0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(tmp_path / "checkpoints/tests/other", 4) != whole
+    job = tmp_path / "checkpoints/tests/killed"
+    started(tmp_path, config, "name=killed").kill_when(job / "global_step_2")
+    done = run(tmp_path, config, "name=killed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(job, 4) == whole
 
 
 def test_corrected_rollouts_of_an_older_engine(tmp_path: Path) -> None:

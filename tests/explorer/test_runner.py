@@ -9,9 +9,20 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
-from tests.explorer.made import BrokenEngine, Models, ask, make_runner, run, scripted, task
+from tests.explorer.made import (
+    TOKENIZER,
+    BrokenEngine,
+    Models,
+    ask,
+    make_runner,
+    run,
+    scripted,
+    task,
+)
 from trireme.engines.device import RolloutBarrier
+from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import EID, Experience
 from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Outcome
@@ -334,3 +345,66 @@ def test_blocking_repeats_overlap_only_where_asked(mode: str, at_once: int) -> N
 
     outcome_of(counts, runs=3, concurrent_mode=mode)
     assert most == [at_once]
+
+
+class Scores(ScriptedEngine):
+    """A teacher: token t of ids has the log-probability -t / temperature."""
+
+    async def logprobs(self, ids: Any, *, temperature: float = 1.0) -> list[list[float]]:
+        return [[-t / temperature for t in range(len(row))] for row in ids]
+
+
+class Taught(Models):
+    """Models with a teacher beside them."""
+
+    def __init__(self, teacher: ScriptedEngine) -> None:
+        super().__init__(scripted())
+        self.teacher = teacher
+
+    def __call__(self, task: Any, key: Any) -> Any:
+        model = super().__call__(task, key)
+        model.auxiliary = [Models(self.teacher)(task, key)]
+        return model
+
+
+@pytest.mark.parametrize("workflow", [ask, Blocking])
+def test_a_teacher_scores_what_was_sampled(workflow: Any) -> None:
+    models = Taught(Scores([], tokenizer=TOKENIZER))
+    outcome = outcome_of(workflow, runs=2, models=models, teacher=True)
+    assert not outcome.failures and len(outcome.experiences) == 2
+    for e in outcome.experiences:
+        assert e.teacher_logprobs is not None and e.teacher_logprobs.dtype == torch.float32
+        assert e.teacher_logprobs.tolist() == [
+            -t / (e.temperature or 1.0) for t in range(len(e.tokens))
+        ]
+    unasked = outcome_of(workflow, models=models)
+    assert unasked.experiences[0].teacher_logprobs is None
+
+
+def test_a_teacher_leaves_evaluations_and_its_own_workflows_alone() -> None:
+    models = Taught(Scores([], tokenizer=TOKENIZER))
+
+    async def scored(task: Any, model: Any) -> list[Experience]:
+        experiences = await ask(task, model)
+        experiences[0].teacher_logprobs = torch.full((len(experiences[0].tokens),), -7.0)
+        return experiences
+
+    own = outcome_of(scored, models=models, teacher=True).experiences[0]
+    assert own.teacher_logprobs is not None and set(own.teacher_logprobs.tolist()) == {-7.0}
+
+    async def evaluated() -> Outcome:
+        one = task(ask, batch_id="1/held_out")
+        one.is_eval = True
+        return await make_runner(models=models, teacher=True).run(one, resolve(ask), range(1))
+
+    assert run(evaluated()).experiences[0].teacher_logprobs is None
+
+
+def test_a_teacher_that_fails_fails_the_rollout_and_is_not_blamed_on_the_workflow() -> None:
+    class Broken(Scores):
+        async def logprobs(self, ids: Any, *, temperature: float = 1.0) -> list[list[float]]:
+            raise ValueError("the teacher reads at most 8 tokens")
+
+    models = Taught(Broken([], tokenizer=TOKENIZER))
+    [failed] = outcome_of(ask, models=models, teacher=True).failures
+    assert "the teacher reads at most 8 tokens" in str(failed) and failed.kind == "error"

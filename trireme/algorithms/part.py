@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, float | bool]] = {
     "policy_loss_fn": {"top_entropy_quantile": 1.0},
     "kl_loss_fn": _KL,
     "kl_penalty_fn": _KL,
+    "teacher_kl_fn": {**_KL, "kl_coef": 1.0},
     "entropy_loss_fn": {"entropy_coef": 0.0},
 }
 

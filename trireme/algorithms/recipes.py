@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from trireme.algorithms.assign import assign_advantages, reward_metrics
+from trireme.algorithms.check import check
 from trireme.algorithms.classes import AlgorithmType
-from trireme.algorithms.kl import LOSS_AGG_MODES, weights
+from trireme.algorithms.kl import weights
 from trireme.algorithms.part import Part, make_part, part_of
 from trireme.algorithms.policy_loss import rollout_correction
 from trireme.algorithms.sample import Sample, Takes, own_share
@@ -42,10 +43,16 @@ PARTS = {
     "policy_loss_fn": POLICY_LOSSES,
     "kl_penalty_fn": KLS,
     "kl_loss_fn": KLS,
+    "teacher_kl_fn": KLS,
     "entropy_loss_fn": ENTROPIES,
     "sample_strategy": SAMPLES,
 }
 """Key of a part -> the registry of its names."""
+DIVERGENCES = {
+    "kl_loss_fn": ("kl", "ref_logprobs"),
+    "teacher_kl_fn": ("teacher_kl", "teacher_logprobs"),
+}
+"""Terms of the loss -> their metrics' name, and the log-probabilities that they compare with."""
 Schema = Literal["experience", "sft", "dpo", "cpt"]
 Given = str | Callable | EllipsisType
 """A part of an algorithm by name, or the function itself; `...` where it is not given."""
@@ -61,6 +68,7 @@ class Recipe:
     """None: nothing is computed."""
     kl_penalty_fn: str = "none"
     kl_loss_fn: str = "none"
+    teacher_kl_fn: str = "none"
     entropy_loss_fn: str = "none"
     loss_agg_mode: str = "token-mean"
     sample_strategy: str = "default"
@@ -104,6 +112,16 @@ class Recipe:
     def kl(self) -> Part | None:
         """The distance to the reference model in the loss; None where it has no weight."""
         return self._weighted("kl_loss_fn")
+
+    @property
+    def teacher(self) -> Part | None:
+        """The distance to a teacher in the loss; None where it has no weight."""
+        return self._weighted("teacher_kl_fn")
+
+    @property
+    def divergences(self) -> dict[str, tuple[str, str]]:
+        """Those of DIVERGENCES that have a weight."""
+        return {kind: names for kind, names in DIVERGENCES.items() if self._weighted(kind)}
 
     @property
     def penalty(self) -> Part | None:
@@ -150,6 +168,11 @@ class Recipe:
         return bool(self.kl or self.penalty) or self.asks("ref_logprobs")
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a teacher has to score what the policy samples."""
+        return self.teacher is not None or self.asks("teacher_logprobs")
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a value model has to be loaded."""
         return self.asks("values")
@@ -185,7 +208,7 @@ class Recipe:
     def idle_at_zero_advantage(self) -> bool:
         """Whether a token without an advantage has no gradient."""
         known = self.policy_loss.marked("idle_at_zero_advantage")
-        return known and self.kl is None and self.entropy is None
+        return known and self.kl is None and self.teacher is None and self.entropy is None
 
     @property
     def takes_once(self) -> bool:
@@ -376,82 +399,8 @@ def get_recipe(config: Any) -> Recipe:
     for kind in options:
         if getattr(recipe, kind, kind) is None:
             raise ValueError(f"algorithm.{kind}_args: algorithm_type '{row.name}' has no {kind}")
-    _check(recipe)
+    check(recipe)
     return recipe
-
-
-def _check(recipe: Recipe) -> None:
-    """Raise ValueError for parts that are all right alone and not together."""
-    penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is told first
-    if recipe.loss_agg_mode not in LOSS_AGG_MODES:
-        raise ValueError(
-            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': expected one of "
-            f"{', '.join(LOSS_AGG_MODES)}"
-        )
-    if penalty is not None and part is None:
-        raise ValueError(
-            f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
-            "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
-            "here"
-        )
-    if recipe.ref_sync_steps and not recipe.needs_reference:
-        raise ValueError(
-            f"algorithm.sync_ref_model is true, and '{recipe.name}' has no reference model: "
-            "expected a kl_loss_fn with a kl_coef above 0, or false"
-        )
-    if part and part.before is None and part.settings["duplicate_experiences"]:
-        raise ValueError(
-            f"algorithm.advantage_fn_args.duplicate_experiences: {part.label} leaves no group out, "
-            "so that there is none to be refilled"
-        )
-    if recipe.asks("pair_ids") and recipe.loss_agg_mode != "seq-mean-token-mean":
-        raise ValueError(
-            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
-            "loss of pairs, whose mean is 'seq-mean-token-mean'"
-        )
-    if recipe.policy_loss.marked("averages"):
-        _refuse_switches_of_tokens(recipe)
-    if recipe.asks("expert") and recipe.sample_strategy != "mix":
-        raise ValueError(
-            f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
-            "expert's rows, which 'mix' brings"
-        )
-    if recipe.asks("pair_ids") != (recipe.schema == "dpo"):
-        raise ValueError(
-            f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of pairs is of "
-            "algorithm_type dpo, and of no other"
-        )
-
-
-def _refuse_switches_of_tokens(recipe: Recipe) -> None:
-    """Raise ValueError for options that would choose or weigh tokens of a loss that is an average:
-    they would scale the average, and every token would keep its gradient.
-    """
-    label = recipe.policy_loss.label
-    averages = f"{label} is a class whose loss is an average over its tokens"
-    correction = recipe.correction.options if recipe.correction else {}
-    chosen = [name for name in ("rollout_is", "rollout_rs") if correction.get(name)]
-    if chosen:
-        raise ValueError(
-            f"algorithm.rollout_correction.{chosen[0]} weighs single tokens, and {averages}: "
-            "expected none, or a loss that is a function (docs/algorithms.md)"
-        )
-    if recipe.top_entropy < 1:
-        raise ValueError(
-            f"algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and {averages}: "
-            "expected 1, or a loss that is a function (docs/algorithms.md)"
-        )
-    if "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function):
-        raise ValueError(
-            f"algorithm.sample_strategy '{recipe.sample_strategy}' brings an expert's rows, which "
-            f"are averaged by themselves, and {averages}: expected 'default', or a loss that is a "
-            "function (docs/algorithms.md)"
-        )
-    if recipe.loss_agg_mode not in ("token-mean", "seq-mean-token-mean"):
-        raise ValueError(
-            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}', and {averages}: expected "
-            "'token-mean' or 'seq-mean-token-mean'"
-        )
 
 
 def _named(registry: Registry, part: str | Callable | None) -> str | None:

@@ -149,8 +149,8 @@ _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Flags with few values -> what each sets in the `algorithm` section."""
 _NUMBERS = ("beta", "epsilon", "epsilon_high", "delta", "top_entropy_quantile", "lora_rank")
-_NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold")
-TRANSLATED = (*_CHOICES, *_NUMBERS)
+_NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold", "teacher_kl_coef")
+TRANSLATED = (*_CHOICES, *_NUMBERS, "teacher_model")
 """Flags that become several keys, or another value."""
 ELSEWHERE = {
     "reward_model": "reward_funcs judge, or a reward of your own: docs/rewards.md",
@@ -162,7 +162,6 @@ ELSEWHERE = {
     "resume_from_checkpoint": "nothing: the same command resumes, and --output_dir says which run",
     "quant_bits": "model.lora_configs over the model as it is: nothing is quantized",
     "push_to_hub": "nothing: trireme convert writes a folder to upload",
-    "teacher_model": "algorithm.algorithm_type=on_policy_distill with explorer.auxiliary_models",
 }
 """No flag here: what to set instead."""
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
@@ -354,12 +353,31 @@ def translated(flags: Given, config: Source) -> list[str]:
     elif "full" not in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
         for name in ("lora_rank", "lora_alpha"):
             _needs(flags, name, "train_type", "lora", "model.lora_configs")
+    keys |= _teacher(flags, config, number)
     if flags.get("overlong_filter", ["false"])[0].lower() == "true":
         key = "data_processor.experience_pipeline.operators"
         keys[key] = [*_operators(config), {"name": "mask_response_truncated"}]
     if flags.get("async_generate", ["false"])[0].lower() == "true":
         keys["synchronizer.sync_offset"] = 1
     return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[str, Any]:
+    """A teacher beside the rewards. Raises BadParameter where the YAML has auxiliary models."""
+    key, coefficient = "explorer.auxiliary_models", "teacher_kl_coef"
+    _needs(flags, coefficient, "teacher_model", "MODEL", "algorithm.teacher_kl_fn_args.kl_coef")
+    if "teacher_model" not in flags:
+        return {}
+    teacher = flags["teacher_model"][0]
+    if _read(config, *key.split(".")):
+        raise typer.BadParameter(
+            f"--teacher_model {teacher}: the YAML has {key} already: expected the teacher there, "
+            "before the others, and algorithm.teacher_kl_fn=k2 in place of this flag"
+        )
+    keys: dict[str, Any] = {key: [{"model_path": teacher}], "algorithm.teacher_kl_fn": "k2"}
+    if coefficient in number:
+        keys["algorithm.teacher_kl_fn_args.kl_coef"] = number[coefficient]
+    return keys
 
 
 def _each_batch(flags: Given) -> dict[str, list[str]]:

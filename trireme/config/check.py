@@ -224,6 +224,30 @@ def check_auxiliary_models(stage: StageConfig) -> None:
                 model_facts(model.model_path)
             except ValueError as error:
                 stage.problem(f"{key}.model_path", f"({model.model_path}) {error}")
+    if stage.needs_teacher:
+        _check_teacher(stage)
+
+
+def _check_teacher(stage: StageConfig) -> None:
+    """Whether the first auxiliary model can score what this stage samples."""
+    config, key = stage.config, "explorer.auxiliary_models"
+    if config.mode == "serve":
+        text = "is serve, whose clients' calls no teacher scores: expected both or explore"
+        stage.problem("mode", text)
+    if config.mode not in ("both", "explore"):
+        return
+    models, longest = config.explorer.auxiliary_models, config.model.max_model_len or 0
+    if not models:
+        stage.problem(key, "is empty: the algorithm needs a teacher, the first of them")
+    elif models[0].engine_type == "external":
+        text = "is external: the OpenAI API scores no given tokens, and a teacher does: expected "
+        stage.problem(f"{key}[0].engine_type", f"{text}torch or remote")
+    elif (limit := models[0].max_model_len) and limit < longest:
+        stage.problem(
+            f"{key}[0].max_model_len",
+            f"is {limit}: expected at least {longest} (model.max_model_len), since a teacher "
+            "scores all that the policy samples",
+        )
 
 
 def check_folder(stage: StageConfig, root: Path) -> None:

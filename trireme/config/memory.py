@@ -146,6 +146,8 @@ class Use:
     """Bytes that an engine takes of the same device."""
     engine_sleeps: bool = False
     """While the trainer computes, it gives them back."""
+    auxiliary: int = 0
+    """Bytes of judges' and teachers' weights on the same device."""
     cache: int = 0
     """Bytes of keys and values that the engine holds at most."""
 
@@ -193,6 +195,7 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
         "sync": FLOAT * largest * apart + _BUCKET,
         "engine": max(use.engine - beside, 0),
         "engine's cache": use.cache,
+        "auxiliary models": use.auxiliary,
         "context": _CONTEXT[use.device],
     }
 
@@ -240,6 +243,14 @@ def _engine_of(
     }
 
 
+def _auxiliary_of(stage: StageConfig, width: int) -> int:
+    """Bytes of the weights of the auxiliary models that are loaded beside a trainer."""
+    models = stage.config.explorer.auxiliary_models if stage.config.mode == "both" else ()
+    paths = [m.model_path for m in models if m.engine_type not in ("remote", "external")]
+    shapes = [shape_at(path) for path in paths]
+    return sum(width * shape.weights for shape in shapes if shape is not None)
+
+
 def plan_memory(
     stage: StageConfig,
     places: Places,
@@ -275,6 +286,7 @@ def plan_memory(
     if device == "cuda" and not on_ray:
         facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
         engine = _engine_of(stage, shape, shared=shared, free=free or 0, **facts)
+        engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
     shards = max(places.trainer_ranks, 1)
     if 0 < trainer.fsdp_size < shards:
         shards = trainer.fsdp_size

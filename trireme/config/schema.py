@@ -87,6 +87,10 @@ class AlgorithmConfig(Section):
     """KL to the reference, added to the loss: none, k1, k2, k3, low_var_kl, abs, corrected_k3."""
     kl_loss_fn_args: dict[str, Any] | None = None
     """Its options; `kl_coef: 0` loads no reference model, `adaptive: true` follows target_kl."""
+    teacher_kl_fn: str | None = None
+    """KL to a teacher, the first of explorer.auxiliary_models, added to the loss: as kl_loss_fn."""
+    teacher_kl_fn_args: dict[str, Any] | None = None
+    """Options of the KL to the teacher, `kl_coef` (1.0) among them."""
     entropy_loss_fn: str | None = None
     """Entropy bonus; not given: the algorithm's own."""
     entropy_loss_fn_args: dict[str, Any] | None = None

@@ -53,6 +53,8 @@ class StageConfig:
     has_reference: bool = False
     has_critic: bool = False
     """Models that the trainer holds beside the trained one."""
+    needs_teacher: bool = False
+    """The first auxiliary model scores what is sampled."""
     one_experience: bool = False
     """Each rollout of training leaves exactly one experience."""
     task_rows: int | None = None

@@ -20,6 +20,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from trireme.aio import in_thread
 from trireme.engines.device import RolloutBarrier
 from trireme.engines.engine import Engine
@@ -119,9 +121,12 @@ class Runner:
         barrier: RolloutBarrier | None = None,
         index: int = 0,
         explorer: str = "",
+        teacher: bool = False,
     ) -> None:
         """`concurrent_mode` is how workflows that block, or start processes, run their repeats;
         those of others always overlap.
+
+        `teacher`: a model's first auxiliary one scores what the rollouts of training sampled.
 
         `explorer`: which of several; each samples its own replies to the same tasks.
         """
@@ -132,6 +137,7 @@ class Runner:
         self.overlap = concurrent_mode != "sequential"
         self.barrier = barrier
         self.explorer = (explorer,) if explorer else ()
+        self.teacher = teacher
         self.log = get_logger(f"explorer_runner_{index}")
 
     async def run(self, task: Task, spec: WorkflowSpec, runs: Sequence[int]) -> Outcome:
@@ -222,15 +228,27 @@ class Runner:
     async def _call(
         self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
     ) -> list[Experience]:
-        """The workflow's own code, in its own daemon thread where it blocks."""
+        """The workflow's own code, in its own daemon thread where it blocks, and the teacher."""
         with UserCode(spec.label, spec.code) as _:
-            if not spec.blocking:
-                return await spec.call(task, model, len(runs), runs[0])
-            blocking = model.blocking(asyncio.get_running_loop())
-            return await in_thread(
-                lambda: spec.call(task, blocking, len(runs), runs[0]),
-                name=f"workflow-{task.task_id}",
-            )
+            if spec.blocking:
+                blocking = model.blocking(asyncio.get_running_loop())
+                experiences = await in_thread(
+                    lambda: spec.call(task, blocking, len(runs), runs[0]),
+                    name=f"workflow-{task.task_id}",
+                )
+            else:
+                experiences = await spec.call(task, model, len(runs), runs[0])
+        if self.teacher and not task.is_eval:
+            await scored(experiences, model.auxiliary[0])
+        return experiences
+
+
+async def scored(experiences: Sequence[Experience], teacher: Model) -> None:
+    """Give each experience that has none the teacher's log-probabilities of its tokens."""
+    for e in experiences:
+        if e.teacher_logprobs is None:
+            tokens, temperature = e.tokens.tolist(), e.temperature or 1.0
+            e.teacher_logprobs = torch.tensor(await teacher.logprobs(tokens, temperature))
 
 
 def _told(name: str, experiences: Sequence[Experience]) -> str:

@@ -245,6 +245,7 @@ def _make_recipe(parts: Parts) -> None:
         return
     stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
     stage.has_reference, stage.has_critic = recipe.needs_reference, recipe.needs_critic
+    stage.needs_teacher = recipe.needs_teacher
     explores = stage.config.mode not in ("train", "serve")
     if recipe.needs_groups and algorithm.repeat_times < 2 and explores:
         stage.problem(
@@ -399,7 +400,9 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     `data`: also the rows that a trainer reads by itself, all of which are encoded for that. What is
     wrong is a problem of the stage.
     """
-    parts.tried(lambda: examine_auxiliary(plan))
+    recipe = parts.recipe
+    assert recipe is not None, "a stage with problems"
+    parts.tried(lambda: examine_auxiliary(plan, teacher=recipe.needs_teacher))
     monitor = plan.config.monitor
     parts.tried(lambda: examine_trackers(monitor.monitor_type, monitor.monitor_args))
     if not _prepares_tasks(parts.stage):  # it would write
@@ -408,8 +411,6 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
         if None in parts.evaluation:
             parts.evaluation = list(parts.tried(lambda: make_eval_tasksets(plan)) or ())
     tasksets = [one for one in (parts.training, *parts.evaluation) if one is not None]
-    recipe = parts.recipe
-    assert recipe is not None, "a stage with problems"
     for taskset in tasksets:
         parts.tried(partial(examine_taskset, taskset, greedy_run=recipe.greedy_run))
     if data and plan.buffer_type == "file":

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from trireme.aio import running_loop
 from trireme.config import Plan
-from trireme.config.lookup import model_config
+from trireme.config.lookup import located, model_config
 from trireme.config.placement import COLOCATED_SHARE, PASSED, VLLM_RANKS
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.engine import Engine, Sampling
@@ -161,29 +161,31 @@ def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Endpoint]:
     return made
 
 
-def examine_auxiliary(plan: Plan) -> None:
-    """Raise ValueError where one of someone else's does not answer."""
+def examine_auxiliary(plan: Plan, *, teacher: bool = False) -> None:
+    """Raise ValueError where one of someone else's does not answer, or where the first of them is
+    to be a `teacher` and cannot be one.
+    """
     for index, config in enumerate(plan.config.explorer.auxiliary_models):
         if config.engine_type == "external":
             who = f"explorer.auxiliary_models[{index}] ({config.model_path})"
             refuse_silent(who, config.base_urls[0])
+    if teacher and plan.mode in ("both", "explore"):
+        theirs = plan.config.explorer.auxiliary_models[0].model_path or ""
+        if all(located(path, "models") for path in (theirs, plan.model_path)):
+            trust = plan.config.model.trust_remote_code
+            tokenizer = AutoTokenizer.from_pretrained(theirs, trust_remote_code=trust)
+            ours = AutoTokenizer.from_pretrained(plan.model_path, trust_remote_code=trust)
+            refuse_other_vocabulary(theirs, tokenizer, ours)
 
 
-def refuse_other_vocabulary(auxiliary: Sequence[Auxiliary | Endpoint], tokenizer: Any) -> None:
-    """Raise ValueError unless the first of them reads the ids that the trained model writes."""
-    if not auxiliary:
+def refuse_other_vocabulary(teacher: str, theirs: Any, ours: Any) -> None:
+    """Raise ValueError unless the teacher's tokenizer reads the ids that the trained model writes.
+
+    `teacher` is the teacher's path.
+    """
+    if theirs.get_vocab() != ours.get_vocab():
         raise ValueError(
-            "explorer.auxiliary_models is empty: the algorithm needs a teacher, the first of them"
-        )
-    teacher = auxiliary[0]
-    if isinstance(teacher, Endpoint):
-        raise ValueError(
-            "explorer.auxiliary_models[0].engine_type is external: the OpenAI API scores no given "
-            "tokens, and a teacher does: expected torch or remote"
-        )
-    if teacher.chat.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"explorer.auxiliary_models[0].model_path ({teacher.model_path}) has another "
+            f"explorer.auxiliary_models[0].model_path ({teacher}) has another "
             "vocabulary than model.model_path: a teacher scores the student's own token ids"
         )
 

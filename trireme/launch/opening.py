@@ -108,7 +108,7 @@ def _validate(stage: Stage) -> None:
         if stage.plan.mode == "bench" and newest and not stage.folder.steps():
             raise ValueError(f"mode bench: there is no checkpoint in {stage.folder.root}")
         _ = stage.operators  # made now, and used by the run
-        examine_auxiliary(stage.plan)
+        examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
         for taskset in (stage.taskset, *stage.eval_tasksets):
             if taskset is not None:
                 examine_taskset(taskset, greedy_run=stage.recipe.greedy_run)

@@ -33,6 +33,7 @@ def make_scheduler(
     barrier: RolloutBarrier | None,
     *,
     greedy_run: bool = False,
+    teacher: bool = False,
     auxiliary: Sequence[Auxiliary | Endpoint] = (),
     max_retries: int | None = None,
     model_type: type[Model] = Model,
@@ -40,7 +41,8 @@ def make_scheduler(
     """As many runners as the plan says, each of which makes a Model for every attempt.
 
     With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
-    may ask. `max_retries` goes before the plan's.
+    may ask; with `teacher` the first of them scores what is sampled. `max_retries` goes before the
+    plan's.
     """
 
     remembered = [({}, sampling_of(plan, {}))]
@@ -88,6 +90,7 @@ def make_scheduler(
             barrier=barrier,
             index=index,
             explorer=plan.explorer_name,
+            teacher=teacher,
         )
         for index in range(plan.runners)
     ]

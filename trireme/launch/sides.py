@@ -312,8 +312,12 @@ class ExplorerSide:
         self.stage = stage
         self.engine = engine
         self.models = make_auxiliary(plan, stage.device)
-        if stage.recipe.asks("teacher_logprobs"):
-            refuse_other_vocabulary(self.models, stage.text.tokenizer)
+        teacher = stage.recipe.needs_teacher and buffer is not None
+        if teacher:
+            first = self.models[0]
+            assert isinstance(first, Auxiliary), "check refuses one that scores no given tokens"
+            theirs, ours = first.chat.tokenizer, stage.text.tokenizer
+            refuse_other_vocabulary(first.model_path, theirs, ours)
         self.explorer = Explorer(
             taskset=stage.taskset,
             eval_tasksets=stage.eval_tasksets,
@@ -324,6 +328,7 @@ class ExplorerSide:
                 stage.text,
                 stage.barrier,
                 greedy_run=stage.recipe.greedy_run,
+                teacher=teacher,
                 auxiliary=self.models,
             ),
             pipeline=stage.pipeline(),

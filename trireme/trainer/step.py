@@ -1,9 +1,10 @@
 """Step: turns a batch of experiences into a loss and its optimizer steps, with their metrics.
 
-The loss is policy loss - entropy_coef * entropy + kl_coef * KL, each weighted per token over the
-whole batch. There are `num_iterations` optimizer steps a batch, one by default; the old
-log-probabilities are the sampler's in all of them. What else a recipe wants is put into the batch
-before: the reference's scores, values, advantages of tokens (which a critic learns from first).
+The loss is policy loss - entropy_coef * entropy + kl_coef * KL, to a reference, a teacher or both,
+each weighted per token over the whole batch. There are `num_iterations` optimizer steps a batch,
+one by default; the old log-probabilities are the sampler's in all of them. What else a recipe wants
+is put into the batch before: the reference's scores, values, advantages of tokens (which a critic
+learns from first).
 """
 
 from __future__ import annotations
@@ -146,10 +147,10 @@ def _train_step(
             steps.append(prepared | reselected | made)
     metrics = _over_iterations(steps or [prepared]) | sizes
     metrics |= sampler_measures(metrics)
-    if recipe.kl:
-        metrics["actor/kl_coef"] = train_state.coefficients["kl_loss_fn"]
+    for kind, (name, _) in recipe.divergences.items():
+        metrics[f"actor/{name}_coef"] = train_state.coefficients[kind]
         if train_state.trains_policy:  # else nothing was measured
-            train_state.adapt("kl_loss_fn", metrics["actor/kl_loss"], len(experiences))
+            train_state.adapt(kind, metrics[f"actor/{name}_loss"], len(experiences))
     train_state.steps += 1
     return metrics
 
@@ -245,10 +246,16 @@ def batch_loss(
     # without a policy gradient the loss has the name of what it is
     kind = "pg" if recipe.schema == "experience" else recipe.schema
     totals.sum(f"actor/{kind}_loss", policy * weights)
-    if recipe.kl:
-        divergence = recipe.kl(lookup, has)
-        total = total + train_state.coefficients["kl_loss_fn"] * divergence
-        totals.sum("actor/kl_loss", divergence * weights)
+    for kind, (name, model) in recipe.divergences.items():
+        part = recipe.parts[kind]
+        theirs = lookup(model, part.label)
+        divergence = part(
+            lambda n, by, theirs=theirs: theirs if n == "ref_logprobs" else lookup(n, by), has
+        )
+        if part is recipe.teacher:
+            totals.mean("actor/teacher_kl", logprobs - theirs)
+        total = total + train_state.coefficients[kind] * divergence
+        totals.sum(f"actor/{name}_loss", divergence * weights)
     if recipe.entropy:
         bonus = recipe.entropy(lookup, has)
         total = total - recipe.entropy.coefficient * bonus

@@ -1,0 +1,100 @@
+"""Check: refuses parts of an algorithm that are all right alone and not together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trireme.algorithms.kl import LOSS_AGG_MODES
+from trireme.config.options import parameters_of
+
+if TYPE_CHECKING:
+    from trireme.algorithms.recipes import Recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError for parts that are all right alone and not together."""
+    penalty, part = recipe.penalty, recipe.token_advantage  # an unknown part is told first
+    if recipe.loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': expected one of "
+            f"{', '.join(LOSS_AGG_MODES)}"
+        )
+    if penalty is not None and part is None:
+        raise ValueError(
+            f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
+            "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
+            "here"
+        )
+    if recipe.ref_sync_steps and not recipe.needs_reference:
+        raise ValueError(
+            f"algorithm.sync_ref_model is true, and '{recipe.name}' has no reference model: "
+            "expected a kl_loss_fn with a kl_coef above 0, or false"
+        )
+    _check_teacher(recipe)
+    if part and part.before is None and part.settings["duplicate_experiences"]:
+        raise ValueError(
+            f"algorithm.advantage_fn_args.duplicate_experiences: {part.label} leaves no group out, "
+            "so that there is none to be refilled"
+        )
+    if recipe.asks("pair_ids") and recipe.loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
+            "loss of pairs, whose mean is 'seq-mean-token-mean'"
+        )
+    if recipe.policy_loss.marked("averages"):
+        _refuse_switches_of_tokens(recipe)
+    if recipe.asks("expert") and recipe.sample_strategy != "mix":
+        raise ValueError(
+            f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
+            "expert's rows, which 'mix' brings"
+        )
+    if recipe.asks("pair_ids") != (recipe.schema == "dpo"):
+        raise ValueError(
+            f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of pairs is of "
+            "algorithm_type dpo, and of no other"
+        )
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Raise ValueError for a divergence from a teacher that nothing measures."""
+    key = "algorithm.teacher_kl_fn"
+    if recipe.options.get("teacher_kl_fn") and recipe.teacher_kl_fn == "none":
+        raise ValueError(f"{key}_args has no effect without {key}: expected one, such as k2")
+    if recipe.teacher is None:
+        return
+    if recipe.from_data or recipe.asks("expert"):
+        raise ValueError(
+            f"{key} is '{recipe.teacher_kl_fn}': a teacher scores what the policy samples, and "
+            f"'{recipe.name}' learns from rows of data: expected none"
+        )
+
+
+def _refuse_switches_of_tokens(recipe: Recipe) -> None:
+    """Raise ValueError for options that would choose or weigh tokens of a loss that is an average:
+    they would scale the average, and every token would keep its gradient.
+    """
+    label = recipe.policy_loss.label
+    averages = f"{label} is a class whose loss is an average over its tokens"
+    correction = recipe.correction.options if recipe.correction else {}
+    chosen = [name for name in ("rollout_is", "rollout_rs") if correction.get(name)]
+    if chosen:
+        raise ValueError(
+            f"algorithm.rollout_correction.{chosen[0]} weighs single tokens, and {averages}: "
+            "expected none, or a loss that is a function (docs/algorithms.md)"
+        )
+    if recipe.top_entropy < 1:
+        raise ValueError(
+            f"algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and {averages}: "
+            "expected 1, or a loss that is a function (docs/algorithms.md)"
+        )
+    if "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function):
+        raise ValueError(
+            f"algorithm.sample_strategy '{recipe.sample_strategy}' brings an expert's rows, which "
+            f"are averaged by themselves, and {averages}: expected 'default', or a loss that is a "
+            "function (docs/algorithms.md)"
+        )
+    if recipe.loss_agg_mode not in ("token-mean", "seq-mean-token-mean"):
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}', and {averages}: expected "
+            "'token-mean' or 'seq-mean-token-mean'"
+        )
