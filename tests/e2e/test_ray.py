@@ -5,6 +5,8 @@ Nodes are processes of this machine; each has a CPU as its one place.
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import sqlite3
 import time
@@ -26,6 +28,7 @@ from tests.e2e.on_ray import (
     start,
     where,
 )
+from tests.e2e.test_engine_processes import engines_of
 from tests.e2e.test_modes import metrics
 from trireme.checkpoint.layout import JobFolder
 from trireme.monitor.monitor import read_metrics
@@ -91,13 +94,61 @@ def test_two_engines_and_a_trainer_on_three_nodes_learn_what_one_process_does(
 
 
 @pytest.mark.parametrize(
+    "victim", ["actor", *(pytest.param(name, marks=LARGE) for name in ("process", "node"))]
+)
+def test_an_engine_that_dies_is_made_anew_where_there_is_a_place_and_nothing_is_lost(
+    tmp_path: Path, cluster: Any, victim: str
+) -> None:
+    """Killed while it generates: each of 12 x 4 x 4 rollouts is there once, by proved weights."""
+    add_nodes(cluster, 3)
+    config = small_config(tmp_path)
+    config["model"]["max_response_tokens"] = 64
+    store = {"name": "experience_buffer", "storage_type": "file"}
+    config["buffer"]["trainer_input"] = {"experience_buffer": store}
+    asked = ("buffer.total_steps=12", "explorer.eval_interval=12")
+    process = start(tmp_path, cluster, *asked, config=config)
+    job = tmp_path / JOB
+    log = job / "log/launcher.log"
+    wait_for((job / "global_step_2/manifest.json").exists, 300, process)
+    pid, node = where(log, "engine_0")
+    if victim == "node":
+        [lost] = [n for n in cluster.list_all_nodes() if n.node_id == node]
+        cluster.remove_node(lost, allow_graceful=False)
+    else:
+        kill(engines_of(pid)[0] if victim == "process" else pid)
+    _, said = ended(process)
+    reason = {
+        "actor": f"process {pid} is gone",
+        "process": "engine_0 has ended by signal 9",
+        "node": r"its machine [\d.]+ is lost",
+    }
+    assert re.search(
+        f"engine_0 has died: {reason[victim]}: it is started again \\(1 of 3\\)", said
+    ), said
+    other, place = where(log, "engine_0")
+    assert other != pid and (place != node) == (victim == "node")
+    made = [
+        json.loads(line)
+        for line in (job / "buffer/experience_buffer.jsonl").read_text().splitlines()
+    ]
+    assert len({str(row["eid"]) for row in made}) == len(made) == 12 * 4 * 4
+    trained = metrics(job, "trainer")
+    assert [row["perf/experiences"] for row in trained] == [16.0] * 12
+    assert sum(row["rollout/failed"] for row in metrics(job, "explorer")) == 0
+    assert max(row["sync/probe_diff"] for row in trained) < 1e-4
+    assert max(row["rollout/logprob_diff_max"] for row in trained) < 1e-4
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.parametrize(
     "victim",
     ["node", *(pytest.param(n, marks=LARGE) for n in ("engine_0", "trainer", "explorer"))],
 )
 def test_a_death_ends_the_run_with_one_sentence_and_nothing_stays_behind(
     tmp_path: Path, cluster: Any, victim: str
 ) -> None:
-    process = start(tmp_path, cluster, "buffer.total_steps=5000", "explorer.eval_interval=5000")
+    endless = ("buffer.total_steps=5000", "explorer.eval_interval=5000")
+    process = start(tmp_path, cluster, *endless, "cluster.engine_restarts=0")
     job = tmp_path / JOB
     figures = job / "monitor/metrics.jsonl"
     wait_for(lambda: figures.exists() and '"part": "trainer"' in figures.read_text(), 300, process)

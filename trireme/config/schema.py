@@ -222,7 +222,7 @@ class ClusterConfig(Section):
     heartbeat_timeout: PositiveFloat = 30.0
     """Seconds without an answer after which a part of a Ray run counts as dead."""
     engine_restarts: NonNegativeInt = 3
-    """How often each engine process that dies is started again (not on Ray); then the run ends."""
+    """How often each engine that dies is started again; then the run ends."""
     stop_timeout: PositiveFloat = 25.0
     """Seconds that a run told to stop (SIGTERM, SIGHUP, Ctrl-C) gets to save a checkpoint and end;
     Slurm and Kubernetes kill after 30 s."""

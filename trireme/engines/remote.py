@@ -292,7 +292,7 @@ class RemoteEngine:
         """What comes of a call. A server that is gone is lost."""
         instance = self.servers.instances[url]
         try:
-            return await call
+            return await self.servers.answer(url, call)
         except httpx.TransportError as error:
             late = isinstance(error, httpx.TimeoutException)
             what = "did not answer in time" if late else "is gone"

@@ -6,9 +6,16 @@
 - A server that is gone, or was started again, has lost its weights, and that ends the engine.
 - Unless its launcher starts servers again (`restarted`): then it is `gone` until it answers, `bare`
   until it has the run's weights, and meanwhile others are asked, or the caller waits. Whoever
+<<<<<<< HEAD
   starts it bounds that wait.
 - `RequestBatcher` sends the generations that are asked for at one time in one request, or in as few
   as it takes. The answers come as lines, each when its generation has ended. A caller that is
+=======
+  starts it bounds that wait. On Ray the one that is started again may have another address, and
+  trainer and explorer each have their own `Servers`: see launch/ray/engines.py.
+- The generations that are asked for at one time go to a server in one request, or in as few as it
+  takes (`Outbox`). The answers come as lines, each when its generation has ended. A caller that is
+>>>>>>> c54a525 (An engine that dies on Ray is started again)
   cancelled tells the server so; the others go on.
 """
 
@@ -19,7 +26,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -260,6 +267,7 @@ class Servers:
         """Brings the run's weights to all; None: there are none beside the model's own."""
         self.router = Router()
         self._restarts = 0
+        self._asked: dict[str, set[asyncio.Future[Any]]] = {}
         self._client = client
         self._seed = seed
         self._connecting = asyncio.Lock()
@@ -293,7 +301,8 @@ class Servers:
         error = ServerLost(f"the rollout server {url} {why}")
         if not self.restarted:
             self.failure = error
-        elif instance == self.instances.get(url):  # not its predecessor, of which one hears late
+        elif url in self.urls and instance == self.instances.get(url):
+            # not its predecessor, of which one hears late
             self.gone.setdefault(url, error)
             self._wake()
         return error
@@ -322,16 +331,41 @@ class Servers:
                     "%s: it is done again, with the server that was started again", error
                 )
 
+    async def answer(self, url: str, call: Awaitable[T]) -> T:
+        """What a call of a server comes to. Raises ServerLost where the server's end is told first:
+        a machine that is lost closes no connection.
+        """
+        asked = self._asked.setdefault(url, set())
+        asking = asyncio.ensure_future(call)
+        asked.add(asking)
+        try:
+            await asyncio.wait({asking})
+        finally:
+            asking.cancel()
+            asked.discard(asking)
+        if asking.cancelled() and url in self.gone:
+            raise self.gone[url]
+        return asking.result()
+
+    async def lose(self, url: str) -> None:
+        """The launcher says that a server has ended: nothing is answered there any more."""
+        self.lost(url, self.instances.get(url), "is gone")
+        for asking in list(self._asked.get(url, ())):
+            asking.cancel()
+
     async def loss(self, url: str) -> RuntimeError:
         """Why a server is gone, once it is."""
         while url not in self.gone:
             await self._changed.wait()
         return self.gone[url]
 
-    async def again(self, url: str) -> None:
-        """A server was started again: it answers, and has none of the run's weights."""
-        await self._connect(url)
-        self.bare.add(url)
+    async def again(self, url: str, new_url: str) -> None:
+        """A server was started again, perhaps elsewhere: it has none of the run's weights."""
+        new_url = new_url.rstrip("/")
+        await self._connect(new_url)
+        self.urls = tuple(new_url if each == url else each for each in self.urls)
+        self.bare.discard(url)
+        self.bare.add(new_url)
         self._restarts += 1
         self.gone.pop(url, None)
         self._wake()
@@ -348,6 +382,20 @@ class Servers:
     def complete(self) -> None:
         """All servers that are there have the run's weights."""
         self.bare.clear()
+        self._wake()
+
+    async def holding(self, known: Mapping[str, str]) -> dict[str, str]:
+        """The instances that have the run's weights, once they are others than those `known`."""
+        while True:
+            lacking = self.bare | set(self.gone)
+            holds = {u: i for u, i in self.instances.items() if u in self.urls and u not in lacking}
+            if holds != known:
+                return holds
+            await self._changed.wait()
+
+    async def trust(self, holding: Mapping[str, str]) -> None:
+        """These instances have the run's weights, by another process's push."""
+        self.bare -= {url for url in self.bare if self.instances[url] == holding.get(url)}
         self._wake()
 
     def _wake(self) -> None:

@@ -4,10 +4,10 @@
   local launcher and Ray's actors use it alike. The process ends with this one, whatever this one
   dies of: it reads our end of a pipe. Every wait has a time-out; what is raised names the engine
   and shows the end of its log.
-- A keeper starts an engine that has died in a run again, at its old address, at most
-  `cluster.engine_restarts` times; then its end is the run's. It generates only when it has the
-  run's weights, by the run's own way of sync with its proofs. Its requests are sent again, see
-  engines/servers.py: no rollout is lost by it.
+- A keeper starts an engine that has died in a run again, at its old address or on Ray where there
+  is a place, at most `cluster.engine_restarts` times; then its end is the run's. It generates only
+  when it has the run's weights, by the run's own way of sync with its proofs. Its requests are sent
+  again, see engines/servers.py: no rollout is lost by it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 
@@ -31,7 +31,6 @@ from trireme.aio import running
 from trireme.config import Plan
 from trireme.config.placement import size_of
 from trireme.engines.make import EngineSpec
-from trireme.engines.servers import Servers
 from trireme.launch.engines import engine_spec, make_remote_engine
 from trireme.log import get_logger
 
@@ -76,20 +75,64 @@ DYING_S = 0.5
 T = TypeVar("T")
 
 
+class Kept(Protocol):
+    """An engine that can be started again: see EngineHost, and EngineActor on Ray."""
+
+    name: str
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        ...
+
+    def start(self) -> None:
+        """Begin to load."""
+        ...
+
+    async def ready(self) -> str:
+        """Its address, once it serves."""
+        ...
+
+    async def examine(self) -> None:
+        """Raise RuntimeError where it has ended."""
+        ...
+
+    async def watch(self) -> None:
+        """Until it is gone; then raises RuntimeError."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """End it."""
+        ...
+
+
+class KnownServers(Protocol):
+    """What asks the engines, and is told of their ends: see Servers, and Sides on Ray."""
+
+    async def lose(self, url: str) -> None:
+        """It has ended."""
+        ...
+
+    async def loss(self, url: str) -> RuntimeError:
+        """Why it cannot be asked, once that is so."""
+        ...
+
+    async def again(self, url: str, new_url: str) -> None:
+        """It was started again."""
+        ...
+
+    async def keep_complete(self) -> None:
+        """Bring it the run's weights."""
+        ...
+
+
 class EngineKeeper:
     """Over all engines of a run."""
 
-    def __init__(
-        self,
-        hosts: Sequence[EngineHost],
-        servers: Servers,
-        *,
-        restarts: int,
-    ) -> None:
+    def __init__(self, hosts: Sequence[Kept], servers: KnownServers, *, restarts: int) -> None:
         self._hosts = hosts
         self._servers = servers
         self._restarts = restarts
-        servers.restarted = restarts > 0
 
     async def run(self, work: Awaitable[T]) -> T:
         """The result of `work`; an engine that is gone for good cancels it: its error is raised."""
@@ -99,14 +142,14 @@ class EngineKeeper:
             if not task.done() or task.exception() is not None:
                 await asyncio.sleep(DYING_S)
                 for host in self._hosts:  # the cause, where the work failed for want of an engine
-                    if not self._servers.restarted:
-                        host.examine()
+                    if not self._restarts:
+                        await host.examine()
                 for keeper in keepers:
                     if keeper.done():
                         keeper.result()
             return await task
 
-    async def _keep(self, host: EngineHost) -> None:
+    async def _keep(self, host: Kept) -> None:
         """Start it again whenever it ends. Raises RuntimeError where that was often enough."""
         for done in range(self._restarts + 1):
             end = await self._end_of(host, again=done > 0)
@@ -115,22 +158,22 @@ class EngineKeeper:
                 limit = f", and cluster.engine_restarts ({done}) is used up" if done else ""
                 raise RuntimeError(f"{what}{limit}; {rest}" if rest else what + limit) from end
             logger.warning("%s: it is started again (%d of %d)", what, done + 1, self._restarts)
-            self._servers.lost(host.url, self._servers.instances.get(host.url), "is gone")
+            await self._servers.lose(host.url)
 
-    async def _end_of(self, host: EngineHost, *, again: bool) -> Exception:
+    async def _end_of(self, host: Kept, *, again: bool) -> Exception:
         """Start it `again`; why it cannot go on, by our own looks or by those who asked it."""
         try:
             if again:
+                old = host.url
                 await host.stop(grace=0)
                 host.start()
-                await host.ready()
-                await self._servers.again(host.url)
+                await self._servers.again(old, await host.ready())
             async with running(host.watch(), self._servers.loss(host.url)) as (looks, loss):
                 await asyncio.wait({looks, loss}, return_when=asyncio.FIRST_COMPLETED)
                 if looks.done():
                     looks.result()
                 await asyncio.sleep(DYING_S)
-                host.examine()
+                await host.examine()
                 return RuntimeError(f"{host.name}: {loss.result()}")
         except (RuntimeError, TimeoutError) as error:
             return error
@@ -143,11 +186,17 @@ def remote_engine(plan: Plan, hosts: Sequence[EngineHost]) -> RemoteEngine | Non
     return make_remote_engine(plan, urls, key or plan.engine_key) if urls else None
 
 
+def restarts_of(plan: Plan) -> int:
+    """How often each engine is started again; bench gives engines weights that no sync has."""
+    return 0 if plan.mode == "bench" else plan.config.cluster.engine_restarts
+
+
 async def kept(
     work: Awaitable[T], plan: Plan, hosts: Sequence[EngineHost], engine: RemoteEngine
 ) -> T:
     """Run `work`; restart engines that die where weights come by sync."""
-    restarts = 0 if plan.mode == "bench" else plan.config.cluster.engine_restarts
+    restarts = restarts_of(plan)
+    engine.servers.restarted = restarts > 0
     return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
 
 
@@ -238,7 +287,7 @@ class EngineHost:
         while not said.endswith(b"\n"):
             said += self._read()
             if not said.endswith(b"\n"):
-                self.examine()
+                await self.examine()
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"{self.name} did not serve in {timeout:g} s{self._log_tail()}"
@@ -251,7 +300,7 @@ class EngineHost:
         self._settings["port"] = httpx.URL(self.url).port  # where it is found when started again
         return self.url
 
-    def examine(self) -> None:
+    async def examine(self) -> None:
         """Raise RuntimeError where the process has ended."""
         assert self._process is not None, f"{self.name} was not started"
         code = self._process.poll()
@@ -264,7 +313,7 @@ class EngineHost:
         answered = time.monotonic()
         async with httpx.AsyncClient(timeout=SILENT_S / 2) as client:
             while True:
-                self.examine()
+                await self.examine()
                 try:
                     response = await client.get(f"{self.url}/health")
                     answered = time.monotonic()

@@ -102,7 +102,6 @@ async def _run_trainer(
         if not both:
             return await run_train(stage, trainer, explorer, measure_end=measure_end)
         trainer.explorer_state = explorer.explorer.state
-        restarts_by(trainer.sync, engine)
         # engine processes of this run have loaded the same files; a user's own servers may have
         # other weights from an earlier run or stage
         refresh = stage.resumed is not None or bool(stage.plan.engine_urls)

@@ -7,6 +7,7 @@ another: neither side knows where the other runs. `launch/modes.py` says what th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,13 @@ from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer
 from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
 from trireme.launch.rollout import make_scheduler
 from trireme.launch.stage import Stage, StageResult
-from trireme.launch.training import Models, make_push, make_synchronizer, push_source
+from trireme.launch.training import (
+    Models,
+    make_push,
+    make_synchronizer,
+    push_source,
+    restarts_by,
+)
 from trireme.log import get_logger
 from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe
@@ -93,6 +100,8 @@ class TrainerSide:
             step=saved.step if saved else 0,
             pushed_step=state.get("pushed_step"),
         )
+        self._refreshing = asyncio.Lock()
+        restarts_by(self.sync, engine, self._renew if stage.recipe.from_data else None)
         self.auxiliary = self._auxiliary()
         self.trainer = self._trainer()
 
@@ -113,7 +122,13 @@ class TrainerSide:
             weights = None if shared else await device.run(source.weights)
             await engine.update_weights(weights, version)
 
-        await self.sync.persist(give)
+        async with self._refreshing:
+            await self.sync.persist(give)
+
+    async def _renew(self, lacking: Callable[[], bool]) -> None:
+        """A supervised stage pushes nothing: an engine that was started again is refreshed."""
+        if lacking():
+            await self.refresh()
 
     async def calibrate(self) -> None:
         """Measure how far engine and trainer differ while both have the same weights."""

@@ -19,6 +19,7 @@ from trireme.config.lookup import located, model_config
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
+from trireme.engines.servers import Renew
 from trireme.launch.data import make_trained_tokens
 from trireme.launch.stage import Stage
 from trireme.sync.checkpoint import PolledSync
@@ -176,11 +177,13 @@ def make_synchronizer(
     )
 
 
-def restarts_by(sync: Synchronizer | PolledSync, engine: Engine) -> None:
-    """Engines that are started again get their weights by `sync`."""
+def restarts_by(
+    sync: Synchronizer | PolledSync, engine: Engine | None, renew: Renew | None = None
+) -> None:
+    """Engines that are started again get their weights by `renew`, that of `sync` without one."""
     if isinstance(engine, RemoteEngine):
         sync.persist = engine.servers.persist
-        engine.servers.renew = sync.renew
+        engine.servers.renew = renew or sync.renew
 
 
 def make_polled_sync(plan: Plan, engine: Engine, folder: JobFolder) -> PolledSync:

@@ -1,6 +1,5 @@
 """Actors: the workers of a run that Ray starts, each a plain async class.
 
-- Engine: an engine process on one of the cluster's machines, watched and ended with its actor.
 - Trainer: rank 0, with the buffer and the synchronizer. It sends the weights to the engines.
 - Explorer: made of the same side as in one process. It reaches the trainer's buffer and
   synchronizer by a link, and the engines by their addresses in the plan.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,18 +20,23 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import ray
 
-from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.engines.device import Device
 from trireme.engines.remote import RemoteEngine
+from trireme.engines.servers import Servers
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
-from trireme.launch.engine_host import EngineHost
-from trireme.launch.engines import engine_spec, make_remote_engine
+from trireme.launch.engines import make_remote_engine
 from trireme.launch.ray.remote import Event, Reports, Worker, remote
 from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, open_stage
-from trireme.launch.training import follow_plan, load_models, make_polled_sync, make_rank_spec
+from trireme.launch.training import (
+    follow_plan,
+    load_models,
+    make_polled_sync,
+    make_rank_spec,
+    restarts_by,
+)
 from trireme.log import setup_logging
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due
@@ -57,6 +60,8 @@ class RunSpec:
     """The trainer's actor; None where the trainer is another command's."""
     rank0: str | None = None
     """HOST:PORT where the trainer's ranks meet; None where there is one."""
+    restarted: bool = False
+    """Whether engines that die are started again."""
 
 
 class Status(NamedTuple):
@@ -66,41 +71,10 @@ class Status(NamedTuple):
     metrics: dict[str, float]
 
 
-class EngineWorker(Worker):
-    """One engine host; Ray gives this process, and so its child, the engine's GPUs."""
-
-    def __init__(self) -> None:
-        self._host: EngineHost | None = None
-
-    async def open(self, plan: Plan, model_path: str, index: int) -> str:
-        """Its address, once it serves. Raises what is wrong with it, or TimeoutError."""
-        host = EngineHost(
-            engine_spec(plan, model_path),
-            name=f"engine_{index}",
-            log_file=JobFolder(plan.job_dir, plan.explorer_name).log / f"engine_{index}.log",
-            python=plan.engine_python if plan.engine_kind == "vllm" else sys.executable,
-            host=ray.util.get_node_ip_address(),
-            key=plan.engine_key,
-            threads=None if plan.device == "cuda" else plan.engine_size,
-        )
-        host.start()
-        self._host = host  # now: a heartbeat may ask at any moment
-        return await host.ready(plan.config.cluster.start_timeout)
-
-    def health(self) -> None:
-        """Raise RuntimeError where the engine has ended."""
-        if self._host is not None:
-            self._host.examine()
-
-    async def stop(self) -> None:
-        """End the engine, by force where it does not end."""
-        host, self._host = self._host, None
-        if host is not None:
-            await host.stop()
-
-
 class SideWorker(Worker, Generic[Side]):
-    """One side of the run, whose own methods can be called too: `remote(TrainerSide, handle)`."""
+    """One side of the run. Its own methods and those of its engine's `Servers` can be called too:
+    `remote(TrainerSide, handle)`, `remote(Servers, handle)`.
+    """
 
     def __init__(self) -> None:
         self.side: Side | None = None
@@ -116,11 +90,17 @@ class SideWorker(Worker, Generic[Side]):
         stage = await asyncio.to_thread(self._held.enter_context, opening)
         if plan.engine_urls:
             self._engine = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
+            self._engine.servers.restarted = spec.restarted
         return stage
 
     def method(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The worker's own method, or else the side's."""
-        return getattr(self if hasattr(type(self), name) else self.opened, name)
+        """The worker's own method, or else the servers', or else the side's."""
+        if hasattr(type(self), name):
+            return getattr(self, name)
+        if hasattr(Servers, name):
+            assert self._engine is not None, "the side has no engine"
+            return getattr(self._engine.servers, name)
+        return getattr(self.opened, name)
 
     async def events(self, heard: int, wait: float) -> list[Event]:
         """See Reports."""
@@ -255,6 +235,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
             return
         sync = make_polled_sync(plan, engine, stage.folder)
         if plan.mode == "explore":
+            restarts_by(sync, engine)
             await sync.load_latest()
         buffer = stage.buffer if plan.mode == "explore" else None
         prefix = "bench" if plan.mode == "bench" else "eval"

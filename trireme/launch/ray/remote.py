@@ -43,7 +43,7 @@ class Worker:
         """The async method that a call from elsewhere names."""
         return getattr(self, name)
 
-    def health(self) -> None:
+    async def health(self) -> None:
         """Raise RuntimeError where something that belongs to the worker has ended."""
 
     async def stop(self) -> None:
@@ -78,12 +78,13 @@ class Actor:
     @ray.method(concurrency_group="beat")
     async def ping(self) -> dict[str, Any]:
         """Where this process is; raises what the worker says is wrong with it."""
-        self._worker.health()
+        await self._worker.health()
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
 
 _actor: Any = ray.remote
-RayActor: Any = _actor(concurrency_groups={"calls": 64, "beat": 4})(Actor)
+# calls that wait for an engine's end, one an engine, must leave room for others
+RayActor: Any = _actor(concurrency_groups={"calls": 1000, "beat": 4})(Actor)
 
 
 class _Remote:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -24,12 +25,14 @@ from trireme.aio import GRACE_S, first_failure, running
 from trireme.config import Plan
 from trireme.config.lookup import plugin_files
 from trireme.engines.device import Device
+from trireme.engines.remote import RemoteEngine
+from trireme.engines.servers import Servers
 from trireme.explorer.metrics import Evaluated
+from trireme.launch.engine_host import EngineKeeper, restarts_of
 from trireme.launch.engines import make_remote_engine
 from trireme.launch.modes import run_bench, run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.ray.actors import (
-    EngineWorker,
     ExplorerWorker,
     FollowerWorker,
     RunSpec,
@@ -37,6 +40,7 @@ from trireme.launch.ray.actors import (
     TrainerWorker,
 )
 from trireme.launch.ray.cluster import PlacementGroups, cluster
+from trireme.launch.ray.engines import EngineActor, EngineWorker, Sides
 from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
 from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, StageResult, open_stage
@@ -100,9 +104,11 @@ class Actors:
         self._places: PlacementGroups | None = None
         self._trainer: Any = None
         self._explorer: Any = None
-        self._engines: list[Any] = []
         self._followers: list[Any] = []
         """Handles of the actors."""
+        self._engines: list[EngineActor] = []
+        self._serving: RemoteEngine | None = None
+        """The engines as the server of agents asks them, which is here."""
         self._following: list[asyncio.Future[None]] = []
         self._heard: dict[Any, int] = {}
         """How much of what a worker has said is shown."""
@@ -116,21 +122,24 @@ class Actors:
         await places.ready(may_grow=may_grow, note=stage.console.note)
         engines = 0 if plan.engine_urls else plan.num_engines
         for index in range(engines):
-            self._engines.append(self._actor(f"engine_{index}", places.engine(index), EngineWorker))
+            make = partial(self._actor, f"engine_{index}", places.engine(index), EngineWorker)
+            self._engines.append(EngineActor(make(), index, make))
         if stage.trains:
-            self._trainer = self._actor("trainer", places.rank(0), TrainerWorker)
+            self._trainer = self._actor("trainer", places.rank(0), TrainerWorker).handle
         for rank in range(1, plan.trainer_ranks):
             name = f"trainer_rank_{rank}"
-            self._followers.append(self._actor(name, places.rank(rank), FollowerWorker))
+            self._followers.append(self._actor(name, places.rank(rank), FollowerWorker).handle)
         measures = stage.recipe.from_data and stage.eval_tasksets
         if plan.mode in ("both", "explore", "bench") or measures:
-            self._explorer = self._actor("explorer", places.explorer(), ExplorerWorker)
+            self._explorer = self._actor("explorer", places.explorer(), ExplorerWorker).handle
         await self._guarded(self._open())
 
     async def run(self, measure_end: bool, stop: Stop) -> StageResult:
         """The mode's work, watched; meanwhile what the workers say is shown."""
         sides = [handle for handle in (self._trainer, self._explorer) if handle is not None]
-        modes = self._guarded(self._run_mode(measure_end, stop))
+        modes = self._guarded(
+            self._kept(self._run_mode(measure_end, stop)), kept=self._restarts() > 0
+        )
         try:
             async with running(modes, *map(self._pump, sides)) as tasks:
                 work, *pumps = tasks
@@ -183,8 +192,8 @@ class Actors:
         if stage.plan.mode == "serve":
             from trireme.launch.serving import run_serve  # a web server, which no other mode needs
 
-            engine = make_remote_engine(self._plan, self._plan.engine_urls, self._plan.engine_key)
-            return await run_serve(stage, engine, stop)
+            assert self._serving is not None
+            return await run_serve(stage, self._serving, stop)
         explorer = None if self._explorer is None else remote(ExplorerSide, self._explorer)
         if not stage.trains:
             assert explorer is not None
@@ -209,14 +218,17 @@ class Actors:
         plan, model_path = self._plan, self._stage.model_path
         if self._engines:
             plan = dataclasses.replace(plan, engine_key=secrets.token_hex(16))
-            workers = [remote(EngineWorker, handle) for handle in self._engines]
-            opened = [worker.open(plan, model_path, index) for index, worker in enumerate(workers)]
+            opened = [engine.open(plan, model_path) for engine in self._engines]
             urls = await asyncio.gather(*opened)
             plan = self._plan = dataclasses.replace(plan, engine_urls=tuple(urls))
         plugins = tuple(str(p.resolve()) for p in plugin_files(plan.config.plugins))
         trainer = remote(TrainerWorker, self._trainer)
         rank0 = await trainer.meeting_place() if self._followers else None
-        spec = RunSpec(plan, model_path, plugins, self._trainer, rank0)
+        restarted = self._restarts() > 0
+        if plan.mode == "serve":
+            self._serving = make_remote_engine(plan, plan.engine_urls, plan.engine_key)
+            self._serving.servers.restarted = restarted
+        spec = RunSpec(plan, model_path, plugins, self._trainer, rank0, restarted)
         for rank, handle in enumerate(self._followers, 1):
             follows = remote(FollowerWorker, handle).follow(spec, rank)
             self._following.append(asyncio.ensure_future(follows))
@@ -238,20 +250,37 @@ class Actors:
                         raise RuntimeError(f"trainer rank {rank} failed: {error}") from error
             await opening
 
-    def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Any:
-        """The handle of a worker in an actor of its own."""
+    def _restarts(self) -> int:
+        """How often each engine of this run is started again."""
+        return restarts_of(self._plan) if self._engines else 0
+
+    async def _kept(self, work: Awaitable[T]) -> T:
+        """Run `work`; engines that die are started again."""
+        if not self._restarts():
+            return await work
+        sides = [remote(Servers, h) for h in (self._trainer, self._explorer) if h is not None]
+        if self._serving is not None:
+            sides = [self._serving.servers]
+        return await EngineKeeper(self._engines, Sides(*sides), restarts=self._restarts()).run(work)
+
+    def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Watched:
+        """A worker in an actor of its own, in the place of one that had its name."""
         trains = worker in (TrainerWorker, FollowerWorker)
         variables = environment_of(self._plan, trains=trains)
         actor = RayActor.options(**options, runtime_env={"env_vars": variables})
         handle = actor.remote(worker, os.getcwd(), self._scratch)
         file = "trainer" if name.startswith("trainer_rank") else name
-        self._watched.append(Watched(name, handle, self._stage.folder.log / f"{file}.log"))
-        return handle
+        watched = Watched(name, handle, self._stage.folder.log / f"{file}.log")
+        self._watched = [each for each in self._watched if each.name != name] + [watched]
+        return watched
 
-    async def _guarded(self, work: Awaitable[T]) -> T:
-        """`work`, while all workers live. Raises who has died before what came of that."""
+    async def _guarded(self, work: Awaitable[T], *, kept: bool = False) -> T:
+        """`work`, while all workers live. Raises who has died before what came of that. `kept`:
+        engines that die are started again, and are not looked at here.
+        """
         timeout = self._plan.config.cluster.heartbeat_timeout
-        workers = list(self._watched)
+        engines = {engine.name for engine in self._engines} if kept else set()
+        workers = [worker for worker in self._watched if worker.name not in engines]
         async with running(work, self._guard(workers, timeout)) as (task, guard):
             await asyncio.wait({task, guard}, return_when=asyncio.FIRST_COMPLETED)
             failures = [t.exception() for t in (guard, task) if t.done()]
