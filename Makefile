@@ -177,7 +177,7 @@ test-agents: setup
 	$(BIN)/python -m venv $(AGENTS)
 	$(AGENTS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints-agents.txt \
 	    openai anthropic openai-agents langgraph langchain-openai smolagents mini-swe-agent \
-	    verifiers openenv-core
+	    verifiers openenv-core agentscope dspy greenlet
 	$(AGENTS)/bin/python -c "import site; print(site.getsitepackages()[0])" | { read folder; \
 	    $(BIN)/python -c "import site; print('$(CURDIR)', *site.getsitepackages(), sep='\n')" > $$folder/setup.pth; }
 	npm install --no-save --prefix tests/agents --no-audit --no-fund --loglevel=error

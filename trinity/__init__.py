@@ -92,6 +92,10 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.rewards": _REWARDS,
     "trinity.common.rewards.reward_fn": _REWARDS,
     "trinity.common.workflows": _WORKFLOW | _STEP_WISE | _ALFWORLD | _WEBSHOP,
+    "trinity.common.workflows.agentscope_workflow": {
+        name: "trireme.workflows.agentscope:AgentScopeWorkflow"
+        for name in ("AgentScopeWorkflowAdapter", "AgentScopeWorkflowAdapterV1")
+    },
     "trinity.common.workflows.customized_math_workflows": _MATHS,
     "trinity.common.workflows.envs": {},
     "trinity.common.workflows.envs.alfworld": _ALFWORLD,

@@ -266,6 +266,7 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.command",
         f"{_WORKFLOWS}.shared",
         f"{_WORKFLOWS}.raft",
+        f"{_WORKFLOWS}.agentscope",
     ],
     by="workflow",
 )

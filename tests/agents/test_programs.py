@@ -97,6 +97,30 @@ async def play(
             await gateway.close()
 
 
+def scripted(
+    folder: Path, task: Task, replies: list[str | None], **limits: Any
+) -> tuple[Outcome, Steered]:
+    """One rollout of a task within this process, whose first replies are given."""
+
+    async def main() -> tuple[Outcome, Steered]:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        chat = ChatTokens(tokenizer)
+        async with embedded(folder) as (own, most):
+            engine: Any = Steered(own, tokenizer, lambda _: replies.pop(0) if replies else None)
+
+            def make(task: Task, key: tuple[Any, ...]) -> Model:
+                options = {"engine": engine, "chat": chat, "max_model_len": most} | limits
+                return Model(key=key, sampling=Sampling(max_tokens=256), **options)
+
+            runner = Runner(make, engine, limit=TimeLimit(60), max_retries=0)
+            spec = resolve(task.workflow)
+            assert spec.examine is not None
+            spec.examine(task)
+            return await runner.run(task, spec, range(1)), engine
+
+    return asyncio.run(main())
+
+
 ROUNDS = [pytest.param(program, embedded, id=program.name) for program in PROGRAMS] + [
     pytest.param(PROGRAMS[2], vllm, id="vllm", marks=[needs_vllm, pytest.mark.timeout(700)])
 ]

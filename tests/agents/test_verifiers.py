@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.agents.programs import tool_call
 from tests.agents.steered import Steered, exactness, make_model
-from tests.agents.test_programs import embedded
-from trireme.engines.engine import Sampling
+from tests.agents.test_programs import scripted
 from trireme.envs.gyms import made_rows
 from trireme.envs.verifiers import Environment, Played, environment
-from trireme.explorer.runner import Outcome, Runner, TimeLimit
-from trireme.model.chat_tokens import ChatTokens
-from trireme.model.model import Model
+from trireme.explorer.runner import Outcome
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
@@ -37,27 +32,7 @@ def rollout(
     model: Path, row: Any, replies: list[str | None], **limits: Any
 ) -> tuple[Outcome, Steered]:
     """One rollout of a row, whose first replies are given."""
-    task = Task(row, workflow="verifiers_workflow")
-
-    async def main() -> tuple[Any, Steered]:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        chat = ChatTokens(tokenizer)
-        async with embedded(model) as (own, most):
-            engine = Steered(own, tokenizer, lambda _: replies.pop(0) if replies else None)
-
-            def make(task: Task, key: tuple[Any, ...]) -> Model:
-                options: dict[str, Any] = {"engine": engine, "chat": chat, "max_model_len": most}
-                options |= limits
-                return Model(key=key, sampling=Sampling(max_tokens=256), **options)
-
-            whole: Any = engine
-            runner = Runner(make, whole, limit=TimeLimit(60), max_retries=0)
-            spec = resolve("verifiers_workflow")
-            assert spec.examine is not None
-            spec.examine(task)
-            return await runner.run(task, spec, range(1)), engine
-
-    return asyncio.run(main())
+    return scripted(model, Task(row, workflow="verifiers_workflow"), replies, **limits)
 
 
 def test_the_trace_of_an_environment_is_what_is_trained(

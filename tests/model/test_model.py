@@ -149,6 +149,13 @@ def test_white_space_around_a_reply_does_not_matter() -> None:
     assert trained(experience) == " a <|im_end|>b<|im_end|>"
 
 
+def test_a_name_that_a_client_gives_the_speaker_does_not_matter() -> None:
+    model = make(["yes", "no"])
+    named = {**assistant("yes"), "name": "solver"}
+    ask(model, [user("q")], [user("q"), named, user("r")])
+    assert [trained(e) for e in model.experiences(reward=1.0)] == ["yes<|im_end|>no<|im_end|>"]
+
+
 def test_generate_continues_what_was_generated() -> None:
     model = make([Say("b", stop_reason="length"), "d"])
 

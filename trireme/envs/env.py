@@ -121,7 +121,7 @@ def extra(module: str, environment: str, group: str = "envs") -> Any:
     """
     try:
         return import_module(module)
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # of a module that it needs in another version, too
         raise _not_installed(environment, group, str(error)) from error
 
 

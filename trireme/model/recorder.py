@@ -191,14 +191,16 @@ def _retries(call: Call, other: Call) -> bool:
 
 
 def _same(message: Message, recorded: Message | None) -> bool:
-    """Whether two messages say the same; the white space around a reply does not count."""
+    """Whether two messages say the same; the white space around a reply does not count, nor what
+    a client calls who said it.
+    """
     if recorded is None or message["role"] != recorded["role"]:
         return False
     if message == recorded:
         return True
     if message["role"] != "assistant":
         return False
-    one, two = dict(message), dict(recorded)
+    one, two = ({k: v for k, v in m.items() if k != "name"} for m in (message, recorded))
     texts = (one.pop("content", None) or "", two.pop("content", None) or "")
     calls = (_plain_calls(one.pop("tool_calls", None)), _plain_calls(two.pop("tool_calls", None)))
     return (
