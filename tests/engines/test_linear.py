@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trireme.engines.torch import linear as module
-from trireme.engines.torch.linear import QuickLinear, linear, quicken
+from trireme.engines.torch.linear import QuickLinear, linear, quicken, transposed_product
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
@@ -112,3 +112,15 @@ def test_every_linear_layer_of_a_model_is_quickened_with_checkpointing_too(
 def test_equal_products_are_equal_bit_for_bit() -> None:
     x, weight = torch.randn(300, 384), torch.randn(198, 384)
     assert torch.equal(linear(x, weight), linear(x.clone(), weight.clone()))
+
+
+def test_a_slice_of_columns_is_never_a_weight_of_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take seconds: the output head's gradient is made slice by slice."""
+    gradient, states = torch.randn(64, 4096), torch.randn(64, 512)
+    part = gradient[:, :2048]
+    shapes = multiplied_by_onednn(monkeypatch)
+    product = transposed_product(part, states)
+    assert shapes == [(2048, 64)]  # the slice, transposed, is the first factor
+    torch.testing.assert_close(product, part.t() @ states, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear(states.t(), part.t()), states.t() @ part)
+    assert len(shapes) == 1  # torch's own product

@@ -38,9 +38,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """a [T, N], b [T, K] -> a' b [N, K], without gradients.
 
-    oneDNN copies a first factor that is transposed: it is the smaller one.
+    oneDNN copies a first factor that is transposed: it is the smaller one, but for a slice, which
+    is no second factor of it (`_is_whole`).
     """
-    if a.shape[1] > b.shape[1]:
+    if a.shape[1] > b.shape[1] and _is_whole(a):
         return linear(b.t(), a.t()).t()
     return linear(a.t(), b.t())
 
@@ -84,6 +85,13 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
+def _is_whole(weight: Tensor) -> bool:
+    """Whether a matrix, or its transpose, lies without gaps: by one with gaps, such as a slice of
+    columns, oneDNN multiplies some 500 times as slowly.
+    """
+    return weight.is_contiguous() or weight.t().is_contiguous()
+
+
 def _suits(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is to multiply these."""
     return (
@@ -95,6 +103,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
         and type(x) in (Tensor, nn.Parameter)
         and type(weight) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
+        and _is_whole(weight)
         and is_quicker()
     )
 
