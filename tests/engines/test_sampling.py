@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trireme.engines.engine import Sampling
-from trireme.engines.sampling import Drawn, RowParameters, Stream, draw
+from trireme.engines.sampling import Drawn, RowParameters, draw, inverse_cdf, stream_of, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 
@@ -76,10 +76,77 @@ def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
     assert drawn.tokens.tolist() == [4, 0, 0, 0]
 
 
-def test_a_stream_depends_on_seed_key_and_sample_alone() -> None:
-    first = [Stream(1, (1, 2, 3, 0), 0).next() for _ in range(2)]
-    assert first[0] == first[1]
-    others = {Stream(*a).next() for a in [(1, (1, 2, 3, 0), 1), (2, (1, 2, 3, 0), 0), (1, (1,), 0)]}
-    assert len(others | set(first)) == 4
-    stream = Stream(1, (), 0)
-    assert len({stream.next() for _ in range(300)}) == 300
+def splitmix64(stream: int, position: int) -> float:
+    """The same number by Python's integers, as the generator's authors give it."""
+    bits = (stream + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+    return ((bits ^ bits >> 31) >> 11) / 2**53
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """How likely counts as far from the expected ones are."""
+    distance = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, distance.double() / 2))
+
+
+def of_requests(count: int, length: int) -> torch.Tensor:
+    """[count, length] numbers of requests whose keys follow each other, eight to a task."""
+    streams = torch.tensor([stream_of(42, ((1, i // 8, i % 8, 0),), 0) for i in range(count)])
+    positions = torch.arange(length).repeat(count)
+    return uniforms(streams.repeat_interleave(length), positions).view(count, length)
+
+
+def test_a_token_s_number_depends_on_seed_key_sample_and_position_alone() -> None:
+    names = [(1, (1, 2, 3, 0), 0), (1, (1, 2, 3, 0), 1), (2, (1, 2, 3, 0), 0), (1, (1,), 0)]
+    streams = [stream_of(*name) for name in names] + [0, -1, 2**63 - 1, -(2**63)]
+    positions = [0, 1, 1000, 2**40]
+    pairs = [(stream, position) for stream in streams for position in positions]
+    made = uniforms(*(torch.tensor(column) for column in zip(*pairs, strict=True)))
+    assert made.tolist() == [splitmix64(*pair) for pair in pairs]
+    assert len(set(made.tolist())) == len(pairs)
+    assert splitmix64(0, 0) == (0xE220A8397B1DCDAF >> 11) / 2**53  # its first number, published
+
+
+def test_numbers_are_even_and_neighbours_have_nothing_to_do_with_each_other() -> None:
+    made = of_requests(1000, 500)
+    cells = torch.bincount((made.flatten() * 1000).long(), minlength=1000)
+    assert chi_square(cells, torch.full((1000,), made.numel() / 1000)) > 0.001
+    spread = (made - 0.5) * 12**0.5
+    neighbours = [(spread[:, :-1], spread[:, 1:]), (spread[:-1], spread[1:])]
+    for one, other in [*neighbours, (spread[:, :-8], spread[:, 8:])]:
+        assert abs(float((one * other).mean())) * one.numel() ** 0.5 < 3.5  # deviations
+    for one, other in neighbours:
+        cells = ((one / 12**0.5 + 0.5) * 32).long() * 32 + ((other / 12**0.5 + 0.5) * 32).long()
+        counts = torch.bincount(cells.flatten(), minlength=1024)
+        assert chi_square(counts, torch.full((1024,), one.numel() / 1024)) > 0.001
+
+
+def test_draws_follow_the_distribution_and_the_running_sum_by_hand() -> None:
+    torch.manual_seed(0)
+    logprobs = (torch.randn(1300) * 2).log_softmax(-1)
+    logprobs[700:900] = -torch.inf  # across two blocks of tokens
+    logprobs[1290:] = -torch.inf
+    made = of_requests(200, 200).flatten()
+    tokens = inverse_cdf(logprobs.expand(len(made), -1), made)
+    p = logprobs.double().exp()
+    sums = p.cumsum(0) / p.sum()
+    assert torch.equal(tokens, torch.searchsorted(sums, made, right=True))
+    likely = p * len(made) / p.sum() > 5
+    counts = torch.bincount(tokens, minlength=1300)
+    both = [
+        torch.cat((x[likely], x[~likely].sum()[None]))
+        for x in (counts, sums.diff(prepend=p[:1] * 0) * len(made))
+    ]
+    assert chi_square(*both) > 0.001
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert inverse_cdf(logprobs.expand(2, -1), ends).tolist() == [0, 1289]
+
+
+def test_a_few_rows_at_a_time_are_drawn_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logprobs = torch.randn(50, 1000).log_softmax(-1)
+    made = of_requests(50, 1)[:, 0]
+    whole = inverse_cdf(logprobs, made)
+    monkeypatch.setattr("trireme.engines.sampling._DRAWN_AT_ONCE", 7000)
+    assert torch.equal(inverse_cdf(logprobs, made), whole)

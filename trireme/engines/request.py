@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trireme.engines.engine import COLDEST, HOTTEST, Completion, Sampling, StopReason
-from trireme.engines.sampling import Stream
+from trireme.engines.sampling import stream_of
 
 _TAIL = 8  # tokens decoded beyond the longest stop string's length, at most one a character
 
@@ -23,7 +23,8 @@ class Request:
     sampling: Sampling
     key: tuple[Any, ...]
     sample: int
-    stream: Stream
+    stream: int
+    """Which random numbers are drawn: see `uniforms`."""
     max_tokens: int
     ends: frozenset[int]
     out: list[int] = field(default_factory=list)
@@ -139,7 +140,7 @@ def make_requests(
             sampling=sampling,
             key=key,
             sample=sample,
-            stream=Stream(*stream, sample),
+            stream=stream_of(*stream, sample),
             max_tokens=min(sampling.max_tokens, room),
             ends=frozenset(stops),
         )

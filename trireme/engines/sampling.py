@@ -1,8 +1,8 @@
-"""Sampling: draws tokens from logits, each row with its own parameters and random stream.
+"""Sampling: draws tokens from logits, each row with its own parameters and random numbers.
 
-Each request has a random stream of its own, from which one number per token is drawn; a token is
-the point where the distribution's running sum passes that number. So a row's tokens do not depend
-on who else is in the batch.
+A token's random number is a hash of its request's stream and of its position in the reply, and the
+token is the point where the distribution's running sum passes that number. So a row's tokens do not
+depend on who else is in the batch, on the engine, or on how often the request was interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 
 from trireme.engines.engine import Sampling
+
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_BLOCK = 512
+"""Tokens whose probabilities are summed at once."""
+_DRAWN_AT_ONCE = 2**24
+"""Probabilities in float64: 128 MiB."""
 
 
 @dataclass
@@ -32,26 +39,28 @@ class Drawn:
     """[B, V] all log-probabilities at the temperature, for alternatives."""
 
 
-class Stream:
-    """The random numbers of one request: a function of seed, key and sample alone."""
+def stream_of(seed: int, key: tuple[Any, ...], sample: int) -> int:
+    """The random stream of one request, 64 bits as a signed number."""
+    digest = hashlib.sha256(repr((seed, key, sample)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
-    BLOCK = 128
 
-    def __init__(self, seed: int, key: tuple[Any, ...], sample: int) -> None:
-        self._name = repr((seed, key, sample))
-        self._generator: torch.Generator | None = None
-        self._block: list[float] = []
+def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64, one for each stream [B] and position [B], both int64.
 
-    def next(self) -> float:
-        """The next number in [0, 1)."""
-        if self._generator is None:  # not before it is its turn: many may wait, and some go
-            digest = hashlib.sha256(self._name.encode()).digest()
-            number = int.from_bytes(digest[:8], "little") >> 1
-            self._generator = torch.Generator().manual_seed(number)
-        if not self._block:
-            block = torch.rand(self.BLOCK, generator=self._generator, dtype=torch.float64)
-            self._block = block.tolist()[::-1]
-        return self._block.pop()
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) by its counter. Products and sums of int64 wrap
+    around on every device, so that all of them compute the same numbers.
+    """
+    bits = streams + (positions + 1) * _GAMMA
+    bits = (bits ^ _shifted(bits, 30)) * _MIX[0]
+    bits = (bits ^ _shifted(bits, 27)) * _MIX[1]
+    bits = bits ^ _shifted(bits, 31)
+    return _shifted(bits, 11).double() * 2.0**-53
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Shifted right as if without a sign."""
+    return (bits >> by) & (2 ** (64 - by) - 1)
 
 
 @dataclass
@@ -162,12 +171,36 @@ def truncated(logprobs: Tensor, rows: RowParameters) -> Tensor:
 
 
 def inverse_cdf(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the running sum of p [B, V] passes `uniform` [B]."""
-    sums = logprobs.double().exp().cumsum(-1)
-    target = uniform.to(sums.dtype)[:, None] * sums[:, -1:]
-    tokens = torch.searchsorted(sums, target, right=True)[:, 0]
-    if int(tokens.max()) == sums.shape[1]:
-        # Rounding has reached past the last token that has any probability.
-        last = (logprobs > -torch.inf).long().cumsum(-1).argmax(-1)
-        tokens = torch.minimum(tokens, last)
-    return tokens
+    """The token at which the running sum of p [B, V] passes `uniform` [B].
+
+    In float64, a few rows at a time, and without waiting for the device.
+    """
+    size = max(_DRAWN_AT_ONCE // logprobs.shape[1], 1)
+    parts = zip(logprobs.split(size), uniform.split(size), strict=True)
+    return torch.cat([_drawn(*part) for part in parts])
+
+
+def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """See `inverse_cdf`: first the block of tokens, then the token in it."""
+    rows, count = logprobs.shape
+    blocks = -(-count // _BLOCK)
+    p = logprobs.new_full((rows, blocks * _BLOCK), -torch.inf, dtype=torch.float64)
+    p[:, :count] = logprobs
+    p = p.exp_().view(rows, blocks, _BLOCK)
+    sums = p.sum(-1).cumsum(-1)
+    block, rest = _passed(sums, uniform[:, None] * sums[:, -1:])
+    inside = p.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(-1)
+    token, _ = _passed(inside, rest)
+    return (block * _BLOCK + token)[:, 0]
+
+
+def _passed(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, 1] where running sums [B, N] first pass `target` [B, 1], and how far it lies beyond the
+    sum before. A target that rounding has put at the last sum, or past it, is put just below: what
+    comes where the sums have ended has no probability.
+    """
+    last = sums[:, -1:]
+    target = target.minimum(last.nextafter(torch.zeros_like(last)))
+    at = torch.searchsorted(sums, target, right=True)
+    before = torch.where(at > 0, sums.gather(1, (at - 1).clamp_min(0)), 0.0)
+    return at, target - before

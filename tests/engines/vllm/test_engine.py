@@ -12,12 +12,13 @@ import torch
 
 from tests.engines.test_adapter import adapted, change
 from tests.engines.test_torch_engine import reference
+from tests.engines.test_torch_engine import run as embedded
 from tests.engines.vllm.made import START_S, needs_vllm, vllm_host
 from tests.tiny import make_model
 from tests.trainer.samples import backend_of
 from trireme.config.schema import OptimizerConfig
 from trireme.engines.device import Device
-from trireme.engines.engine import Sampling
+from trireme.engines.engine import Completion, Engine, Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.weight_group import fingerprint
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
@@ -236,17 +237,43 @@ def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> No
         asyncio.run(stop_all([host]))
 
 
-def test_more_prompts_at_once_than_a_step_takes_are_sampled(
-    served: tuple[Path, EngineHost],
-) -> None:
-    """A prompt cut in two would have its random stream rewound, which a CPU's cannot be."""
+def test_replies_are_those_of_the_embedded_engine(tmp_path: Path) -> None:
+    """Prompts are cut into pieces of 64 tokens, and of 160 requests some 12 fit into the cache at
+    once, so that others are preempted and prefilled again.
+    """
+    folder = make_model(tmp_path / "a", head_dim=32)
+    prompts = [[2 + (3 * row + place) % 50 for place in range(5 + 7 * row)] for row in range(20)]
+    kinds = [
+        Sampling(max_tokens=100, n=4, ignore_eos=True),
+        Sampling(max_tokens=100, n=2, temperature=1.5, top_p=0.9, top_k=30, min_p=0.1),
+        Sampling(max_tokens=100, n=2, temperature=1.2, repetition_penalty=1.3, min_tokens=50),
+    ]
+
+    async def ask(engine: Engine) -> list[Completion]:
+        asked = (
+            engine.generate(ids, sampling, key=(kind, row))
+            for kind, sampling in enumerate(kinds)
+            for row, ids in enumerate(prompts)
+        )
+        return [reply for replies in await asyncio.gather(*asked) for reply in replies]
+
+    small = {"kv_cache_memory_bytes": 2**22, "max_num_batched_tokens": 64}
+    host = vllm_host(folder, max_model_len=512, extra_engine_args=small)
+    asyncio.run(start_all([host], START_S))
+    theirs: list[Completion] = []
 
     async def main(engine: RemoteEngine) -> None:
-        prompts = [[2 + (3 * row + place) % 50 for place in range(400)] for row in range(40)]
-        sampling = Sampling(max_tokens=2, ignore_eos=True)
-        made = await asyncio.gather(
-            *(engine.generate(ids, sampling, key=(0, row)) for row, ids in enumerate(prompts))
-        )
-        assert [len(completions[0].ids) for completions in made] == [2] * len(prompts)
+        theirs.extend(await ask(engine))
 
-    run(served[1], main)
+    try:
+        run(host, main)
+    finally:
+        asyncio.run(stop_all([host]))
+    ours = embedded(folder, ask, max_model_len=512)
+    equal = [a.ids == b.ids for a, b in zip(ours, theirs, strict=True)]
+    # a number that lies between two tokens' borders as the one and the other engine round them
+    assert equal.count(False) <= 2, f"{equal.count(False)} of {len(equal)} replies differ"
+    for a, b in zip(ours, theirs, strict=True):
+        if a.ids == b.ids:
+            assert b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
+            assert b.sampler_logprobs == pytest.approx(a.sampler_logprobs, abs=1e-5)

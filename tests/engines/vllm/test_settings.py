@@ -76,7 +76,7 @@ class Largest(TorchDispatchMode):
             self.numbers = max(self.numbers, out.numel())
         return out
 
-sampler = worker.ContractSampler()
+sampler = worker.ContractSampler(None)
 sampler.score_temperature, worker.SCORED_AT_ONCE = 0.7, 7 * 1000
 logits, ids = torch.randn(50, 1000).bfloat16(), torch.randint(0, 1000, (50,))
 with Largest() as largest:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trireme.engines.request import Request
-from trireme.engines.sampling import Drawn, RowParameters, draw
+from trireme.engines.sampling import Drawn, RowParameters, draw, uniforms
 from trireme.engines.torch.lean import Lean
 from trireme.engines.torch.prefix import PrefixCache, SharedPrompts
 from trireme.engines.torch.rows import Pass, RowStore, Where
@@ -60,6 +60,8 @@ class Decoder:
         self.version = 0
         self.generated = self.prefilled = self.cached = 0
         self._parameters: RowParameters | None = None
+        self._streams = torch.zeros(0, dtype=torch.long)
+        """[B], made together with the parameters."""
         self._where: Where | None = None
         heads: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
         self.vocabulary: int = min(layer.weight.shape[0] for layer in heads)
@@ -305,8 +307,9 @@ class Decoder:
     def _draw(self, logits: Tensor) -> Drawn:
         if self._parameters is None:
             self._parameters = RowParameters.of([r.sampling for r in self.active], self.device)
+            self._streams = torch.tensor([r.stream for r in self.active])
         parameters = self._parameters
-        uniform = torch.tensor([r.stream.next() for r in self.active], dtype=torch.float64)
+        uniform = uniforms(self._streams, torch.tensor([len(r.out) for r in self.active]))
         seen = self._seen_tokens(logits) if parameters.penalty is not None else None
         return draw(
             logits,

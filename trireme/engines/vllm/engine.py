@@ -30,7 +30,7 @@ from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
-from trireme.engines.vllm.options import ADAPTER, arguments
+from trireme.engines.vllm.options import ADAPTER, STREAM, arguments
 from trireme.engines.weight_group import Meeting, WeightGroup
 
 ENVIRONMENT = {
@@ -451,7 +451,7 @@ def _params(request: Request) -> Any:
         repetition_penalty=s.repetition_penalty,
         stop_token_ids=sorted(request.ends),
         ignore_eos=True,
-        seed=int(request.stream.next() * 2**53),
+        extra_args={STREAM: request.stream},
         logprobs=1 + s.logprobs,
         flat_logprobs=True,
         detokenize=False,

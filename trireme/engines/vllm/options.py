@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 WORKER = "trireme.engines.vllm.worker.TriremeWorker"
-
-
+STREAM = "trireme_stream"
+"""Name of a request's random stream among vLLM's `extra_args`."""
 ADAPTER = ("trireme", 1)
 """Name and number, for vLLM, of the one LoRA adapter."""
 CPU_CACHE_BYTES = 2**30
@@ -25,8 +25,7 @@ def arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs. `options`: keys of the YAML's `rollout_model`.
 
-    On a CPU vLLM runs eagerly, since compiling takes longer than most runs there, and without
-    chunked prefill, which would rewind random streams that cannot be rewound there. It has no sleep
+    On a CPU vLLM runs eagerly, since compiling takes longer than most runs there. It has no sleep
     mode there.
     """
     arguments = dict(options)
@@ -38,7 +37,6 @@ def arguments(
         arguments.pop("enable_sleep_mode", None)
         arguments |= {
             "enforce_eager": True,
-            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": CPU_CACHE_BYTES,
         }
     return {

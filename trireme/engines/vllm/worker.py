@@ -7,8 +7,9 @@ of the two anew, and the head goes on with the old one: it is packed again here.
 vLLM's sampler reports one number a token, raw or of the distribution drawn from; the Engine's
 contract has both, the raw one at the temperature, and the weights' version. So our sampler's row of
 log-probabilities is [sampled token, (-1 - version, the sampler's), likeliest, second likeliest,
-...]. No token has a negative id. It is written for the Sampler of vLLM 0.10 to 0.32
-(vllm/v1/sample/sampler.py).
+...]. No token has a negative id. It draws as the embedded engine does, with one hashed number a
+token: vLLM has a random generator for each request, and a GPU takes these row by row. It is written
+for the Sampler of vLLM 0.10 to 0.32 (vllm/v1/sample/sampler.py).
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trireme.engines.adapter import A, B, is_adapter, write_adapter
-from trireme.engines.vllm.options import ADAPTER
+from trireme.engines.sampling import inverse_cdf, uniforms
+from trireme.engines.vllm.options import ADAPTER, STREAM
 from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
 
 _outputs: Any = import_module("vllm.v1.outputs")
+_ops: Any = import_module("vllm.v1.sample.ops.topk_topp_sampler")
 Sampler: Any = import_module("vllm.v1.sample.sampler").Sampler
 
 SCORED_AT_ONCE = 2**26
@@ -40,8 +43,12 @@ GREEDY_BELOW = 1e-5
 class ContractSampler(Sampler):
     """Takes the place of a model runner's sampler."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: Any) -> None:
+        """`runner` knows each row's request, and how many tokens of it there are."""
         super().__init__("processed_logprobs")
+        self._runner = runner
+        self._streams: tuple[list[str], Tensor] = ([], torch.zeros(0, dtype=torch.long))
+        """Ids of the last step's requests, and their random streams."""
         self.version = 0
         self.score_temperature = 1.0
         """Of prompts that are scored."""
@@ -83,6 +90,43 @@ class ContractSampler(Sampler):
             sampled_token_ids=at.to(torch.int32), logprobs_tensors=tensors
         )
 
+    def sample(
+        self,
+        logits: Tensor,
+        sampling_metadata: Any,
+        logprobs_mode_override: str | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sampled ids [B], and log p [B, V] of the distributions drawn from; `logits` are used up.
+
+        min-p comes last, as in the embedded engine: vLLM has it before top-p.
+        """
+        if sampling_metadata.all_greedy:
+            return self.greedy_sample(logits), logits.log_softmax(-1)
+        heat = sampling_metadata.temperature
+        likeliest = None if sampling_metadata.all_random else self.greedy_sample(logits)
+        logits = self.apply_temperature(logits, heat, sampling_metadata.all_random)
+        logits = _ops.apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        drawn = logits.log_softmax(-1)
+        sampled = inverse_cdf(drawn, self._uniforms(len(drawn)).to(drawn.device, non_blocking=True))
+        if likeliest is not None:
+            sampled = torch.where(heat < GREEDY_BELOW, likeliest.long(), sampled)
+        return sampled, drawn
+
+    def _uniforms(self, rows: int) -> Tensor:
+        """The random number of each row's next token, however often its request was interrupted."""
+        batch = self._runner.input_batch
+        if batch.num_reqs != rows:
+            raise RuntimeError(f"{rows} rows are sampled for {batch.num_reqs} requests of vLLM's")
+        if self._streams[0] != batch.req_ids:
+            params = [self._runner.requests[name].sampling_params for name in batch.req_ids]
+            # rows that are scored have none, and what is drawn for them is left alone
+            streams = [(one.extra_args or {}).get(STREAM, 0) for one in params]
+            self._streams = list(batch.req_ids), torch.tensor(streams)
+        positions = batch.num_tokens_no_spec[:rows] - batch.num_prompt_tokens[:rows]
+        return uniforms(self._streams[1], torch.from_numpy(positions).long())
+
     def compute_logprobs(self, logits: Tensor) -> Tensor:
         """The logits of prompts as they are: `gather_logprobs` makes of them what is asked for.
         Greedy rows come here too; their draws are not read.
@@ -122,7 +166,7 @@ class TriremeWorker:
                 f"this vLLM samples with {type(held).__name__}, from which log-probabilities as "
                 "Trireme records them cannot be had: expected its V1 model runner"
             )
-        self.model_runner.sampler = ContractSampler()
+        self.model_runner.sampler = ContractSampler(self.model_runner)
         self._trireme_groups: dict[str, WeightGroup] = {}
         self._trireme_names = set(names)
         self._trireme_dtype = dtype
