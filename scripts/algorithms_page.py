@@ -50,7 +50,10 @@ def _part(registry: Registry) -> Iterator[str]:
     kind = registry.name.removeprefix("algorithm.")
     yield f"\n### `{kind}`\n"
     if kind in SETTINGS:
-        own = ", ".join(f"`{key}` {value:g}" for key, value in SETTINGS[kind].items())
+        own = ", ".join(
+            f"`{key}` {value}" if value is None else f"`{key}` {value:g}"
+            for key, value in SETTINGS[kind].items()
+        )
         yield f"All have the options {own}.\n"
     yield "| name | what it computes | options |"
     yield "|-|-|-|"

@@ -128,6 +128,10 @@ def test_the_page_on_ms_swift_lists_every_flag() -> None:
         ("--importance_sampling_level sequence --loss_type grpo", {"policy_loss_fn": "gspo"}),
         ("--teacher_model m --teacher_kl_coef 0.5", {"teacher_kl_fn": "k2",
                                                      "teacher_kl_fn_args": {"kl_coef": 0.5}}),
+        ("--dynamic_sample true", {"advantage_fn_args": {"std_threshold": 0.0,
+                                                         "max_resample_times": 3}}),
+        ("--dynamic_sample true --max_resample_times 5",
+         {"advantage_fn_args": {"std_threshold": 0.0, "max_resample_times": 5}}),
         ("--scale_rewards none", {"advantage_fn_args": {"norm_by_std": False}}),
         ("--rollout_importance_sampling_mode sequence_mask "
          "--rollout_importance_sampling_threshold 3",
@@ -146,6 +150,7 @@ def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[st
         ("--lora_rank 16", "--train_type lora"),
         ("--lora_alpha 16", "--train_type lora"),
         ("--teacher_kl_coef 0.5", "--teacher_model MODEL"),
+        ("--max_resample_times 5", "--dynamic_sample true"),
         ("--rollout_importance_sampling_threshold 2", "--rollout_importance_sampling_mode"),
     ],
 )

@@ -419,6 +419,16 @@ def test_auxiliary_models_are_looked_at(tmp_path):
     assert "(external) is for explorer.auxiliary_models alone" in found
 
 
+def test_a_limit_of_explore_steps_needs_the_trainers_batch(tmp_path):
+    dapo = ("algorithm.algorithm_type=dapo", "algorithm.repeat_times=2")
+    key = "algorithm.advantage_fn_args.max_resample_times"
+    assert problems_of(tmp_path, *dapo, f"{key}=3") == []
+    replay = "buffer.trainer_input.experience_buffer.replay_buffer.enable=true"
+    for other, why in (("mode=explore", "mode explore"), (replay, "a replay buffer")):
+        found = problems_of(tmp_path, *dapo, f"{key}=3", other)
+        assert any(f"{key} is 3, and has no effect with {why}" in one for one in found), found
+
+
 def test_a_teacher_must_be_there_and_score_what_is_sampled(tmp_path):
     key, kl = "explorer.auxiliary_models", "algorithm.teacher_kl_fn=k2"
     empty = f"{key} is empty: the algorithm needs a teacher, the first of them"

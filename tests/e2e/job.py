@@ -94,6 +94,11 @@ def length_reward(task: Any, answer: str) -> dict[str, float]:
     return {"accuracy": (sum(map(ord, answer)) % 17) / 16}
 
 
+def rare_reward(task: Any, answer: str) -> dict[str, float]:
+    """1 for few replies, so that most groups have equal rewards."""
+    return {"accuracy": float(sum(map(ord, answer)) % 17 == 0)}
+
+
 def command(folder: Path, config: dict[str, Any], *overrides: str) -> list[str]:
     """`trireme run` on a configuration, as a list of words."""
     path = folder / "config.yaml"

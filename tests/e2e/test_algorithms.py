@@ -157,6 +157,32 @@ def test_a_teacher_beside_rewards_travels_and_resumes_to_the_same_bytes(tmp_path
     assert weights(job, 4) == whole
 
 
+def test_dapo_samples_anew_so_often_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    config = _config(tmp_path, "dapo", advantage_fn_args={"max_resample_times": 1})
+    config["buffer"]["explorer_input"]["default_reward_fn_type"] = "tests.e2e.job:rare_reward"
+    config["buffer"]["total_steps"] = 8
+    config["trainer"]["save_interval"] = 1
+    done = run(tmp_path, config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "(algorithm.advantage_fn_args.max_resample_times)" in done.stdout + done.stderr
+    lines = (tmp_path / "checkpoints/tests/job/monitor/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    explored = [row["metrics"] for row in found if row["part"] == "explorer"]
+    times = [row["experience_pipeline/resample_times"] for row in explored]
+    refilled = [row["experience_pipeline/refilled_count"] for row in explored]
+    assert len(times) == 8 and set(times) == {0.0, 1.0}
+    assert all(bool(count) <= (time == 1) for time, count in zip(times, refilled, strict=True))
+    trained = [row["metrics"] for row in found if row["part"] == "trainer"]
+    assert len(trained) == times.count(1.0) and any(refilled)
+    assert all(row["perf/experiences"] == 16 for row in trained)
+    whole = weights(tmp_path / "checkpoints/tests/job", len(trained))
+    job = tmp_path / "checkpoints/tests/killed"
+    started(tmp_path, config, "name=killed").kill_when(job / "global_step_2")
+    done = run(tmp_path, config, "name=killed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert weights(job, len(trained)) == whole
+
+
 def test_corrected_rollouts_of_an_older_engine(tmp_path: Path) -> None:
     config = _config(
         tmp_path,

@@ -16,12 +16,13 @@ from trireme.experience import EID, Experience, group_by
 
 
 def assign_advantages(
-    part: Part, experiences: list[Experience], *, duplicate: bool = False
+    part: Part, experiences: list[Experience], *, duplicate: bool = False, at_least: int = 0
 ) -> tuple[list[Experience], dict[str, float]]:
     """Every experience's `advantages` = score * mask and `returns` the same.
 
     Groups are the tasks of the explore step. Those that the part leaves out (NaN) are not returned;
-    `duplicate` puts copies of others in the place of groups that are left out whole. The metric
+    `duplicate` puts copies of others in the place of groups that are left out whole. Where fewer
+    than `at_least` would stay, some of these groups do, with advantage 0. The metric
     `idle_groups` is the share of groups in which no experience has an advantage: nothing is learnt.
     """
     if not experiences:
@@ -42,6 +43,7 @@ def assign_advantages(
         raise ValueError(
             f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
         )
+    scores, refilled = _refilled(scores, rewards, groups, at_least)
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
         if score != score:
@@ -53,6 +55,7 @@ def assign_advantages(
     metrics = _reward_metrics(rewards, groups)
     metrics["experience_count"] = float(len(kept))
     metrics["filtered_count"] = float(len(experiences) - len(kept))
+    metrics |= {"refilled_count": float(refilled)} if at_least else {}
     num_groups = len(group_by(experiences, "task"))
     busy = {
         e.eid.tid
@@ -66,6 +69,22 @@ def assign_advantages(
         kept += copies
         metrics["duplicated_count"] = float(len(copies))
     return kept, metrics
+
+
+def _refilled(scores: Tensor, rewards: Tensor, groups: Tensor, at_least: int) -> tuple[Tensor, int]:
+    """Scores in which whole groups that were left out have 0, the first of them, until `at_least`
+    experiences have a score; and how many of these have one for that. A reward that is no finite
+    number stays out.
+    """
+    scores, refilled = scores.clone(), 0
+    for group in range(int(groups.max()) + 1):
+        if int((~scores.isnan()).sum()) >= at_least:
+            break
+        member = groups == group
+        if bool(scores[member].isnan().all()) and bool(rewards[member].isfinite().all()):
+            scores[member] = 0.0
+            refilled += int(member.sum())
+    return scores, refilled
 
 
 def _copies(kept: list[Experience], num_groups: int) -> list[Experience]:

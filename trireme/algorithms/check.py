@@ -36,6 +36,7 @@ def check(recipe: Recipe) -> None:
             f"algorithm.advantage_fn_args.duplicate_experiences: {part.label} leaves no group out, "
             "so that there is none to be refilled"
         )
+    _check_resampling(recipe)
     if recipe.asks("pair_ids") and recipe.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
@@ -52,6 +53,30 @@ def check(recipe: Recipe) -> None:
         raise ValueError(
             f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of pairs is of "
             "algorithm_type dpo, and of no other"
+        )
+
+
+def _check_resampling(recipe: Recipe) -> None:
+    """Raise ValueError for a limit of explore steps that no train batch waits for."""
+    if recipe.max_resample_times is None:
+        return
+    part = recipe.parts["advantage_fn"]
+    key, groups = "algorithm.advantage_fn_args.max_resample_times", part.before or part
+    known = parameters_of(groups.function).get("std_threshold")
+    if known is None or groups.options.get("std_threshold", known.default) is None:
+        raise ValueError(
+            f"{key} limits how often groups of equal rewards are sampled anew, and {part.label} "
+            "leaves none out: expected std_threshold: 0 beside it (grpo), or advantage_fn dapo"
+        )
+    if part.settings["duplicate_experiences"]:
+        raise ValueError(
+            f"{key} has no effect beside duplicate_experiences, which fills the batch with copies: "
+            "expected one of the two"
+        )
+    if recipe.sample_strategy not in ("default", "warmup"):
+        raise ValueError(
+            f"{key} has no effect with sample_strategy '{recipe.sample_strategy}', whose batches "
+            "are not the buffer's next experiences: expected sample_strategy default"
         )
 
 

@@ -22,11 +22,12 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("kl_coef", "entropy_coef"), AtLeast0),
     **dict.fromkeys(("target_kl", "horizon"), Above0),
     "top_entropy_quantile": Annotated[float, Gt(0), Le(1)],
+    "max_resample_times": Annotated[int | None, Ge(0)],
 }
 # Options that belong to the kind and not to the function, with their defaults. The first one of a
 # term of the loss is its coefficient.
-SETTINGS: dict[str, dict[str, float | bool]] = {
-    "advantage_fn": {"duplicate_experiences": False},
+SETTINGS: dict[str, dict[str, Any]] = {
+    "advantage_fn": {"duplicate_experiences": False, "max_resample_times": None},
     "policy_loss_fn": {"top_entropy_quantile": 1.0},
     "kl_loss_fn": _KL,
     "kl_penalty_fn": _KL,
@@ -43,7 +44,7 @@ class Part:
     name: str
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, float | bool] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     """What the kind has beside the function's own options."""
     before: Part | None = None
     """The part whose result the function starts from."""

@@ -221,10 +221,20 @@ class Recipe:
         parts = (self.parts[kind] for kind in kinds if kind in self.parts)
         return any(part.data().get(name) is False for part in parts)
 
+    @property
+    def max_resample_times(self) -> int | None:
+        """Further explore steps that a batch whose groups were left out may take; None: any."""
+        part = self.parts.get("advantage_fn")
+        most = part.settings["max_resample_times"] if part is not None else None
+        return None if most is None else int(most)
+
     def advantages(
-        self, experiences: list[Experience]
+        self, experiences: list[Experience], *, at_least: int = 0
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Write `advantages` and `returns` of whole groups; those to be trained, and metrics."""
+        """Write `advantages` and `returns` of whole groups; those to be trained, and metrics.
+
+        `at_least` so many are kept, as far as there are, of groups that were to be left out too.
+        """
         if self.advantage_fn is None:
             return experiences, {}
         part = self.parts["advantage_fn"]
@@ -234,7 +244,7 @@ class Recipe:
         if groups.marked("of_experiences"):
             return groups.function(experiences, **groups.options)
         duplicate = bool(part.settings["duplicate_experiences"])
-        return assign_advantages(groups, experiences, duplicate=duplicate)
+        return assign_advantages(groups, experiences, duplicate=duplicate, at_least=at_least)
 
     def weights(self, batch: Batch) -> Tensor:
         """The weight of each entry [M] in the loss of the whole batch."""

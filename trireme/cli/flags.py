@@ -94,7 +94,6 @@ IDLE = {
     "dataloader_pin_memory": "rows are read as they are",
     "load_from_cache_file": "rows are read as they are",
     "split_dataset_ratio": "name rows to evaluate on in --val_dataset",
-    "max_resample_times": "with --dynamic_sample the trainer waits until its batch is full",
     "padding_free": "samples are always laid end to end, without padding",
     "deepspeed": "several ranks share weights by FSDP2: cluster.gpu_per_node",
     "eval_strategy": "--eval_steps says how often",
@@ -135,7 +134,13 @@ _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "none": {"advantage_fn_args.norm_by_std": False},
         "gdpo": {"advantage_fn": "gdpo"},
     },
-    "dynamic_sample": {"true": {"advantage_fn_args.std_threshold": 0.0}, "false": {}},
+    "dynamic_sample": {
+        "true": {
+            "advantage_fn_args.std_threshold": 0.0,
+            "advantage_fn_args.max_resample_times": 3,
+        },
+        "false": {},
+    },
     "train_type": {"full": {}, "lora": {}},
     "tuner_type": {"full": {}, "lora": {}},
     "rollout_importance_sampling_mode": {
@@ -150,6 +155,7 @@ _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
 """Flags with few values -> what each sets in the `algorithm` section."""
 _NUMBERS = ("beta", "epsilon", "epsilon_high", "delta", "top_entropy_quantile", "lora_rank")
 _NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold", "teacher_kl_coef")
+_NUMBERS += ("max_resample_times",)
 TRANSLATED = (*_CHOICES, *_NUMBERS, "teacher_model")
 """Flags that become several keys, or another value."""
 ELSEWHERE = {
@@ -168,6 +174,7 @@ _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
+_RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
 _SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
 Source = Path | Mapping[str, Any] | None
@@ -353,6 +360,9 @@ def translated(flags: Given, config: Source) -> list[str]:
     elif "full" not in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
         for name in ("lora_rank", "lora_alpha"):
             _needs(flags, name, "train_type", "lora", "model.lora_configs")
+    _needs(flags, "max_resample_times", "dynamic_sample", "true", f"{_RESAMPLES} with dapo")
+    if _RESAMPLES in keys and "max_resample_times" in number:
+        keys[_RESAMPLES] = int(number["max_resample_times"])
     keys |= _teacher(flags, config, number)
     if flags.get("overlong_filter", ["false"])[0].lower() == "true":
         key = "data_processor.experience_pipeline.operators"

@@ -29,6 +29,11 @@ def check_algorithm(stage: StageConfig) -> None:
         stage.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
     if len(config.model.lora_configs or []) > 1:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
+    replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
+    if stage.resamples is not None and (replays or config.mode in ("explore", "serve")):
+        why = "a replay buffer, whose batches are never short" if replays else f"mode {config.mode}"
+        text = f"is {stage.resamples}, and has no effect with {why}: expected none"
+        stage.problem("algorithm.advantage_fn_args.max_resample_times", text)
     if algorithm.sync_ref_model and config.model.lora_configs:
         text = "is true, and the mean of two adapters (model.lora_configs) is none: expected false"
         stage.problem("algorithm.sync_ref_model", text)

@@ -55,6 +55,8 @@ class StageConfig:
     """Models that the trainer holds beside the trained one."""
     needs_teacher: bool = False
     """The first auxiliary model scores what is sampled."""
+    resamples: int | None = None
+    """Further explore steps that a train batch may take; None: any."""
     one_experience: bool = False
     """Each rollout of training leaves exactly one experience."""
     task_rows: int | None = None

@@ -202,10 +202,10 @@ class Explorer:
         """
         assert self.taskset is not None
         pending = self._pending[putting:]
-        if not pending:
-            return self._state_now()
-        state = dict(self._before[pending[0]])
-        if "feedback" in state:  # what was known then, and what has come since
+        state = dict(self._before[pending[0]]) if pending else self._state_now()
+        if self.pipeline.resampling is not None:
+            state["resampling"] = self.pipeline.resampling.state(putting=putting)
+        if pending and "feedback" in state:  # what was known then, and what has come since
             state["feedback"] = self.feedback.state() | {"upto": state["feedback"]["upto"]}
         return state
 
@@ -217,6 +217,8 @@ class Explorer:
         self.taskset.load_state(state["taskset"])
         if "feedback" in state:
             self.feedback.load_state(state["feedback"])
+        if self.pipeline.resampling is not None and "resampling" in state:
+            self.pipeline.resampling.load_state(state["resampling"])
 
     def _state_now(self) -> dict[str, Any]:
         assert self.taskset is not None
@@ -253,6 +255,8 @@ class Explorer:
                 step = self._pending[0]
                 await self._finish_step(step)
                 self._pending.remove(step)
+                if self.pipeline.resampling is not None:
+                    self.pipeline.resampling.put()
                 del self._before[step]
                 self._keep_own_state()
                 self._collected.set()

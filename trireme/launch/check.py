@@ -245,7 +245,7 @@ def _make_recipe(parts: Parts) -> None:
         return
     stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
     stage.has_reference, stage.has_critic = recipe.needs_reference, recipe.needs_critic
-    stage.needs_teacher = recipe.needs_teacher
+    stage.needs_teacher, stage.resamples = recipe.needs_teacher, recipe.max_resample_times
     explores = stage.config.mode not in ("train", "serve")
     if recipe.needs_groups and algorithm.repeat_times < 2 and explores:
         stage.problem(

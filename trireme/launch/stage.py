@@ -30,6 +30,7 @@ from trireme.launch.data import Text, make_text
 from trireme.log import setup_logging
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline
+from trireme.pipeline.resampling import Resampling
 
 
 class Console(Protocol):
@@ -159,7 +160,12 @@ class Stage:
         raw = data.make_raw_record(self.plan, self.folder)
         if raw is not None:
             self.keep(raw)
-        return Pipeline(self.recipe, raw=raw, operators=self.operators)
+        plan, most, resampling = self.plan, self.recipe.max_resample_times, None
+        if most is not None and plan.mode == "both":
+            rollouts = plan.batch_size * plan.config.algorithm.repeat_times
+            sizes = {"batch_size": plan.train_batch_size, "rollouts": rollouts}
+            resampling = Resampling(most, **sizes)
+        return Pipeline(self.recipe, raw=raw, operators=self.operators, resampling=resampling)
 
     def shown_record(self, name: str, *, most: float = math.inf) -> Record | None:
         """Lines of what is not trained, for people, where the YAML wants copies.

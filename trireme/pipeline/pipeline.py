@@ -25,6 +25,7 @@ from trireme.data.rows import Rows, load_rows
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator, pass_rates
+from trireme.pipeline.resampling import Resampling
 from trireme.registry import TASK_OPERATORS
 from trireme.usercode import UserCode, fault_of
 
@@ -45,12 +46,20 @@ class Pipeline:
     """Raw copy ▸ operators ▸ advantages ▸ sealed groups."""
 
     def __init__(
-        self, recipe: Recipe, *, raw: Record | None = None, operators: Sequence[Operator] = ()
+        self,
+        recipe: Recipe,
+        *,
+        raw: Record | None = None,
+        operators: Sequence[Operator] = (),
+        resampling: Resampling | None = None,
     ) -> None:
-        """`raw` keeps every experience as the workflow returned it."""
+        """`raw` keeps every experience as the workflow returned it. `resampling` says when groups
+        that the algorithm leaves out are trained all the same.
+        """
         self.recipe = recipe
         self.raw = raw
         self.operators = tuple(operators)
+        self.resampling = resampling
         self.pass_rates: dict[int, dict[int, float]] | None = None
         """Taskset -> row -> how often the last step solved it; None: nothing here computes it."""
         self._prepared = False
@@ -72,7 +81,11 @@ class Pipeline:
             kept, measured = await operator(kept)
             metrics |= {f"{operator.name}/{name}": value for name, value in measured.items()}
         metrics["not_finite"] = float(_not_finite(kept))
-        kept, measured = self.recipe.advantages(kept)
+        missing = self.resampling.missing if self.resampling is not None else 0
+        kept, measured = self.recipe.advantages(kept, at_least=missing)
+        if self.resampling is not None:
+            refilled = int(measured.get("refilled_count", 0))
+            measured |= self.resampling.add(len(kept), refilled)
         metrics |= measured | {"made": float(len(experiences)), "kept": float(len(kept))}
         groups = group_by(kept, "task")
         if self.operators:
