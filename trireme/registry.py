@@ -267,6 +267,7 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.shared",
         f"{_WORKFLOWS}.raft",
         f"{_WORKFLOWS}.agentscope",
+        f"{_WORKFLOWS}.harbor",
     ],
     by="workflow",
 )

@@ -25,7 +25,6 @@ from trireme.workflows.command import (
     CommandWorkflow,
     ProgramFailed,
     Settings,
-    _limited,
     reward_of,
     settings_of,
 )
@@ -260,7 +259,7 @@ def test_a_limit_that_is_tighter_already_stays(options: dict[str, Any], expected
         resource.setrlimit(resource.RLIMIT_CPU, (50, 50))
 
     words = ["/bin/sh", "-c", "echo $(ulimit -f) $(ulimit -v) $(ulimit -t)"]
-    made = _limited(Settings(command=["x"], **options), words)
+    made = Settings(command=["x"], **options).before(words)
     nobody: Any = {"user": 65534} if os.getuid() == 0 else {}  # root may go over a hard limit
     done = subprocess.run(made, preexec_fn=lowered, capture_output=True, text=True, **nobody)
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

@@ -25,6 +25,7 @@ from trireme.data.files import (
     load_tables,
     quiet_datasets,
 )
+from trireme.data.task_folders import COLUMNS, TOML, task_files, task_rows
 from trireme.log import get_logger, hide_passwords
 from trireme.registry import did_you_mean
 
@@ -205,6 +206,8 @@ def split_files(path: str, subset: str | None, split: str) -> list[Path] | None:
     for saved in (location / matched["name"], location):
         if (saved / SAVED).is_file():
             return [saved / SAVED]
+    if tasks := task_files(location, matched["name"]):
+        return tasks
     return data_files(location, subset, matched["name"])
 
 
@@ -245,6 +248,10 @@ def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError
         data = quiet_datasets(progress).load_from_disk(str(folder))
         places = FilePlaces([str(folder / name) for name in _saved_files(folder)])
         return Rows(source, data, data.column_names, places=places)
+    if files[0].name == TOML:
+        tasks = list(task_rows(files))
+        places = [place for place, _ in tasks]
+        return Rows(source, [row for _, row in tasks], COLUMNS, places=places)
     parts: list[Rows] = []
     tables = [file for file in files if file.suffix in BUILDERS]
     for suffix in sorted({file.suffix for file in tables}):

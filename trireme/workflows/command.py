@@ -3,8 +3,7 @@
 Invariants:
 - The program knows the model by its address alone, in variables that clients of OpenAI and
   Anthropic read. What it asked is what is trained, id for id.
-- It runs in a process group of its own, which is killed when the program has ended, however that
-  was, and when this process has: nothing of a rollout outlives it, except what has left the group.
+- It runs in a process group of its own, which ends with the rollout: see `program.py`.
 - A program that fails, is killed, or says no reward where it has to is a failed rollout, and never
   one with reward 0.
 """
@@ -17,55 +16,32 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal
+from typing import IO, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from trireme.experience import Experience
-from trireme.log import FILE_ONLY, get_logger
 from trireme.model.openai_client import Address
 from trireme.registry import did_you_mean, workflow
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task, as_text
-from trireme.usercode import Refused
 from trireme.workflows.classes import Workflow
+from trireme.workflows.program import (
+    TAIL,
+    Limits,
+    ProgramFailed,
+    how,
+    run_program,
+    shown,
+    watching,
+)
 
-logger = get_logger("explorer")
-
-TAIL = 4000
-"""Characters of a program's output that the log and the experience keep."""
-LIMITED = """
-while [ "$1" != -- ]; do
-    hard=$(ulimit -H "$1")
-    [ "$hard" != unlimited ] && [ "$hard" -le "$2" ] || ulimit "$1" "$2" || exit 126
-    shift 2
-done
-shift
-exec "$@"
-"""
-"""A shell's: limits up to `--`, unless there are tighter ones already, on what follows, which
-replaces the shell."""
-WATCH = """
-while read -r line; do group=$line; done
-[ -z "$group" ] || kill -9 -"$group"
-[ -z "$1" ] || rm -rf -- "$1"
-"""
-"""A shell's: when its input ends, so does the process group named last in it, and a folder goes."""
+Options = TypeVar("Options", bound=BaseModel)
 _HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-
-
-class ProgramFailed(Refused):
-    """A program did not end as it should; another try may."""
-
-    lasting = False
 
 
 def _words(command: Any) -> Any:
@@ -77,17 +53,18 @@ def _words(command: Any) -> Any:
     return [str(word) if type(word) in (int, float) else word for word in command]
 
 
-class Settings(BaseModel):
+Words = Annotated[list[str], BeforeValidator(_words)]
+
+
+class Settings(Limits):
     """`workflow_args`."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    command: Annotated[list[str], BeforeValidator(_words)]
+    command: Words
     """The program with its arguments: a list, or a text that is split like a shell's line. No shell
     runs it."""
     cwd: str = "."
     """Where it runs; `{workdir}`: in the rollout's own folder."""
-    env: dict[str, str | int | float] = {}
+    env: dict[str, str | int | float] = Field(default_factory=dict)
     """Further variables."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds; not given: `explorer.max_timeout` alone."""
@@ -95,12 +72,6 @@ class Settings(BaseModel):
     """The folder in which the rollouts' own folders stay; not given: each is deleted."""
     sampling: Literal["run", "program"] = "run"
     """`run`: temperature and the like are the run's; `program`: what the program asks for."""
-    memory_mb: Annotated[int, Field(gt=0)] | None = None
-    """Address space of each process."""
-    cpu_seconds: Annotated[int, Field(gt=0)] | None = None
-    """Processor time of each process."""
-    file_mb: Annotated[int, Field(gt=0)] = 1024
-    """Size of each file that it writes, its output included."""
 
 
 @workflow("command_workflow")
@@ -126,13 +97,13 @@ class CommandWorkflow(Workflow):
             parent.mkdir(parents=True, exist_ok=True)
         prefix = f"trireme-{name}-" if parent is None else f"{name}-"
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
-        with _watch(folder if parent is None else None) as watch:
+        with watching(folder if parent is None else None) as watch:
             try:
                 output = await self._run(settings, address, folder, watch)
                 if not len(model.recorder):
                     raise ProgramFailed(
                         "the program never asked the model: expected requests to its "
-                        f"OPENAI_BASE_URL (or ANTHROPIC_BASE_URL); {_shown(output)}"
+                        f"OPENAI_BASE_URL (or ANTHROPIC_BASE_URL); {shown(output)}"
                     )
                 return await self._judged(output, str(folder))
             finally:
@@ -143,7 +114,7 @@ class CommandWorkflow(Workflow):
     def examine(cls, task: Task) -> None:
         """Raise ValueError for a command that cannot run, and for a reward that there is not."""
         settings = settings_of(task)
-        _fill(settings, _holes(task, NOWHERE, Path("workdir")), NOWHERE)
+        fill(settings, holes_of(task, NOWHERE, Path("workdir")), NOWHERE)
         cwd = Path("." if settings.cwd == "{workdir}" else settings.cwd).expanduser()
         if not cwd.is_dir():
             raise ValueError(f"workflow_args.cwd is '{settings.cwd}': there is no such folder")
@@ -178,43 +149,21 @@ class CommandWorkflow(Workflow):
         self, settings: Settings, address: Address, folder: Path, watch: IO[bytes]
     ) -> str:
         """What the program printed. Raises ProgramFailed where it did not end with 0."""
-        holes = _holes(self.task, address, folder, self.model.model_path)
-        words, environment, cwd = _fill(settings, holes, address)
-        (folder / "task.json").write_text(_task_json(self.task), encoding="utf-8")
-        begun = time.monotonic()
-        files = [(folder / name).open("wb") for name in ("stdout.txt", "stderr.txt")]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *_limited(settings, words),
-                cwd=cwd,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=files[0],
-                stderr=files[1],
-                start_new_session=True,
-            )
-        finally:
-            for file in files:
-                file.close()
-        code: int | None = None
-        try:
-            with _ended_with_us(process.pid, watch):
-                code = await asyncio.wait_for(process.wait(), settings.timeout)
-        except TimeoutError:
-            pass
-        finally:
-            await process.wait()
-        output, errors = (_text(folder / name) for name in ("stdout.txt", "stderr.txt"))
-        seconds = time.monotonic() - begun
-        end = _how(code, settings.timeout)
-        logger.info(
-            "the program of %s %s after %.1f s\n%s%s",
-            *(folder.name, end or "has ended", seconds, output[-TAIL:], errors[-TAIL:]),
-            extra=FILE_ONLY,
+        holes = holes_of(self.task, address, folder, self.model.model_path)
+        words, environment, cwd = fill(settings, holes, address)
+        (folder / "task.json").write_text(task_json(self.task), encoding="utf-8")
+        ended = await run_program(
+            settings.before(words),
+            name=f"the program of {folder.name}",
+            logs=folder,
+            cwd=cwd,
+            environment=environment,
+            timeout=settings.timeout,
+            watch=watch,
         )
-        if end is not None:
-            raise ProgramFailed(f"the program {end}; {_shown(errors or output)}")
-        return output
+        if end := how(ended.code, settings.timeout, "workflow_args.timeout"):
+            raise ProgramFailed(f"the program {end}; {shown(ended.errors or ended.output)}")
+        return ended.output
 
     async def _judged(self, output: str, folder: str) -> list[Experience]:
         """The experiences, with their reward where each rollout gets one by itself."""
@@ -244,29 +193,35 @@ class CommandWorkflow(Workflow):
 
 def settings_of(task: Task) -> Settings:
     """The options of a task. Raises ValueError that names the one that is wrong."""
+    settings = options_of(task, Settings, "command_workflow")
+    if not settings.command:
+        raise ValueError("workflow_args.command is empty: expected a program with its arguments")
+    return settings
+
+
+def options_of(task: Task, kind: type[Options], workflow: str) -> Options:
+    """`workflow_args` of a task. Raises ValueError that names the one that is wrong."""
     try:
-        settings = Settings.model_validate(dict(task.workflow_args))
+        return kind.model_validate(dict(task.workflow_args))
     except ValidationError as error:
         for one in error.errors():
             if one["type"] == "extra_forbidden":
-                option, known = str(one["loc"][0]), list(Settings.model_fields)
+                option, known = str(one["loc"][0]), list(kind.model_fields)
                 hint = did_you_mean(option, known, " (did you mean '{}'?)")
                 if option == "reward":
                     hint = ": the reward is default_reward_fn_type of the taskset"
                 raise ValueError(
-                    f"command_workflow has no option '{option}'{hint}. It has: {', '.join(known)}"
+                    f"{workflow} has no option '{option}'{hint}. It has: {', '.join(known)}"
                 ) from None
             where = ".".join(map(str, one["loc"]))
             if one["type"] == "missing":
                 raise ValueError(
-                    f"command_workflow needs workflow_args.{where}: a program with its arguments"
+                    f"{workflow} needs workflow_args.{where}: a program with its arguments"
                 ) from None
             raise ValueError(
                 f"workflow_args.{where} is {one['input']!r:.60}: {one['msg']}"
             ) from None
-    if not settings.command:
-        raise ValueError("workflow_args.command is empty: expected a program with its arguments")
-    return settings
+    raise AssertionError("a validation error without an error")
 
 
 def reward_of(output: str) -> tuple[float, dict[str, float]]:
@@ -298,7 +253,7 @@ NOWHERE = Address("", "", lambda: None)
 """In place of a rollout's address, where a command is looked at before there is one."""
 
 
-def _holes(task: Task, address: Address, folder: Path, model_path: str = "") -> dict[str, str]:
+def holes_of(task: Task, address: Address, folder: Path, model_path: str = "") -> dict[str, str]:
     """What stands for each `{word}` of the command, its folder and its variables."""
     columns = {name: _plain(value) for name, value in task.raw_task.items()}
     return columns | {
@@ -312,7 +267,7 @@ def _holes(task: Task, address: Address, folder: Path, model_path: str = "") -> 
     }
 
 
-def _fill(
+def fill(
     settings: Settings, holes: Mapping[str, str], address: Address
 ) -> tuple[list[str], dict[str, str], str]:
     """Command, environment and folder of a rollout. Raises ValueError for an unknown `{word}`."""
@@ -342,49 +297,7 @@ def _fill(
     return words, environment, cwd
 
 
-def _limited(settings: Settings, words: list[str]) -> list[str]:
-    """The command behind a shell that sets its limits."""
-    limits = ["-f", str(settings.file_mb * 2048)]
-    if settings.cpu_seconds is not None:
-        limits += ["-t", str(settings.cpu_seconds)]
-    if settings.memory_mb is not None:
-        limits += ["-v", str(settings.memory_mb * 1024)]
-    return ["/bin/sh", "-c", LIMITED, "sh", *limits, "--", *words]
-
-
-@contextmanager
-def _watch(folder: Path | None) -> Iterator[IO[bytes]]:
-    """A process that outlives this one, whatever ends it, and then clears up: it has the end of a
-    pipe and sees it close. Yields the pipe, which takes the number of a process group.
-    """
-    with subprocess.Popen(
-        ["/bin/sh", "-c", WATCH, "sh", str(folder or "")],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        assert process.stdin is not None
-        try:
-            yield process.stdin
-        finally:
-            process.kill()  # before its pipe closes: there is nothing left to clear up
-
-
-@contextmanager
-def _ended_with_us(group: int, watch: IO[bytes]) -> Iterator[None]:
-    """A process group that ends with the block, and with this process."""
-    try:
-        watch.write(f"{group}\n".encode())
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        watch.write(b"\n")  # the group's number may be another's from now on
-
-
-def _task_json(task: Task) -> str:
+def task_json(task: Task) -> str:
     """What the program may know of its task: the row without the right answer."""
     hidden = task.truth_key
     row = {name: value for name, value in task.raw_task.items() if name != hidden}
@@ -392,31 +305,6 @@ def _task_json(task: Task) -> str:
     return json.dumps(known, ensure_ascii=False, default=str)
 
 
-def _how(code: int | None, timeout: float | None) -> str | None:
-    """How a program ended that did not end well."""
-    if code is None:
-        return f"took longer than workflow_args.timeout ({timeout:g} s) and was killed"
-    if code == 0:
-        return None
-    if code > 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
 def _plain(value: Any) -> str:
     text = as_text(value)
     return text if isinstance(text, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _text(path: Path) -> str:
-    """A file's text: its end, where it is long."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 2**20))
-        return file.read().decode("utf-8", "replace")
-
-
-def _shown(output: str) -> str:
-    """The last line of an output, and below it the end of the whole."""
-    text = output.strip()
-    last = text.rpartition("\n")[2]
-    return f"it said: {last:.200}\n{text[-TAIL:]}" if text else "it said nothing"

@@ -1,0 +1,261 @@
+"""Task folders without a container: what runs, what earns what, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.fake import FakeEngine
+from tests.workflows.test_command import ASK
+from trireme.data.rows import NoRows, load_rows
+from trireme.data.task_folders import absolute_path, read_task
+from trireme.explorer.runner import Outcome, Runner, TimeLimit
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.model import Model
+from trireme.rewards.sandbox import wall
+from trireme.server.gateway import Gateway
+from trireme.server.rollouts import Rollouts
+from trireme.task import Task
+from trireme.workflows.harbor import HarborSettings, HarborWorkflow, reward_of_task
+from trireme.workflows.program import ProgramFailed
+from trireme.workflows.task_box import NoReward, total
+from trireme.workflows.workflow import resolve
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor_tasks" / "make_tasks.py"
+MAKE = runpy.run_path(str(EXAMPLE))
+NO_WALL = pytest.mark.skipif(not wall(), reason="bubblewrap is not installed")
+MODES = pytest.mark.parametrize(
+    "open_", [pytest.param(True, id="open"), pytest.param(False, id="bwrap", marks=NO_WALL)]
+)
+VERDICT = '"${LOGS_DIR:-/logs}/verifier/'
+
+
+def folder_of(root: Path, number: int = 0, **texts: str) -> Path:
+    """A task of the example; `texts` go over its files, `__` for a slash and `_.` for a dot."""
+    make = MAKE["KINDS"][number]
+    folder = root / f"task-{number}"
+    MAKE["write_task"](folder, make.__name__, make(random.Random(0)))
+    for name, text in texts.items():
+        path = folder / name.replace("__", "/").replace("_sh", ".sh").replace("_toml", ".toml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def earned(folder: Path, *, solve: bool, open_: bool = True, **options: Any) -> dict[str, float]:
+    settings = HarborSettings(no_sandbox=open_, **options)
+    return asyncio.run(reward_of_task(folder, solve=solve, settings=settings))
+
+
+def call(command: str) -> str:
+    asked = {"name": "shell", "arguments": {"command": command}}
+    return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
+
+
+def play(folder: Path, replies: list[str], *, open_: bool = True, **args: Any) -> Outcome:
+    row = {"name": folder.name, "prompt": "Do it.", "folder": str(folder)}
+    given = {"no_sandbox": open_, **args}
+    task = Task(row, workflow="harbor_workflow", workflow_args=given)
+
+    async def main() -> Outcome:
+        said = iter(replies)
+        engine: Any = FakeEngine(lambda _: next(said))
+        chat = ChatTokens(engine.tokenizer)
+        gateway = Gateway(Rollouts(engine, chat, "fake", 4000))
+
+        def make(task: Task, key: tuple[Any, ...]) -> Model:
+            return Model(engine, chat, key=key, max_model_len=4000, gateway=gateway.address)
+
+        runner = Runner(make, engine, limit=TimeLimit(60.0), max_retries=0)
+        HarborWorkflow.examine(task)
+        try:
+            return await runner.run(task, resolve("harbor_workflow"), [0])
+        finally:
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+@MODES
+@pytest.mark.parametrize("number", range(5))
+def test_the_solution_earns_1_and_nothing_0(number: int, open_: bool, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, number)
+    assert total(earned(folder, solve=True, open_=open_)) == pytest.approx(1.0)
+    assert total(earned(folder, solve=False, open_=open_)) == 0.0
+
+
+@MODES
+def test_the_model_with_a_shell(open_: bool, tmp_path: Path) -> None:
+    solution = (folder_of(tmp_path) / "solution" / "solve.sh").read_text()
+    replies = [call("ls; echo no >&2; exit 3"), call(solution), "Done."]
+    outcome = play(tmp_path / "task-0", replies, open_=open_)
+    assert not outcome.failures, outcome.failures
+    [e] = outcome.experiences
+    assert e.reward == 1.0 and e.metrics["verifier/reward"] == 1.0 and e.metrics["num_turns"] == 3
+    seen = [m["content"] for m in e.messages or [] if m["role"] == "tool"]
+    listed = "Dockerfile\nwords.txt\nno\n[it ended with exit code 3]"
+    assert seen == [listed, "(no output)"]
+    assert int(e.mask.sum()) == sum(len(reply) + 1 for reply in replies)
+    [e] = play(tmp_path / "task-0", ["Done."], open_=open_).experiences
+    assert e.reward == 0.0 and e.info["task_name"] == "task-0"
+
+
+@MODES
+def test_a_program_as_agent(open_: bool, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "tasks")
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        f"{ASK}\nknown = json.load(open(os.environ['TRIREME_TASK']))\n"
+        "assert known['prompt'] == 'Do it.' == sys.argv[1]\n"
+        "assert 'PYTEST_CURRENT_TEST' not in os.environ\n"
+        "os.system(ask('a'))\n"
+    )
+    command = [os.path.realpath(sys.executable), "-S", str(agent), "{prompt}"]
+    visible = [sys.base_prefix, str(agent)]
+    outcome = play(
+        folder, ["wc -l < words.txt > count.txt"], open_=open_, command=command, visible=visible
+    )
+    assert not outcome.failures, outcome.failures
+    assert [e.reward for e in outcome.experiences] == [1.0]
+    [failed] = play(folder, [], open_=open_, command=["true"]).failures
+    assert "never asked the model" in failed.message
+
+
+@MODES
+def test_what_an_agent_leaves_for_the_verifier_does_not_count(open_: bool, tmp_path: Path) -> None:
+    forged = call(f'echo 1 > {VERDICT}reward.txt"; echo exit > "${{TESTS_DIR}}/test.sh"')
+    [e] = play(folder_of(tmp_path), [forged, "Done."], open_=open_).experiences
+    assert e.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "said"),
+    [
+        ("exit 0", NoReward, "left no reward"),
+        ("kill -9 $$", ProgramFailed, "was killed by SIGKILL"),
+        ("sleep 60", ProgramFailed, r"longer than verifier.timeout_sec \(0.5 s\)"),
+        (f'echo fine > {VERDICT}reward.txt"', NoReward, "'fine': expected a number"),
+        (f'echo nan > {VERDICT}reward.txt"', NoReward, "finite"),
+        (f"echo '{{' > {VERDICT}reward.json\"", NoReward, "no JSON"),
+        (f"echo '[1]' > {VERDICT}reward.json\"", NoReward, "numbers by name"),
+    ],
+)
+def test_a_verifier_without_a_reward_is_a_failure(
+    script: str, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    toml = "[verifier]\ntimeout_sec = 0.5\n" if "sleep" in script else ""
+    folder = folder_of(tmp_path, tests__test_sh=script, task_toml=toml)
+    with pytest.raises(error, match=said):
+        earned(folder, solve=False)
+    [failed] = play(folder, ["Done."]).failures
+    assert not failed.fault.lasting
+
+
+def test_how_a_verifier_exits_does_not_matter(tmp_path: Path) -> None:
+    script = f'echo \'{{"a": 0.25, "b": 0.5}}\' > {VERDICT}reward.json"; exit 3'
+    parts = earned(folder_of(tmp_path, tests__test_sh=script), solve=False)
+    assert parts == {"a": 0.25, "b": 0.5} and total(parts) == 0.75
+    assert total({"reward": 1.0, "a": 7.0}) == 1.0
+
+
+@NO_WALL
+def test_behind_bubblewrap_there_is_no_other_file_and_nothing_stays(tmp_path: Path) -> None:
+    script = (
+        f"n=0; ls {tmp_path} {Path.home()}/.bashrc {Path(__file__).parent} || n=1\n"
+        "touch /usr/made 2> /dev/null && n=2; (exec 3<> /dev/tcp/1.1.1.1/80) 2> /dev/null && n=3\n"
+        '[ "$(pwd)" = /app ] && [ -n "$(ls /app)" ] || n=4\n'
+        "sleep 987 & echo $n > /logs/verifier/reward.txt"
+    )
+    assert earned(folder_of(tmp_path, tests__test_sh=script), solve=False, open_=False) == {
+        "reward": 1.0
+    }
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"sleep\x00987" in words for words in running)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"environment__Dockerfile": "FROM a\nRUN apt-get \\\n  update"}, "line 2, `RUN apt-get"),
+        ({"environment__Dockerfile": "FROM a\nCOPY gone /app/"}, "there is no 'gone'"),
+        ({"environment__Dockerfile": "FROM a\nCOPY ../tests /app/"}, "there is no '../tests'"),
+        ({"environment__Dockerfile": "FROM a\nCOPY . /usr/x"}, "below /usr"),
+        ({"environment__Dockerfile": "FROM a\nFROM b"}, "line 2, `FROM b`"),
+        ({"environment__docker-compose.yaml": ""}, "docker-compose.yaml needs containers"),
+        ({"task_toml": "[[steps]]\nname = 'a'"}, "several steps"),
+        ({"task_toml": "[agent]\ntimeout_sec = 0"}, "agent.timeout_sec is 0"),
+        ({"task_toml": "[agent"}, "task.toml cannot be read"),
+        ({"task_toml": "[environment]\ndocker_image = 'a'"}, "docker_image"),
+    ],
+)
+def test_what_needs_a_container_is_refused(
+    texts: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, **texts)
+    with pytest.raises(ValueError, match=said):
+        read_task(folder)
+
+
+def test_what_a_dockerfile_comes_to(tmp_path: Path) -> None:
+    text = (
+        "# syntax\nFROM python:3.12 AS base\nARG x\nENV A=1 B='2 3'\nENV C 4\nWORKDIR /srv\n"
+        "WORKDIR app\nCOPY words.txt ./list.txt\nCOPY --chown=me words.txt /data/\n"
+        "COPY . .\nRUN x\n"
+    )
+    folder = folder_of(tmp_path, environment__Dockerfile=text)
+    task = read_task(folder, skip_run=True)
+    assert task.workdir == "/srv/app" and task.variables == {"A": "1", "B": "2 3", "C": "4"}
+    files = [("words.txt", "/srv/app/list.txt"), ("words.txt", "/data/words.txt")]
+    assert list(task.copies) == [*files, (".", "/srv/app")]
+    assert task.roots == ["app", "tests", "logs", "root", "srv", "data"]
+    script = f'ls list.txt ../../data/words.txt && echo $C > {VERDICT}reward.txt"'
+    (folder / "tests" / "test.sh").write_text(script)
+    assert earned(folder, solve=False, skip_run=True) == {"reward": 4.0}
+
+
+def test_absolute_paths_need_bubblewrap(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    assert absolute_path(folder) is None  # the example's take variables first
+    (folder / "tests" / "check.py").write_text("x = 1\nopen('/app/count.txt')\n")
+    assert absolute_path(folder) == "tests/check.py, line 2: /app"
+    with pytest.raises(ValueError, match=r"names a folder of the root \(tests/check.py, line 2"):
+        play(folder, [])
+
+
+def test_without_bubblewrap_nothing_runs_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trireme.workflows.harbor.wall", lambda: ())
+    with pytest.raises(ValueError, match="install bubblewrap"):
+        play(folder_of(tmp_path), [], open_=False)
+    with pytest.raises(ValueError, match=r"no option 'comand'.*did you mean 'command'"):
+        play(folder_of(tmp_path), [], comand="ls")
+
+
+def test_a_folder_of_tasks_is_a_data_set(tmp_path: Path) -> None:
+    MAKE["write_tasks"](tmp_path / "train", 6, 0)
+    MAKE["write_tasks"](tmp_path / "test", 5, 1)
+    rows = load_rows(tmp_path)
+    assert [row["name"] for row in rows][:2] == ["count-lines-000", "count-lines-005"]
+    assert rows[0]["prompt"].startswith("Write the number of lines") and len(rows) == 6
+    assert len(load_rows(tmp_path, split="test")) == 5 == len(load_rows(tmp_path / "test"))
+    assert rows.where(1).endswith("count-lines-005/task.toml)")
+    with pytest.raises(NoRows, match="has no split 'dev'"):
+        load_rows(tmp_path, split="dev")
+    (tmp_path / "train" / "count-lines-000" / "tests" / "test.sh").unlink()
+    (tmp_path / "train" / "count-lines-000" / "instruction.md").touch()
+    with pytest.raises(NoRows, match=r"a task without tests/test.sh"):
+        load_rows(tmp_path)
+
+
+def test_another_data_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a taskset of task folders"):
+        HarborWorkflow.examine(Task({"prompt": "a"}))

@@ -1,0 +1,210 @@
+"""Task folders: tasks in Harbor's form, each a folder, read as the rows of a data set.
+
+A folder has `task.toml`, `instruction.md`, `environment/` (a Dockerfile and its files), `tests/`
+(`test.sh` leaves the reward in /logs/verifier) and perhaps `solution/solve.sh`. There is no
+container: of a Dockerfile the files, the folder and the variables are taken, and what else it does
+is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+TOML = "task.toml"
+COLUMNS = ("name", "prompt", "folder")
+"""Of the rows: the folder's name, `instruction.md`, and where the folder is."""
+OWN = ("app", "tests", "logs", "solution")
+"""Folders of the root that tasks name by their absolute paths."""
+_SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr")
+_SILENT = ("FROM", "ARG", "LABEL", "EXPOSE", "CMD", "USER", "MAINTAINER", "SHELL", "STOPSIGNAL")
+_NEEDED = ("instruction.md", "tests/test.sh")
+_LARGEST = 1 << 20
+"""Bytes of a file that is looked through for absolute paths."""
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """One task, as it runs without a container."""
+
+    folder: Path
+    agent_seconds: float
+    verifier_seconds: float
+    verifier_env: dict[str, str]
+    workdir: str = "/app"
+    copies: tuple[tuple[str, str], ...] = ()
+    """Paths below `environment/`, each with the absolute one where it goes."""
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def roots(self) -> list[str]:
+        """The folders of the root that it has."""
+        named = (path.split("/")[1] for path in (self.workdir, *(to for _, to in self.copies)))
+        return list(dict.fromkeys([*OWN[:3], "root", *filter(None, named)]))
+
+
+def task_files(location: Path, split: str) -> list[Path]:
+    """`task.toml` and `instruction.md` of every task of a split, in the order of their names; none
+    where the folder is no set of tasks. A folder without splits is the split `train`.
+    """
+    places = [location / split, *([location] if split == "train" else [])]
+    for place in places:
+        if tomls := sorted(place.glob(f"*/{TOML}")):
+            texts = [toml.with_name("instruction.md") for toml in tomls]
+            return [*tomls, *(text for text in texts if text.is_file())]
+    return []
+
+
+def task_rows(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and row of each task of `task_files`. Raises ValueError for one that is not whole."""
+    for toml in files:
+        if toml.name != TOML:
+            continue
+        folder = toml.parent.absolute()
+        for name in _NEEDED:
+            if not (folder / name).is_file():
+                raise ValueError(f"has a task without {name}: {folder}")
+        text = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+        yield str(toml), {"name": folder.name, "prompt": text, "folder": str(folder)}
+
+
+def read_task(folder: Path, *, skip_run: bool = False) -> TaskFolder:
+    """The task in a folder. `skip_run`: what its Dockerfile runs is on this machine already.
+
+    Raises ValueError, naming file and line, for what cannot be done without a container.
+    """
+    name = f"task {folder.name}"
+    try:
+        said = tomllib.loads((folder / TOML).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name}: {TOML} cannot be read: {error}") from error
+    if said.get("steps"):
+        raise ValueError(f"{name}: {TOML} has several steps: expected a task of one")
+    environment, verifier = said.get("environment", {}), said.get("verifier", {})
+    if verifier.get("environment_mode", "shared") != "shared" or "environment" in verifier:
+        raise ValueError(f"{name}: its verifier wants a container of its own: there is none here")
+    if environment.get("docker_image") and not skip_run:
+        raise ValueError(
+            f"{name}: environment.docker_image ({environment['docker_image']}) is not taken apart: "
+            "expected a Dockerfile; or set workflow_args.skip_run where this machine has all of it"
+        )
+    compose = [*(folder / "environment").glob("docker-compose.y*ml")]
+    if compose:
+        raise ValueError(f"{name}: {compose[0].name} needs containers: expected a Dockerfile alone")
+    made = TaskFolder(
+        folder,
+        _seconds(name, said, "agent"),
+        _seconds(name, said, "verifier"),
+        {key: str(value) for key, value in verifier.get("env", {}).items()},
+    )
+    docker = folder / "environment" / "Dockerfile"
+    if not docker.is_file():
+        files = sorted(path.name for path in (folder / "environment").glob("*"))
+        return _with(made, copies=tuple((file, f"/app/{file}") for file in files))
+    return _of_dockerfile(made, docker, skip_run)
+
+
+def absolute_path(folder: Path) -> str | None:
+    """Where the scripts of a task name a folder of the root; None: nowhere.
+
+    `${LOGS_DIR:-/logs}` names none: the variable goes before.
+    """
+    named = re.compile(rf"(?<![\w.\-/}}])(?<!:-)/({'|'.join((*OWN, 'root'))})(?![\w-])")
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            continue
+        if path.name in (TOML, "Dockerfile"):
+            continue
+        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+            if match := named.search(line.removeprefix("#!")):
+                return f"{path.relative_to(folder)}, line {number}: {match[0]}"
+    return None
+
+
+def _seconds(name: str, said: dict[str, Any], section: str) -> float:
+    value = said.get(section, {}).get("timeout_sec", 600.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}: {section}.timeout_sec is {value!r}: expected seconds")
+    return float(value)
+
+
+def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
+    """The task with these, where all of its folders may be made. Raises ValueError."""
+    changed = TaskFolder(**{**vars(task), **changes})
+    for root in changed.roots:
+        if root in _SYSTEM:
+            raise ValueError(
+                f"task {task.folder.name}: its Dockerfile writes below /{root}, which is this "
+                "machine's own: expected /app or another folder of the task's"
+            )
+    return changed
+
+
+def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
+    """What the instructions of a Dockerfile come to. Raises ValueError for one that cannot be."""
+    workdir = PurePosixPath("/app")
+    copies: list[tuple[str, str]] = []
+    variables: dict[str, str] = {}
+    stages = 0
+    for number, line in _instructions(file.read_text(encoding="utf-8")):
+        word, _, rest = line.partition(" ")
+        word, rest = word.upper(), rest.strip()
+        where = f"task {task.folder.name}: environment/Dockerfile, line {number}, `{line:.60}`"
+        stages += word == "FROM"
+        if (word == "RUN" and skip_run) or (word in _SILENT and stages < 2):
+            continue
+        if word not in ("WORKDIR", "COPY", "ENV") or "$" in rest or "<<" in rest:
+            hint = "; or set workflow_args.skip_run where this machine has what it installs"
+            raise ValueError(
+                f"{where}, cannot be done without a container: expected FROM, WORKDIR, COPY and ENV"
+                f"{hint if word == 'RUN' else ''}"
+            )
+        if word == "WORKDIR":
+            workdir /= rest.strip("\"'")
+        elif word == "ENV":
+            pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
+            variables |= dict(pair.split("=", 1) for pair in pairs)
+        else:
+            copies += _copied(file.parent, rest, workdir, where)
+    return _with(task, workdir=str(workdir), copies=tuple(copies), variables=variables)
+
+
+def _instructions(text: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of each instruction, continued lines joined."""
+    begun, parts = 0, []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("#") or (not line.strip() and not parts):
+            continue
+        begun = begun if parts else number
+        parts.append(line.strip().removesuffix("\\").strip())
+        if not line.rstrip().endswith("\\"):
+            yield begun, " ".join(parts)
+            parts = []
+
+
+def _copied(
+    context: Path, rest: str, workdir: PurePosixPath, where: str
+) -> Iterator[tuple[str, str]]:
+    """Each file or folder that a COPY names, with the path where it goes."""
+    words = [word for word in rest.split() if not word.startswith(("--chown", "--chmod"))]
+    if " ".join(words).startswith("["):
+        words = json.loads(" ".join(words))
+    if len(words) < 2 or words[0].startswith("--"):
+        raise ValueError(f"{where}: expected COPY with files of the folder and where they go")
+    *sources, last = words
+    target = workdir / last
+    for source in sources:
+        pattern = source.strip("/").removeprefix("./") or "."
+        found = [context] if pattern == "." else sorted(context.glob(pattern))
+        if not found or any(not p.resolve().is_relative_to(context.resolve()) for p in found):
+            raise ValueError(f"{where}: there is no '{source}' in the task's environment/")
+        inside = last.endswith(("/", ".")) or len(sources) > 1 or len(found) > 1
+        for path in found:
+            to = target if path.is_dir() or not inside else target / path.name
+            yield str(path.relative_to(context)), str(to)

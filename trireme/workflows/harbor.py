@@ -1,0 +1,292 @@
+"""Harbor: tasks that are folders, tried without a container, each in a copy of its files.
+
+`path` of the taskset is a folder of task folders. The agent is a program (`command`), or the model
+with a shell. Then the task's own tests run, with a time-out of their own, and leave the reward: an
+agent or a verifier that dies, is late or leaves no reward is a failed rollout, and never a reward
+of 0. Scripts of a task and commands of a model run behind bubblewrap; without it nothing runs,
+unless the YAML says that this machine is itself to be thrown away (`no_sandbox`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Annotated, Literal
+
+from pydantic import Field
+
+from trireme.data.task_folders import TOML, TaskFolder, absolute_path, read_task
+from trireme.experience import Experience
+from trireme.model.chat_tokens import conversation_of
+from trireme.registry import workflow
+from trireme.rewards.sandbox import wall
+from trireme.task import Task
+from trireme.workflows.classes import Workflow
+from trireme.workflows.command import (
+    NOWHERE,
+    Settings,
+    Words,
+    fill,
+    holes_of,
+    options_of,
+    task_json,
+)
+from trireme.workflows.program import (
+    Ended,
+    Limits,
+    ProgramFailed,
+    how,
+    run_program,
+    shown,
+    watching,
+)
+from trireme.workflows.scheduled import samples
+from trireme.workflows.scheduler import request_of
+from trireme.workflows.task_box import TaskBox, total
+from trireme.workflows.tool_calls import ToolCallScheduler
+from trireme.workflows.turns import play
+
+SYSTEM_PROMPT = """You solve a task on a Linux machine. The tool `shell` runs a command in the \
+task's folder and shows what it prints. Look around, do what is asked, and check it. When you are \
+done, answer without calling a tool."""
+LONGEST = 4000
+"""Characters of a command's output that the model sees: half from each end."""
+
+
+class HarborSettings(Limits):
+    """`workflow_args`."""
+
+    command: Words | None = None
+    """The agent's program; not given: the model with a shell."""
+    env: dict[str, str | int | float] = Field(default_factory=dict)
+    """Further variables of the program."""
+    sampling: Literal["run", "program"] = "run"
+    """See `command_workflow`."""
+    keep: str | None = None
+    """The folder in which the rollouts' own folders stay; not given: each is deleted."""
+    max_turns: Annotated[int, Field(gt=0)] = 30
+    """Most replies of the model with a shell."""
+    call_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Time of one command of the model's."""
+    network: bool = False
+    """Whether the model's commands and the verifier have a network; a program always has."""
+    visible: list[str] = Field(default_factory=list)
+    """Further paths of this machine that are seen behind bubblewrap, read-only."""
+    skip_run: bool = False
+    """What Dockerfiles run is on this machine already."""
+    no_sandbox: bool = False
+    """Without bubblewrap: scripts and commands have all that the run's user has."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One rollout of a task folder."""
+
+    task: TaskFolder
+    box: TaskBox
+    folder: Path
+    watch: IO[bytes]
+    limits: Limits
+    network: bool
+
+    async def run(self, name: str, words: Sequence[str], seconds: float, **variables: str) -> Ended:
+        """Run a program among the task's files; its output stays in a folder of that name."""
+        logs = self.folder / name
+        logs.mkdir(parents=True, exist_ok=True)
+        return await run_program(
+            self.limits.before(self.box.words(words, network=self.network)),
+            name=f"{name} of {self.folder.name}",
+            logs=logs,
+            cwd=self.box.cwd,
+            environment=self.box.environment(**variables),
+            timeout=seconds,
+            watch=self.watch,
+        )
+
+    async def solve(self) -> None:
+        """Run the task's own solution. Raises ProgramFailed where it does not end well."""
+        self.box.put("solution")
+        seconds = self.task.agent_seconds
+        ended = await self.run("solution", self.box.script("solution/solve.sh"), seconds)
+        if end := how(ended.code, seconds, "agent.timeout_sec"):
+            said = shown(ended.errors or ended.output)
+            raise ProgramFailed(f"the solution of task {self.task.folder.name} {end}; {said}")
+
+    async def verify(self) -> dict[str, float]:
+        """Run the tests: the reward by its parts.
+
+        Raises ProgramFailed where they are killed or late, and NoReward where they leave none. How
+        else they exit does not matter.
+        """
+        await asyncio.to_thread(self.box.show_tests)
+        script, seconds = self.box.script("tests/test.sh"), self.task.verifier_seconds
+        ended = await self.run("verifier", script, seconds, **self.task.verifier_env)
+        if ended.code is None or ended.code < 0 or ended.code > 128:
+            end = how(ended.code, seconds, "verifier.timeout_sec")
+            said = shown(ended.errors or ended.output)
+            raise ProgramFailed(f"the verifier of task {self.task.folder.name} {end}; {said}")
+        return self.box.reward()
+
+
+@workflow("harbor_workflow")
+class HarborWorkflow(Workflow):
+    """A task folder: a program or the model with a shell, then the task's own tests."""
+
+    one_at_a_time = True
+
+    async def run(self) -> list[Experience]:
+        """Copy the files, let the agent work, and verify."""
+        settings = options_of(self.task, HarborSettings, "harbor_workflow")
+        task = read_task(Path(self.raw_task["folder"]), skip_run=settings.skip_run)
+        model = self.model.model
+        prefix = f"{task.folder.name}-{'-'.join(map(str, model.key))}-"
+        parent = None if settings.keep is None else Path(settings.keep).expanduser()
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
+        with watching(folder if parent is None else None) as watch:
+            try:
+                trial = await asyncio.to_thread(open_trial, task, folder, watch, settings)
+                if settings.command is None:
+                    experiences = await self._shell(trial, settings)
+                else:
+                    experiences = await self._program(trial, settings)
+                parts = await trial.verify()
+            finally:
+                if parent is None:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        for experience in experiences:
+            experience.reward = total(parts)
+            experience.metrics.update({f"verifier/{name}": part for name, part in parts.items()})
+            experience.info["task_name"] = task.folder.name
+        return experiences
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for an option, and for the first task that cannot run here."""
+        settings = options_of(task, HarborSettings, "harbor_workflow")
+        folder = task.raw_task.get("folder")
+        if not folder or not (Path(str(folder)) / TOML).is_file():
+            raise ValueError(
+                "harbor_workflow needs a taskset of task folders: set its path to a folder with "
+                "one folder a task, each with task.toml, instruction.md, environment/ and tests/"
+            )
+        if task.reward_fn is not None:
+            raise ValueError("harbor_workflow takes the reward of the task's tests: name no other")
+        if not settings.no_sandbox and not wall():
+            raise ValueError(
+                "harbor_workflow runs scripts of tasks and commands of a model: install bubblewrap "
+                "(bwrap), or set workflow_args.no_sandbox: true on a machine that may be lost"
+            )
+        if settings.command is not None:
+            inner = _inner(settings, "/app")
+            fill(inner, holes_of(task, NOWHERE, Path("workdir")), NOWHERE)
+            if settings.no_sandbox and shutil.which(inner.command[0]) is None:
+                raise ValueError(f"workflow_args.command: no program '{inner.command[0]}'")
+        for toml in sorted(Path(str(folder)).parent.glob(f"*/{TOML}")):
+            one = read_task(toml.parent, skip_run=settings.skip_run)
+            path = absolute_path(toml.parent) if settings.no_sandbox else None
+            if path is not None:
+                raise ValueError(
+                    f"task {one.folder.name} names a folder of the root ({path}), which only "
+                    "bubblewrap can put there: expected $APP_DIR, $TESTS_DIR and $LOGS_DIR, or "
+                    "workflow_args.no_sandbox: false"
+                )
+
+    async def _program(self, trial: Trial, settings: HarborSettings) -> list[Experience]:
+        """What the agent's program asked. Raises ProgramFailed where it did not end with 0."""
+        address, box = self.model.address, trial.box
+        model = self.model.model
+        model.keeps_sampling = settings.sampling == "run"
+        seen = box.root / "logs" / "agent"
+        (seen / "task.json").write_text(task_json(self.task), encoding="utf-8")
+        place = Path("/logs/agent") if box.sandbox else seen
+        holes = holes_of(self.task, address, place, self.model.model_path)
+        words, variables, _ = fill(_inner(settings, str(box.cwd)), holes, address)
+        mine = set(os.environ) - set(address.environment) - set(settings.env)
+        given = {name: value for name, value in variables.items() if name not in mine}
+        seconds = trial.task.agent_seconds
+        ended = await replace(trial, network=True).run("agent", words, seconds, **given)
+        if end := how(ended.code, seconds, "agent.timeout_sec"):
+            raise ProgramFailed(f"the agent {end}; {shown(ended.errors or ended.output)}")
+        if not len(model.recorder):
+            raise ProgramFailed(
+                "the agent never asked the model: expected requests to its OPENAI_BASE_URL (or "
+                f"ANTHROPIC_BASE_URL); {shown(ended.output)}"
+            )
+        return self.model.experiences()
+
+    async def _shell(self, trial: Trial, settings: HarborSettings) -> list[Experience]:
+        """The conversation of the model with a shell."""
+        calls = 0
+
+        async def shell(command: str) -> str:
+            """Runs a command with bash in the task's folder; shows what it prints.
+
+            Args:
+                command: The command. Files stay from call to call; variables do not.
+            """
+            nonlocal calls
+            calls += 1
+            ended = await trial.run(
+                f"calls/{calls}", ["bash", "-c", command], settings.call_seconds
+            )
+            end = how(ended.code, settings.call_seconds, "its time")
+            said = _middle_out((ended.output + ended.errors).strip())
+            return "\n".join(filter(None, [said, end and f"[it {end}]"])) or "(no output)"
+
+        # a command's own time is its limit: the scheduler's only has to be longer
+        scheduler = ToolCallScheduler(tools=[shell], timeout=settings.call_seconds + 60)
+        prompt = conversation_of(self.task, self.task.prompt, self.system_prompt or SYSTEM_PROMPT)
+        model = self.model.model
+        uuid = "/".join(str(part) for part in model.key)
+        playing = play(scheduler, request_of({}, prompt, uuid), model, max_turns=settings.max_turns)
+        seconds = trial.task.agent_seconds
+        try:
+            ended = await asyncio.wait_for(playing, seconds)
+        except TimeoutError:
+            raise ProgramFailed(
+                f"the agent took longer than agent.timeout_sec ({seconds:g} s)"
+            ) from None
+        return samples(model, ended, "default", uuid)
+
+
+def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: HarborSettings) -> Trial:
+    """A rollout's copy of a task, below its folder."""
+    box = TaskBox(task, folder / "box", sandbox=not settings.no_sandbox, visible=settings.visible)
+    limits = Limits(**settings.model_dump(include=set(Limits.model_fields)))
+    return Trial(task, box, folder, watch, limits, settings.network)
+
+
+async def reward_of_task(
+    folder: Path, *, solve: bool, settings: HarborSettings | None = None
+) -> dict[str, float]:
+    """The reward that the task's own solution earns, or that doing nothing does, by its parts.
+
+    Raises what a rollout would fail with.
+    """
+    settings = settings or HarborSettings()
+    task = read_task(folder.absolute(), skip_run=settings.skip_run)
+    with tempfile.TemporaryDirectory() as place, watching(None) as watch:
+        trial = open_trial(task, Path(place), watch, settings)
+        if solve:
+            await trial.solve()
+        return await trial.verify()
+
+
+def _inner(settings: HarborSettings, cwd: str) -> Settings:
+    """The program's settings as `command_workflow` has them."""
+    assert settings.command is not None
+    return Settings(command=settings.command, cwd=cwd, env=settings.env)
+
+
+def _middle_out(text: str) -> str:
+    if len(text) <= LONGEST:
+        return text
+    half, gone = LONGEST // 2, len(text) - LONGEST
+    return f"{text[:half]}\n... ({gone} characters are left out)\n{text[-half:]}"
