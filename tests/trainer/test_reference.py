@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.trainer.ranks import run
@@ -15,6 +16,7 @@ from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.batch import flatten
 from trireme.checkpoint.layout import REFERENCE, JobFolder
+from trireme.checkpoint.save import write_weights
 from trireme.engines.torch.shell import load_shell, load_weights
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
@@ -157,6 +159,9 @@ def test_two_ranks_do_what_one_process_does(tiny_dir: Path, tmp_path: Path) -> N
     actor.mkdir()
     first, whole, resumed = run(_on_ranks, tmp_path / "two", tiny_dir, actor)[0]
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    written = actor / REFERENCE  # the rows of both ranks are the file that one process writes
+    write_weights(tmp_path / written.name, load_file(written))
+    assert written.read_bytes() == (tmp_path / written.name).read_bytes()
     alone = backend_of(tiny_dir, reference=True)
     other = backend_of(tiny_dir, reference=True)
     other.load(actor)  # what two ranks wrote

@@ -7,7 +7,7 @@ is read. Files are mapped, not read: each rank takes the rows that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,16 +111,15 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
     return start, start + len(tensor.to_local())
 
 
-def is_split(tensor: Tensor) -> bool:
-    """Whether ranks hold rows of it, and not each a copy."""
-    return isinstance(tensor, DTensor)
-
-
-def my_rows(name: str, tensor: Tensor) -> tuple[str, int, Tensor]:
-    """What this rank holds of a tensor: its name, the first of the rows, and the rows."""
-    if isinstance(tensor, DTensor):
-        return name, own_rows(tensor)[0], tensor.to_local()
-    return name, 0, tensor
+def my_parts(shards: Iterable[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, int, Tensor]]:
+    """What a rank writes of tensors: the name, the first of its rows, and the rows. A tensor that
+    every rank has whole is written by the first.
+    """
+    for name, tensor in shards:
+        if isinstance(tensor, DTensor):
+            yield name, own_rows(tensor)[0], tensor.to_local()
+        elif rank == 0:
+            yield name, 0, tensor
 
 
 def _rows(source: Tensor | SavedTensor, start: int, stop: int) -> Tensor:

@@ -393,7 +393,7 @@ class Backend:
         files = shared_files(actor, plain, export=export, alone=alone)
         self._writing = Writing(self._team, self, actor, files, alone=alone, behind=behind)
         if self._reference_moved:  # else it is in the folder that the run began from
-            self._team.write_whole(actor / REFERENCE, self._reference_shards())
+            self._team.write_whole((actor / REFERENCE).parent, self._reference_shards())
 
     def _end_save(self) -> None:
         assert self._writing is not None, "a save has begun"

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch
-from trireme.checkpoint.layout import WEIGHTS
 from trireme.checkpoint.saved import read
 from trireme.trainer import ulysses
 from trireme.trainer.attention import Kernel, select
@@ -123,7 +122,7 @@ class Critic:
     def save(self, folder: Path) -> None:
         """Weights in one file, optimizer and schedule in one of each rank. Raises OSError."""
         self._team.attempt(partial(self._team.write_own, folder, self.optimizer.state()))
-        self._team.write_whole(folder / WEIGHTS, self.weights())
+        self._team.write_whole(folder, self.weights())
 
     def load(self, folder: Path) -> None:
         """Back to where `save` was called, on any number of ranks. ValueError for other files."""

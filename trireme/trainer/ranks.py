@@ -38,9 +38,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.export import Spec, write_tensors
+from trireme.checkpoint.export import SharedFiles, Spec
 from trireme.checkpoint.layout import rank_file
 from trireme.checkpoint.save import write_pt
+from trireme.checkpoint.saved import my_parts
 from trireme.engines.weight_group import open_store
 from trireme.files import CannotWrite, naming
 from trireme.trainer.pack import cut, packed_tokens
@@ -334,22 +335,18 @@ class Team:
         write_pt(folder / rank_file("optim", self.size, self.rank), extra.pop("optimizer"))
         write_pt(folder / rank_file("extra_state", self.size, self.rank), extra)
 
-    def write_whole(self, path: Path, shards: Mapping[str, Tensor]) -> None:
-        """Weights in one file, gathered one after the other; rank 0 writes. Collective."""
+    def write_whole(self, folder: Path, shards: Mapping[str, Tensor]) -> None:
+        """Weights in one file, of which each rank writes the rows that it holds. Collective."""
         specs = {name: Spec(tuple(shards[name].shape), torch.float32) for name in sorted(shards)}
-        each = (whole(shards[name]) for name in specs)
+        file = SharedFiles(folder, specs)
 
-        def write() -> None:
-            try:
-                if self.rank == 0:
-                    with naming(path.parent):
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                    write_tensors(path, specs, each)
-            finally:
-                for _ in each:  # the other ranks, or a full disk
-                    pass
+        def create() -> None:
+            with naming(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            file.create()
 
-        self.attempt(write)
+        self.attempt(create if self.rank == 0 else lambda: None)
+        self.attempt(lambda: file.write(my_parts(shards.items(), self.rank)))
 
 
 def dummy() -> Batch:

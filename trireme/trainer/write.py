@@ -17,7 +17,7 @@ from torch import Tensor
 from trireme.checkpoint.export import DEFAULT_SHARD_BYTES, SharedFiles, Spec, as_written
 from trireme.checkpoint.layout import FSDP_CONFIG, LORA_ADAPTER, rank_file
 from trireme.checkpoint.save import write_pt
-from trireme.checkpoint.saved import is_split, my_rows
+from trireme.checkpoint.saved import my_parts
 from trireme.files import write_json
 from trireme.trainer.lora import Adapter
 from trireme.trainer.ranks import Team
@@ -65,14 +65,13 @@ class Writing:
                 write_json(actor / FSDP_CONFIG, {"FSDP_version": 2, "world_size": team.size})
 
         def write() -> None:
-            first = team.rank == 0
             team.write_own(actor, state)
             if not alone:
                 write_pt(actor / rank_file("model", team.size, team.rank), dict(shards()))
-            if first and trained.adapter:
+            if team.rank == 0 and trained.adapter:
                 trained.adapter.save(actor / LORA_ADAPTER, state["adapter"])
             for each in files:
-                each.write(my_rows(name, t) for name, t in shards() if first or is_split(t))
+                each.write(my_parts(shards(), team.rank))
 
         self._team, self._files = team, files
         self._error: Exception | None = None
