@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from trireme.cli import flags
+from trireme.cli import flag_names
 from trireme.cli.main import app
 from trireme.config import ConfigError, load_config
+from trireme.rewards.grouped import Judge
 
 YAML = """
 buffer:
@@ -19,7 +20,103 @@ buffer:
     taskset: {path: tasks.jsonl}
     eval_tasksets: [{path: a.jsonl}, {path: b.jsonl}]
 """
-PAGE = Path(__file__).parents[2] / "docs" / "ms_swift.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "ms_swift.md", DOCS / "zh" / "migrate" / "ms_swift.md")
+DOCUMENTED = [
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "stop_words",
+    "max_completion_length",
+    "max_length",
+    "truncation_strategy",
+    "beta",
+    "system",
+    "steps_per_generation",
+    "generation_batch_size",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_base_url",
+    "vllm_server_timeout",
+    "vllm_server_group_port",
+    "vllm_server_pass_dataset",
+    "async_generate",
+    "vllm_gpu_memory_utilization",
+    "vllm_tensor_parallel_size",
+    "vllm_data_parallel_size",
+    "vllm_max_model_len",
+    "vllm_enable_prefix_caching",
+    "vllm_enable_lora",
+    "multi_turn_scheduler",
+    "max_turns",
+    "completion_length_limit_scope",
+    "use_gym_env",
+    "gym_env",
+    "loss_scale",
+    "reward_funcs",
+    "reward_weights",
+    "reward_model",
+    "reward_model_plugin",
+    "loss_type",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "importance_sampling_level",
+    "tau_pos",
+    "tau_neg",
+    "real_tau",
+    "advantage_estimator",
+    "scale_rewards",
+    "kl_in_reward",
+    "dynamic_sample",
+    "max_resample_times",
+    "overlong_filter",
+    "soft_max_length",
+    "soft_cache_length",
+    "log_completions",
+    "log_entropy",
+    "top_entropy_quantile",
+    "dataset_shuffle",
+    "sync_ref_model",
+    "ref_model_sync_steps",
+    "ref_model_mixup_alpha",
+    "rollout_importance_sampling_mode",
+    "rollout_importance_sampling_threshold",
+    "log_rollout_offpolicy_metrics",
+    "off_policy_sequence_mask_delta",
+    "cosine_min_len_value_wrong",
+    "cosine_max_len_value_wrong",
+    "cosine_min_len_value_correct",
+    "cosine_max_len_value_correct",
+    "cosine_max_len",
+    "repetition_n_grams",
+    "repetition_max_penalty",
+    "teacher_model",
+    "teacher_kl_coef",
+    "advantage_reweight",
+    "sdar_loss_coef",
+    "vllm_use_async_engine",
+    "use_async_engine",
+    "vllm_max_lora_rank",
+    "sleep_level",
+    "offload_model",
+    "offload_optimizer",
+    "move_model_batches",
+    "enable_flattened_weight_sync",
+    "context_manager",
+    "chord_mu_peak",
+    "fipo_decay",
+    "external_plugins",
+    "multi_turns",
+]
+"""Flags that ms-swift's documents on GRPO and on several turns name."""
 
 
 @pytest.fixture
@@ -108,10 +205,50 @@ def test_what_a_word_should_have_been_is_said(
     assert sentence in re.sub(r"[│╭╮╰╯─]", "", keys(*words))
 
 
-def test_the_page_on_ms_swift_lists_every_flag() -> None:
-    listed = set(re.findall(r"`--(\w+)`", PAGE.read_text(encoding="utf-8")))
-    tables = (flags.KEYS, flags.IDLE, flags.ELSEWHERE, flags._TASKSETS, flags.TRANSLATED)
-    assert {name for table in tables for name in table} <= listed
+@pytest.mark.parametrize("page", PAGES, ids=["en", "zh"])
+def test_the_pages_on_ms_swift_list_every_flag(page: Path) -> None:
+    listed = set(re.findall(r"`--([\w*]+)`", page.read_text(encoding="utf-8")))
+    named = flag_names
+    tables = (named.KEYS, named.IDLE, named.ELSEWHERE, named.TASKSETS, named.TRANSLATED)
+    assert {name for table in tables for name in table} - listed == set()
+
+
+def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
+    named = flag_names
+    taken = {*named.KEYS, *named.IDLE, *named.TASKSETS, *named.TRANSLATED}
+    assert [name for name in DOCUMENTED if name not in taken and not named.elsewhere(name)] == []
+    assert taken.isdisjoint(named.ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("--chord_sft_dataset x", "algorithm.algorithm_type=mix_chord"),
+        ("--sdar_loss_coef 0.1", "--teacher_model with --teacher_kl_coef"),
+        ("--completion_length_limit_scope total", "expected one of per_round"),
+        ("--cosine_max_len 9", "is of the reward cosine: expected it among --reward_funcs"),
+    ],
+)
+def test_what_there_is_not_is_told_with_what_to_set(keys: Any, words: str, instead: str) -> None:
+    said = keys("run.yaml", "--reward_funcs", "accuracy", *words.split())
+    assert instead in " ".join(re.sub(r"[│╭╮╰╯─]", "", said).split())
+
+
+def test_options_of_rewards_reach_their_reward(keys: Any) -> None:
+    words = "--reward_funcs accuracy soft_overlong cosine repetition --soft_cache_length 64 "
+    words += "--max_completion_length 512 --cosine_min_len_value_wrong -0.7 --repetition_n_grams 4"
+    config, _ = keys("run.yaml", *words.split(), "--gym_env", "guess", "--min_p", "0.1")
+    taskset = config.buffer.explorer_input.taskset
+    assert taskset is not None and taskset.workflow_args["env"] == "guess"
+    assert taskset.rollout_args.min_p == 0.1
+    funcs = taskset.reward_fn_args["funcs"]
+    assert funcs == [
+        "accuracy",
+        {"name": "soft_overlong", "soft_max_length": 512, "soft_cache_length": 64},
+        {"name": "cosine", "max_len": 512, "min_len_value_wrong": -0.7},
+        {"name": "repetition", "n_grams": 4},
+    ]
+    assert len(Judge.of(funcs).functions) == 4  # each takes its options
 
 
 @pytest.mark.parametrize(
@@ -132,6 +269,13 @@ def test_the_page_on_ms_swift_lists_every_flag() -> None:
                                                          "max_resample_times": 3}}),
         ("--dynamic_sample true --max_resample_times 5",
          {"advantage_fn_args": {"std_threshold": 0.0, "max_resample_times": 5}}),
+        ("--loss_type sapo --tau_pos 2 --tau_neg 1.5",
+         {"policy_loss_fn_args": {"tau_pos": 2.0, "tau_neg": 1.5}}),
+        ("--off_policy_sequence_mask_delta 0.2",
+         {"policy_loss_fn_args": {"enable_sequence_masking": True, "delta": 0.2}}),
+        ("--log_rollout_offpolicy_metrics true", {"rollout_correction": {"rollout_is": None}}),
+        ("--log_rollout_offpolicy_metrics true --rollout_importance_sampling_mode token_truncate",
+         {"rollout_correction": {"rollout_is": "token"}}),
         ("--scale_rewards none", {"advantage_fn_args": {"norm_by_std": False}}),
         ("--rollout_importance_sampling_mode sequence_mask "
          "--rollout_importance_sampling_threshold 3",

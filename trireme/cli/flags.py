@@ -10,166 +10,20 @@ import typer
 import yaml
 from typer.core import TyperCommand
 
+from trireme.cli.flag_names import (
+    CHOICES,
+    ENGINE,
+    IDLE,
+    INPUT,
+    KEYS,
+    NUMBERS,
+    REWARD_OPTIONS,
+    TASKSETS,
+    TRANSLATED,
+    elsewhere,
+)
 from trireme.demo import YAML as DEMO
 
-_INPUT = "buffer.explorer_input"
-_ENGINE = "explorer.rollout_model"
-_TASKSETS = {
-    "multi_turn_scheduler": "workflow_args.scheduler",
-    "max_turns": "workflow_args.max_turns",
-    "multi_turns": "workflow_args.max_turns",
-    "loss_scale": "workflow_args.loss_scale",
-    "system": "format.system_prompt",
-    "stop_words": "rollout_args.stop",
-    "reward_funcs": "reward_fn_args.funcs",
-    "reward_weights": "reward_fn_args.weights",
-}
-"""Keys of every taskset."""
-KEYS = {
-    "model": "model.model_path",
-    "dataset": f"{_INPUT}.taskset.path",
-    "output_dir": "checkpoint_root_dir",
-    "seed": "seed",
-    "rlhf_type": "algorithm.algorithm_type",
-    "num_iterations": "algorithm.num_iterations",
-    "sync_ref_model": "algorithm.sync_ref_model",
-    "ref_model_mixup_alpha": "algorithm.ref_model_mixup_alpha",
-    "ref_model_sync_steps": "algorithm.ref_model_sync_steps",
-    "num_generations": "algorithm.repeat_times",
-    "generation_batch_size": "buffer.train_batch_size",
-    "num_train_epochs": "buffer.total_epochs",
-    "max_steps": "trainer.total_steps",
-    "save_steps": "trainer.save_interval",
-    "save_total_limit": "trainer.max_checkpoints_to_keep",
-    "eval_steps": "explorer.eval_interval",
-    "learning_rate": "algorithm.optimizer.lr",
-    "lr_scheduler_type": "algorithm.optimizer.lr_scheduler_type",
-    "warmup_ratio": "algorithm.optimizer.lr_warmup_steps_ratio",
-    "weight_decay": "algorithm.optimizer.weight_decay",
-    "warmup_steps": "algorithm.optimizer.lr_warmup_steps",
-    "max_grad_norm": "trainer.grad_clip",
-    "gradient_checkpointing": "trainer.enable_gradient_checkpointing",
-    "report_to": "monitor.monitor_type",
-    "max_length": "model.max_prompt_tokens",
-    "max_completion_length": "model.max_response_tokens",
-    "vllm_max_model_len": "model.max_model_len",
-    "temperature": "model.temperature",
-    "top_p": "model.top_p",
-    "top_k": "model.top_k",
-    "repetition_penalty": "model.repetition_penalty",
-    "torch_dtype": f"{_ENGINE}.dtype",
-    "vllm_tensor_parallel_size": f"{_ENGINE}.tensor_parallel_size",
-    "vllm_data_parallel_size": f"{_ENGINE}.data_parallel_size",
-    "vllm_gpu_memory_utilization": f"{_ENGINE}.gpu_memory_utilization",
-    "vllm_enforce_eager": f"{_ENGINE}.enforce_eager",
-    "vllm_enable_prefix_caching": f"{_ENGINE}.enable_prefix_caching",
-    "vllm_server_base_url": f"{_ENGINE}.base_urls",
-    "vllm_server_host": f"{_ENGINE}.base_urls",
-    "vllm_server_port": f"{_ENGINE}.base_urls",
-    "external_plugins": "plugins",
-}
-"""Keys of the whole run."""
-IDLE = {
-    "use_vllm": "explorer.rollout_model.engine_type names the engine",
-    "vllm_mode": "without a --vllm_server_* flag the engine is this run's own",
-    "use_async_engine": "every engine serves its requests one by one",
-    "vllm_use_async_engine": "every engine serves its requests one by one",
-    "vllm_server_timeout": "explorer.max_timeout limits a rollout",
-    "vllm_server_group_port": "weights need no port that is agreed on",
-    "vllm_server_pass_dataset": "the columns of the data set always reach the scheduler",
-    "vllm_enable_lora": "engines are set up for the adapter in model.lora_configs",
-    "vllm_max_lora_rank": "engines are set up for the adapter in model.lora_configs",
-    "vllm_limit_mm_per_prompt": "prompts are text",
-    "vllm_disable_custom_all_reduce": "give it in explorer.rollout_model.extra_engine_args",
-    "sleep_level": "an engine that shares its device with the trainer takes turns with it",
-    "offload_model": "see trainer.offload",
-    "offload_optimizer": "see trainer.offload",
-    "move_model_batches": "weights travel in buckets",
-    "gc_collect_after_offload": "nothing is kept that would have to be collected",
-    "log_completions": "all are in buffer/explorer_output.db",
-    "logging_steps": "every step is logged",
-    "attn_impl": "the trainer takes what the model and the device allow",
-    "dataset_num_proc": "rows are read as they are",
-    "dataloader_num_workers": "rows are read as they are",
-    "dataloader_pin_memory": "rows are read as they are",
-    "load_from_cache_file": "rows are read as they are",
-    "split_dataset_ratio": "name rows to evaluate on in --val_dataset",
-    "padding_free": "samples are always laid end to end, without padding",
-    "deepspeed": "several ranks share weights by FSDP2: cluster.gpu_per_node",
-    "eval_strategy": "--eval_steps says how often",
-    "save_strategy": "--save_steps says how often",
-    "save_only_model": "a checkpoint holds all that a resume needs",
-    "bf16": "see --torch_dtype",
-    "log_entropy": "the entropy is always logged",
-    "model_type": "the model's config.json says it",
-    "template": "the tokenizer's chat template is used",
-    "num_infer_workers": "explorer.rollout_model.engine_num counts engines",
-    "infer_backend": "--engine names it",
-    "ddp_timeout": "trainer.collective_timeout",
-}
-"""Accepted and said to be without effect, each with why."""
-_LOSSES = {
-    "grpo": ("ppo", "seq-mean-token-mean"),
-    "bnpo": ("ppo", "token-mean"),
-    "dapo": ("ppo", "token-mean"),
-    "dr_grpo": ("ppo", "seq-mean-token-sum-norm"),
-    "cispo": ("cispo", "token-mean"),
-    "sapo": ("sapo", "seq-mean-token-mean"),
-}
-"""`--loss_type` -> policy loss, and how it is averaged."""
-_CHOICES: dict[str, dict[str, dict[str, Any]]] = {
-    "loss_type": {
-        name: {"policy_loss_fn": loss, "loss_agg_mode": mode}
-        for name, (loss, mode) in _LOSSES.items()
-    },
-    "importance_sampling_level": {"token": {}, "sequence": {"policy_loss_fn": "gspo"}},
-    "advantage_estimator": {
-        "grpo": {"advantage_fn": "grpo"},
-        "rloo": {"advantage_fn": "rloo"},
-        "reinforce_plus_plus": {"advantage_fn": "reinforceplusplus"},
-    },
-    "scale_rewards": {
-        "group": {"advantage_fn_args.std_cal_level": "group"},
-        "batch": {"advantage_fn_args.std_cal_level": "batch"},
-        "none": {"advantage_fn_args.norm_by_std": False},
-        "gdpo": {"advantage_fn": "gdpo"},
-    },
-    "dynamic_sample": {
-        "true": {
-            "advantage_fn_args.std_threshold": 0.0,
-            "advantage_fn_args.max_resample_times": 3,
-        },
-        "false": {},
-    },
-    "train_type": {"full": {}, "lora": {}},
-    "tuner_type": {"full": {}, "lora": {}},
-    "rollout_importance_sampling_mode": {
-        "token_truncate": {"rollout_correction.rollout_is": "token"},
-        "token_mask": {"rollout_correction.rollout_rs": "token"},
-        "sequence_truncate": {"rollout_correction.rollout_is": "sequence"},
-        "sequence_mask": {"rollout_correction.rollout_rs": "sequence"},
-    },
-    "overlong_filter": {"true": {}, "false": {}},
-    "async_generate": {"true": {}, "false": {}},
-}
-"""Flags with few values -> what each sets in the `algorithm` section."""
-_NUMBERS = ("beta", "epsilon", "epsilon_high", "delta", "top_entropy_quantile", "lora_rank")
-_NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold", "teacher_kl_coef")
-_NUMBERS += ("max_resample_times",)
-TRANSLATED = (*_CHOICES, *_NUMBERS, "teacher_model")
-"""Flags that become several keys, or another value."""
-ELSEWHERE = {
-    "reward_model": "reward_funcs judge, or a reward of your own: docs/rewards.md",
-    "per_device_train_batch_size": "buffer.batch_size (tasks) and buffer.train_batch_size",
-    "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
-    "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
-    "ref_model": "model.model_path: the reference is the model that a stage begins with",
-    "reward_model_plugin": "reward_funcs, with a reward of your own: docs/rewards.md",
-    "resume_from_checkpoint": "nothing: the same command resumes, and --output_dir says which run",
-    "quant_bits": "model.lora_configs over the model as it is: nothing is quantized",
-    "push_to_hub": "nothing: trireme convert writes a folder to upload",
-}
-"""No flag here: what to set instead."""
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
@@ -197,8 +51,8 @@ class WithFlags(TyperCommand):
             name, _, value = word.removeprefix("--").partition("=")
             if not word.startswith("--") or name in options:
                 continue
-            if name in ELSEWHERE:
-                raise typer.BadParameter(f"no such option: --{name}. Set {ELSEWHERE[name]}")
+            if instead := elsewhere(name):
+                raise typer.BadParameter(f"no such option: --{name}. Set {instead}")
             if "." in name:
                 value = value or next(iter(rest[index + 1 :]), "VALUE")
                 raise typer.BadParameter(
@@ -247,7 +101,7 @@ def _taken(
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         mine = word.startswith("--") and name not in options
-        tables = (KEYS, _TASKSETS, IDLE, TRANSLATED, own_flags)
+        tables = (KEYS, TASKSETS, IDLE, TRANSLATED, own_flags)
         known = mine and any(name in table for table in tables)
         several = (
             name in (*_SEVERAL, *_SERVERS, *own_flags)
@@ -306,14 +160,15 @@ def overrides(flags: Given, config: Source) -> list[str]:
     for name in flags:
         if name in IDLE:
             typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
+    flags = {**flags, **_rewards(flags)}
     out = [
-        f"{section}.{_TASKSETS[name]}={_value(name, values)}"
+        f"{section}.{TASKSETS[name]}={_value(name, values)}"
         for section in _tasksets(config)
         for name, values in flags.items()
-        if name in _TASKSETS
+        if name in TASKSETS
     ]
     if "multi_turn_scheduler" in flags:
-        out.append(f"{_INPUT}.default_workflow_type=multi_turn_scheduler")
+        out.append(f"{INPUT}.default_workflow_type=multi_turn_scheduler")
     each = _each_batch(flags)
     out += [
         f"{KEYS[name]}={_value(name, each.get(name, values))}"
@@ -322,21 +177,21 @@ def overrides(flags: Given, config: Source) -> list[str]:
     ]
     out += translated(flags, config)
     if urls := list(_urls(flags)):
-        out += [f"{_ENGINE}.engine_type=remote", f"{_ENGINE}.base_urls={_text(urls)}"]
+        out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={_text(urls)}"]
     return out
 
 
 def translated(flags: Given, config: Source) -> list[str]:
     """`key=value` of the flags that become several keys. Raises BadParameter for other values."""
     keys: dict[str, Any] = {}
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if name in flags:
             value = flags[name][0].lower()
             if value not in choices:
                 expected = ", ".join(choices)
                 raise typer.BadParameter(f"--{name} {flags[name][0]}: expected one of {expected}")
             keys |= {f"algorithm.{key}": item for key, item in choices[value].items()}
-    number = {name: _number(name, flags[name][0]) for name in _NUMBERS if name in flags}
+    number = {name: _number(name, flags[name][0]) for name in NUMBERS if name in flags}
     loss = "algorithm.policy_loss_fn_args."
     if (beta := number.get("beta")) is not None:
         keys["algorithm.kl_loss_fn"] = "k3" if beta else "none"
@@ -346,8 +201,11 @@ def translated(flags: Given, config: Source) -> list[str]:
         low, high = None, None if high is None else high - 1
     keys |= {f"{loss}clip_range_low": low} if low is not None else {}
     keys |= {f"{loss}clip_range_high": high} if high is not None else {}
-    for name, key in (("delta", "clip_ratio_c"), ("top_entropy_quantile", "top_entropy_quantile")):
+    same = ("top_entropy_quantile", "tau_pos", "tau_neg")
+    for name, key in (("delta", "clip_ratio_c"), *zip(same, same, strict=True)):
         keys |= {f"{loss}{key}": number[name]} if name in number else {}
+    if (delta := number.get("off_policy_sequence_mask_delta")) is not None:
+        keys |= {f"{loss}enable_sequence_masking": True, f"{loss}delta": delta}
     if (most := number.get("rollout_importance_sampling_threshold")) is not None:
         mode = "rollout_importance_sampling_mode"
         correction = "algorithm.rollout_correction"
@@ -370,6 +228,29 @@ def translated(flags: Given, config: Source) -> list[str]:
     if flags.get("async_generate", ["false"])[0].lower() == "true":
         keys["synchronizer.sync_offset"] = 1
     return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _rewards(flags: Given) -> dict[str, list[Any]]:
+    """The reward functions, with the options that flags give them. Raises BadParameter for those of
+    a reward that is not asked for.
+    """
+    funcs: dict[str, dict[str, Any]] = {
+        name: {"name": name} for name in flags.get("reward_funcs", ())
+    }
+    for flag, (reward, option) in REWARD_OPTIONS.items():
+        text = flags.get(flag, [""])[0]
+        if not text and option in ("soft_max_length", "max_len"):
+            text = flags.get("max_completion_length", [""])[0]
+        elif text and reward not in funcs:
+            raise typer.BadParameter(
+                f"--{flag} {text} is of the reward {reward}: expected it among --reward_funcs"
+            )
+        if text and reward in funcs:
+            number = _number(flag, text)
+            funcs[reward][option] = int(number) if number.is_integer() else number
+    given = flags.get("reward_funcs", ())
+    plain = [funcs[name] if len(funcs[name]) > 1 else name for name in given]
+    return {"reward_funcs": plain} if given else {}
 
 
 def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[str, Any]:
@@ -455,10 +336,10 @@ def _urls(flags: Given) -> Iterator[str]:
 def _tasksets(config: Source) -> list[str]:
     """The keys of the file's tasksets."""
     several, evals = (
-        [f"{_INPUT}.{name}[{i}]" for i in range(len(_read(config, *_INPUT.split("."), name)))]
+        [f"{INPUT}.{name}[{i}]" for i in range(len(_read(config, *INPUT.split("."), name)))]
         for name in ("tasksets", "eval_tasksets")
     )
-    return [*(several or [f"{_INPUT}.taskset"]), *evals]
+    return [*(several or [f"{INPUT}.taskset"]), *evals]
 
 
 def _operators(config: Source) -> list[Any]:
