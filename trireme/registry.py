@@ -268,6 +268,8 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.raft",
         f"{_WORKFLOWS}.agentscope",
         f"{_WORKFLOWS}.harbor",
+        f"{_WORKFLOWS}.sciworld",
+        f"{_WORKFLOWS}.intercode",
     ],
     by="workflow",
 )

@@ -1,0 +1,78 @@
+"""A database that is read statement by statement, in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.fake import make
+from trireme.experience import Experience
+from trireme.task import Task
+from trireme.workflows.workflow import resolve
+
+SCRIPT = "CREATE TABLE people (name, age); INSERT INTO people VALUES ('Ann', 3), ('Bo', 5);"
+OTHER = "CREATE TABLE people (name, age); INSERT INTO people VALUES ('Cy', 8);"
+RIGHT = "SELECT name FROM people WHERE age > 4"
+ROW = {"prompt": "Who is older than 4?", "response": RIGHT, "databases": [SCRIPT, OTHER]}
+
+
+def play(*actions: str, row: dict[str, Any] = ROW) -> tuple[Experience, list[str]]:
+    task, spec = Task(row), resolve("intercode_sql_workflow")
+    assert spec.examine is not None
+    spec.examine(task)
+    replies = [f"<action>{action}</action>" for action in actions]
+    [e] = asyncio.run(spec.call(task, make(replies), 1, 0))
+    return e, [m["content"] for m in e.messages or [] if m["role"] == "user"]
+
+
+def test_the_last_query_is_judged_in_all_databases() -> None:
+    e, seen = play("SHOW TABLES", "desc people;", f"{RIGHT};", "submit")
+    assert e.reward == 1.0 and e.metrics["env_done"] == 1.0
+    create = "('CREATE TABLE people (name, age)',)"
+    assert seen == ["Who is older than 4?", "('people',)", create, "('Bo',)"]
+    e, _ = play("SELECT 'Bo'", "submit")  # right in the first alone
+    assert e.reward == 0.0
+    e, _ = play(RIGHT, "SELECT nothing", "SHOW TABLES", "submit")  # what failed is no query
+    assert e.reward == 1.0
+
+
+def test_what_a_statement_may_not_do_is_said_and_does_not_happen() -> None:
+    statements = ["DROP TABLE people", "ATTACH '/tmp/x' AS y", "SELECT nam FROM people", "", "a; b"]
+    e, seen = play(*statements, RIGHT, "submit")
+    assert seen[1:3] == ["Error: not authorized"] * 2 and seen[3] == "Error: no such column: nam"
+    assert seen[4].startswith("Write one statement") and seen[5].startswith("Error:")
+    assert e.reward == 1.0
+
+
+def test_without_a_submission_there_is_no_reward() -> None:
+    e, _ = play("submit")
+    assert e.reward == 0.0
+    e, _ = play(*[RIGHT] * 10)
+    assert e.reward == 0.0 and e.metrics["env_done"] == 0.0
+
+
+def test_long_results_are_cut_and_endless_ones_end() -> None:
+    count = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n{}) SELECT x FROM n"
+    _, seen = play(count.format(" WHERE x < 50"), count.format(""), "submit")
+    assert seen[1].endswith("(20,)\n... (30 more rows)") and "too long" in seen[2]
+
+
+def test_a_file_of_sqlite(tmp_path: Path) -> None:
+    base = sqlite3.connect(tmp_path / "a.sqlite")
+    base.executescript(SCRIPT)
+    base.close()
+    row = {**ROW, "databases": None, "db_path": str(tmp_path / "a.sqlite")}
+    assert play(RIGHT, "submit", row=row)[0].reward == 1.0
+    (tmp_path / "b.sqlite").write_text("no database, but some text that is long enough for one")
+    for changes, said in (
+        ({"db_path": str(tmp_path / "b.sqlite")}, "no SQLite file"),
+        ({"db_path": str(tmp_path / "gone")}, "there is no such file"),
+        ({"db_path": None}, "needs a column databases"),
+        ({"response": None}, "expected the right query"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            play(row={**row, **changes})

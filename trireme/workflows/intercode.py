@@ -1,0 +1,146 @@
+"""InterCode: a question to a database, asked of it in SQL turn by turn (arXiv:2306.14898).
+
+A reply has one statement in <action>, and sees its rows or its error; `submit` ends the episode.
+Statements only read, in the sandbox of `same_rows`, which also gives the reward: 1 where the last
+query gives the rows of the right one. The row has `databases` (scripts that make them: the first is
+seen, all are compared), `database` (one script), or `db_path` (a file of SQLite).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trireme.registry import workflow
+from trireme.rewards.sandbox import LONGEST, run, same_rows
+from trireme.task import Task
+from trireme.workflows.episode import EpisodeWorkflow, parse_action
+
+SYSTEM_PROMPT = """You answer a question by reading an SQLite database, one statement at a time.
+
+Before each statement think briefly. Answer with your thoughts between <think> and </think> and \
+one statement between <action> and </action>: you see its rows, or its error. SHOW TABLES and \
+DESCRIBE name tables and their columns. When the last statement's rows answer the question, answer \
+with <action>submit</action>.
+
+An example:
+<think>I need the columns first.</think>
+<action>DESCRIBE people</action>"""
+SUBMIT = "submit"
+SHOWN = 20
+"""Rows of a result that are shown."""
+_SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
+_DESCRIBE = re.compile(r"\s*desc(?:ribe)?\s+[`\"']?(\w+)[`\"']?\s*;?\s*", re.IGNORECASE)
+
+
+class Database:
+    """One episode's questions to a database."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._databases = task, databases_of(task)
+        self._last: str | None = None
+
+    def reset(self) -> str:
+        """The question."""
+        self._last = None
+        return str(self._task.prompt)
+
+    async def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """What a statement gives; at `submit` the reward of the last query that ran."""
+        if action.strip().rstrip(";").lower() == SUBMIT:
+            if self._last is None:
+                return "There is nothing to submit.", 0.0, True, {"valid": False}
+            scored = await same_rows(self._task, self._last, databases=self._databases)
+            return "Submitted.", scored["accuracy"], True, {"valid": True}
+        if not action.strip():
+            return "Write one statement in <action>, or submit.", 0.0, False, {"valid": False}
+        if len(action) > LONGEST:
+            return "Error: the statement is too long.", 0.0, False, {"valid": False}
+        query = in_sqlite(action)
+        job = {"query": query, "databases": self._databases[:1], "most": SHOWN}
+        told = await asyncio.to_thread(run, json.dumps(job))
+        if not isinstance(told, dict):
+            late = "Error: it takes too long, or gives more than 1 MB of rows."
+            return late, 0.0, False, {"valid": False}
+        if "rows" not in told:
+            return f"Error: {told.get('error')}", 0.0, False, {"valid": False}
+        if query == action:  # what is looked up about the tables is no answer
+            self._last = action
+        lines = [str(tuple(row)) for row in told["rows"]] or ["(no rows)"]
+        left = told["count"] - len(told["rows"])
+        lines += [f"... ({left} more rows)"] if left > 0 else []
+        return "\n".join(lines), 0.0, False, {"valid": True}
+
+
+@workflow("intercode_sql_workflow")
+class InterCodeSqlWorkflow(EpisodeWorkflow):
+    """1 where the last query before `submit` gives the rows of the right one, else 0."""
+
+    blocking_env = False
+    max_env_steps = 10
+    unfinished_reward = 0.0
+    default_system_prompt = SYSTEM_PROMPT
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without a database or the right query."""
+        databases_of(task)
+        if not isinstance(task.truth, str) or not task.truth.strip():
+            raise ValueError(
+                f"the row's column '{task.truth_key}' (format.response_key) is {task.truth!r:.60}: "
+                "expected the right query"
+            )
+        if task.reward_fn is not None:
+            raise ValueError("intercode_sql_workflow compares rows by itself: name no reward")
+
+    def make_env(self) -> Database:
+        """The database of the row."""
+        return Database(self.task)
+
+    def parse_action(self, reply: str) -> str:
+        """What stands in <action>."""
+        return parse_action(reply)
+
+
+def in_sqlite(statement: str) -> str:
+    """SHOW TABLES and DESCRIBE in SQLite's words; anything else as it is."""
+    if _SHOW.fullmatch(statement):
+        return "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
+    if match := _DESCRIBE.fullmatch(statement):
+        return f"SELECT sql FROM sqlite_master WHERE lower(name) = lower('{match[1]}')"
+    return statement
+
+
+def databases_of(task: Task) -> list[str]:
+    """The scripts that make a row's databases. Raises ValueError where it has none."""
+    row = task.raw_task
+    if path := row.get("db_path"):
+        file = Path(str(path)).expanduser()
+        if not file.is_file():
+            raise ValueError(f"the row's db_path is '{path}': there is no such file")
+        return [_script(file, file.stat().st_mtime_ns)]
+    scripts = row.get("databases") or ([row["database"]] if row.get("database") else [])
+    if not scripts or not all(isinstance(script, str) for script in scripts):
+        raise ValueError(
+            "intercode_sql_workflow needs a column databases (a list of scripts), database (one "
+            f"script) or db_path (a file of SQLite): the row has {', '.join(row)}"
+        )
+    return list(scripts)
+
+
+@lru_cache(maxsize=32)
+def _script(file: Path, changed: int) -> str:
+    """What makes the same database in memory."""
+    try:
+        with closing(sqlite3.connect(f"file:{file.absolute()}?mode=ro", uri=True)) as base:
+            return "\n".join(base.iterdump())
+    except sqlite3.DatabaseError as error:
+        raise ValueError(
+            f"the row's db_path is '{file}', which is no SQLite file: {error}"
+        ) from error
