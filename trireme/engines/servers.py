@@ -5,17 +5,11 @@
   has far more to do than the mean (`Router`).
 - A server that is gone, or was started again, has lost its weights, and that ends the engine.
 - Unless its launcher starts servers again (`restarted`): then it is `gone` until it answers, `bare`
-  until it has the run's weights, and meanwhile others are asked, or the caller waits. Whoever
-<<<<<<< HEAD
-  starts it bounds that wait.
+  until it has the run's weights, and meanwhile others are asked, or the caller waits. The launcher
+  bounds that wait. On Ray a server that is started again may have another address, and trainer and
+  explorer each have their own `Servers`: see launch/ray/engines.py.
 - `RequestBatcher` sends the generations that are asked for at one time in one request, or in as few
   as it takes. The answers come as lines, each when its generation has ended. A caller that is
-=======
-  starts it bounds that wait. On Ray the one that is started again may have another address, and
-  trainer and explorer each have their own `Servers`: see launch/ray/engines.py.
-- The generations that are asked for at one time go to a server in one request, or in as few as it
-  takes (`Outbox`). The answers come as lines, each when its generation has ended. A caller that is
->>>>>>> c54a525 (An engine that dies on Ray is started again)
   cancelled tells the server so; the others go on.
 """
 
