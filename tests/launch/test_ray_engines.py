@@ -14,7 +14,10 @@ pytest.importorskip("ray")
 from tests.server.made import on_port, torch_rollouts, until
 from tests.server.test_remote import PROMPT, SHORT, weights_of
 from trireme.engines.remote import RemoteEngine
+from trireme.engines.servers import Servers
+from trireme.launch.ray.actors import ExplorerWorker, TrainerWorker
 from trireme.launch.ray.engines import Sides
+from trireme.launch.sides import ExplorerSide, TrainerSide
 
 
 def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weights(
@@ -64,3 +67,9 @@ def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weight
             keeping.cancel()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("side", [TrainerSide, ExplorerSide, TrainerWorker, ExplorerWorker])
+def test_no_method_of_a_side_has_the_name_of_one_of_its_servers(side: type) -> None:
+    """A call to a side's actor names a method alone: see SideWorker.method."""
+    assert not {name for name in set(dir(side)) & set(dir(Servers)) if not name.startswith("_")}
