@@ -14,8 +14,9 @@ import pytest
 
 import trireme
 from trireme.launch.train import config_from
-from trireme.registry import REWARDS, WORKFLOWS
+from trireme.registry import REWARDS, TRACKERS, WORKFLOWS
 from trireme.task import Task
+from trireme.workflows.tool_calls import TOOLS
 
 ROWS = [{"question": f"{n} + 1?", "answer": n + 1, "level": n % 3} for n in range(8)]
 SMALL = {"max_response_tokens": 8, "max_model_len": 64}
@@ -26,7 +27,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is its own, and Ctrl-C is Python's: a command that another test ran in
     this process has left its own handler, which ends the process when its time is over.
     """
-    for registry in (REWARDS, WORKFLOWS):
+    for registry in (REWARDS, TRACKERS, WORKFLOWS, TOOLS):
         monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -94,6 +95,65 @@ def test_several_rewards_with_their_weights(tiny_dir: Path, tmp_path: Path) -> N
     assert "rollout/rewards/levels/mean" in run.metrics
     with pytest.raises(trireme.ConfigError, match="expected a name, or a section with a `name`"):
         start(tiny_dir, tmp_path, reward=[{"weight": 0.5}])
+
+
+def multiply(a: int, b: int) -> int:
+    """The product of two numbers.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a * b
+
+
+def test_functions_are_tools_of_a_conversation(tiny_dir: Path, tmp_path: Path) -> None:
+    steps = {"total_steps": 1, "batch_size": 2}
+    turns = {"buffer.explorer_input.taskset.workflow_args.max_turns": 2}
+    room = {"model.max_model_len": 1024}
+    tools = [multiply, "calculator"]
+    more = {"algorithm.repeat_times": 2, **turns, **room}
+    run = start(tiny_dir, tmp_path, reward=varied, tools=tools, buffer=steps, **more)
+    rollouts = run.rollouts()
+    assert rollouts
+    for experience in rollouts:
+        names = [tool["function"]["name"] for tool in experience.tools or ()]
+        assert names == ["multiply", "calculator"]
+    taskset = run.plans[0].config.buffer.explorer_input.taskset
+    assert taskset is not None and taskset.workflow_args["max_turns"] == 2
+
+
+def test_tools_beside_a_workflow_and_without_a_docstring_are_refused(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="a workflow is given: expected one of them"):
+        start(tiny_dir, tmp_path, workflow=twice, tools=[multiply])
+    with pytest.raises(trireme.ConfigError, match="has no JSON schema"):
+        start(tiny_dir, tmp_path, reward=varied, tools=[lambda a: a])
+
+
+def test_callbacks_are_told_of_every_step(tiny_dir: Path, tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def note(metrics: dict[str, float], step: int, part: str) -> None:
+        assert metrics
+        seen.append((part, step))
+
+    steps = {"total_steps": 2, "batch_size": 2}
+    one = {"algorithm.repeat_times": 2}
+    start(tiny_dir, tmp_path, reward=varied, callbacks=[note], buffer=steps, **one)
+    assert {("explorer", 1), ("explorer", 2), ("trainer", 1), ("trainer", 2)} <= set(seen)
+    assert (tmp_path / "python/grpo/monitor/tensorboard").is_dir()
+    key = {"monitor.monitor_type": "wandb"}
+    with pytest.raises(ValueError, match=r"monitor\.monitor_type is given, too"):
+        start(tiny_dir, tmp_path, reward=varied, callbacks=[note], **key)
+
+    def wrong(metrics: dict[str, float]) -> None: ...
+
+    with pytest.raises(trireme.ConfigError, match=r"expected \(metrics, step, part\)"):
+        start(tiny_dir, tmp_path, reward=varied, callbacks=[wrong])
+    with pytest.raises(trireme.ConfigError, match="or a class with the methods log"):
+        start(tiny_dir, tmp_path, reward=varied, callbacks=[Task])
 
 
 def test_columns_of_a_file_are_found_as_those_of_rows(tmp_path: Path) -> None:
@@ -169,5 +229,5 @@ def test_supervised_training_evaluates_where_it_is_asked_to(tiny_dir: Path, tmp_
     sizes: dict[str, Any] = {f"model.{key}": value for key, value in SMALL.items()}
     run = trireme.train(**options, **sizes, eval_tasks=ROWS, reward=varied)
     assert [name for name in run.metrics if name.startswith("eval/held_out/reward")]
-    with pytest.raises(ValueError, match="'sft' trains on data: a reward and a workflow"):
+    with pytest.raises(ValueError, match="'sft' trains on data: a reward, a workflow and tools"):
         trireme.train(**options, **sizes, reward=varied)

@@ -64,8 +64,8 @@ def test_several_rewards_are_summed_by_their_weights_and_logged_one_by_one() -> 
         "format_score": -0.5,
         "brief": 0.0,
         "rewards/math_reward": 0.5,
-        f"rewards/{__name__}:brief": 0.0,
-        f"rewards/{__name__}:Longest": 1.0,
+        "rewards/brief": 0.0,
+        "rewards/Longest": 1.0,
     }
 
 
@@ -78,11 +78,11 @@ def test_rewards_of_one_name_and_an_environment_s_own_are_parts_of_their_own() -
     asyncio.run(reward_group(judge_of(given.reward_fn, {}), given, [found], []))
     assert found.reward == 1 + 3 * 0 + 10
     assert found.info["reward_parts"] == {
-        name: (1.0, 1.0),
-        f"{name}_2": (0.0, 3.0),
+        "brief": (1.0, 1.0),
+        "brief_2": (0.0, 3.0),
         "total_reward": (10.0, 1.0),
     }
-    assert found.metrics[f"rewards/{name}_2"] == 0 and found.metrics["rewards/total_reward"] == 10
+    assert found.metrics["rewards/brief_2"] == 0 and found.metrics["rewards/total_reward"] == 10
 
 
 def noting(task: Task, answer: str) -> dict[str, float]:
@@ -94,7 +94,7 @@ def test_a_note_of_one_of_several_rewards_is_a_metric_and_does_not_count() -> No
     [judged_one] = judged(task([f"{__name__}:noting", f"{__name__}:brief"]), "42")
     assert judged_one.reward == 2.0
     assert judged_one.metrics["length"] == 2.0
-    assert judged_one.metrics[f"rewards/{__name__}:noting"] == 1.0
+    assert judged_one.metrics["rewards/noting"] == 1.0
 
 
 def test_the_same_by_reward_fn_args() -> None:

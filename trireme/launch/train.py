@@ -29,8 +29,9 @@ from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
-from trireme.registry import ORMS, REWARDS, WORKFLOWS, Registry
+from trireme.registry import ORMS, REWARDS, TRACKERS, WORKFLOWS, Registry
 from trireme.serialize import decode
+from trireme.workflows.tool_calls import TOOLS
 
 BATCH_SIZE = 32
 REPEAT_TIMES = 8
@@ -95,6 +96,8 @@ def train(
     workflow: str | Callable[..., Any] | None = None,
     algorithm: str = "grpo",
     eval_tasks: Tasks | None = None,
+    tools: Sequence[str | Callable[..., Any]] = (),
+    callbacks: Sequence[str | Callable[..., Any]] = (),
     **overrides: Any,
 ) -> Run:
     """Train a model, and wait until it is trained.
@@ -102,8 +105,11 @@ def train(
     `model` is a folder or a hub id. `tasks` (and `eval_tasks`) are the path of a data set, rows as
     dictionaries, prompts as text, a `datasets.Dataset` or a pandas frame. `reward` and `workflow`
     are functions or names; several rewards are a list, each of them also a mapping with its weight
-    (`{"name": right, "weight": 0.5}`). `overrides` are the YAML's keys: a section as a dictionary
-    (`trainer={"total_steps": 20}`), or a whole key (`**{"trainer.total_steps": 20}`).
+    (`{"name": right, "weight": 0.5}`). `tools` are functions with type hints and a docstring, or
+    names, which replies may call until one calls none. `callbacks` are functions `(metrics, step,
+    part)`, or classes as in docs/trackers.md, told of every step. `overrides` are the YAML's keys:
+    a section as a dictionary (`trainer={"total_steps": 20}`), or a whole key
+    (`**{"trainer.total_steps": 20}`).
 
     Without keys of your own a step has 32 tasks at most, with 8 rollouts each. A run goes on where
     an earlier one of the same `name` ended; without a name each run begins anew.
@@ -112,9 +118,14 @@ def train(
     was interrupted.
     """
     plans = checked(
-        config_from(model, tasks, reward, workflow, algorithm, eval_tasks, overrides)
+        config_from(
+            *(model, tasks, reward, workflow, algorithm, eval_tasks, overrides),
+            tools=tools,
+            callbacks=callbacks,
+        )
     ).plans
-    if plans[-1].launcher == "ray" and (_has_function(reward) or callable(workflow)):
+    local = _has_function(reward) or any(map(callable, [workflow, *tools, *callbacks]))
+    if plans[-1].launcher == "ray" and local:
         raise ValueError(
             "Ray's processes cannot see a function of this one: put it into a file, and name it as "
             "my_file:name"
@@ -132,6 +143,9 @@ def config_from(
     algorithm: str,
     eval_tasks: Tasks | None,
     overrides: Mapping[str, Any],
+    *,
+    tools: Sequence[str | Callable[..., Any]] = (),
+    callbacks: Sequence[str | Callable[..., Any]] = (),
 ) -> Config:
     """What a YAML with these keys says."""
     root = Path(str(overrides.get("checkpoint_root_dir") or Config().checkpoint_root_dir))
@@ -146,6 +160,8 @@ def config_from(
     }
     buffer: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
+    if callbacks:
+        values["monitor"] = {"monitor_type": _trackers(callbacks, overrides)}
     from_data = row_of(algorithm).from_data
     if from_data:
         values["mode"] = "train"
@@ -167,12 +183,39 @@ def config_from(
                  "rollout_args": greedy}
             ]  # fmt: skip
         buffer["explorer_input"] = inputs
-    elif reward is not None or workflow is not None:
+        if tools:
+            _use_tools(inputs, workflow, [_named(TOOLS, tool) for tool in tools])
+    elif reward is not None or workflow is not None or tools:
         raise ValueError(
-            f"'{algorithm}' trains on data: a reward and a workflow are used only where eval_tasks "
-            "are given"
+            f"'{algorithm}' trains on data: a reward, a workflow and tools are used only where "
+            "eval_tasks are given"
         )
     return config_of(values | {"buffer": buffer}, overrides)
+
+
+def _use_tools(inputs: dict[str, Any], workflow: Any, names: Sequence[str | None]) -> None:
+    """Make conversations of all tasksets in which replies may call these tools."""
+    if workflow is not None:
+        raise ValueError(
+            "tools are for conversations that tool_call_scheduler leads, and a workflow is given: "
+            "expected one of them (a workflow passes its own to model.chat)"
+        )
+    inputs["default_workflow_type"] = "multi_turn_scheduler"
+    for taskset in filter(None, [inputs.get("taskset"), *inputs.get("eval_tasksets", [])]):
+        taskset["workflow_args"] = {"scheduler": "tool_call_scheduler", "tools": [*names]}
+
+
+def _trackers(
+    callbacks: Sequence[str | Callable[..., Any]], overrides: Mapping[str, Any]
+) -> list[str | None]:
+    """`monitor.monitor_type` with the callbacks. Raises ValueError where it is given, too."""
+    if "monitor.monitor_type" in overrides or "monitor_type" in overrides.get("monitor", {}):
+        raise ValueError(
+            "callbacks are trackers, and monitor.monitor_type is given, too: expected all of them "
+            "in one, for example callbacks=['tensorboard', 'wandb', my_function]"
+        )
+    names = [_named(TRACKERS, callback) for callback in callbacks]
+    return names if "tensorboard" in names else ["tensorboard", *names]
 
 
 def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any], int | None]:

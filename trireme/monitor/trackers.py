@@ -26,6 +26,7 @@ from trireme.aio import OwnThread
 from trireme.files import in_turn, write_json
 from trireme.monitor.metrics import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options, tracker
+from trireme.usercode import refuse_signature
 
 if TYPE_CHECKING:  # at run time it would load torch before the threads' settings are made
     from torch.utils.tensorboard import SummaryWriter
@@ -201,6 +202,14 @@ def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None)
         if name == "tensorboard":  # its import takes a second, and it is always there
             continue
         made = TRACKERS.get(name)
+        whose = f"monitor.monitor_type '{name}'"
+        if inspect.isfunction(made):
+            refuse_signature(whose, made, made, "(metrics, step, part)")
+        elif not inspect.isclass(made) or not hasattr(made, "log"):
+            raise ValueError(
+                f"{whose} is {made!r:.60}: expected a function (metrics, step, part), or a class "
+                "with the methods log, rollouts and close"
+            )
         options = _options(names, name, args)
         if inspect.isfunction(made) and options:
             raise ValueError(f"monitor.monitor_args: the function '{name}' takes no options")

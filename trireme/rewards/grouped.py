@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,7 +90,8 @@ class Judge:
             raise ValueError(
                 f"the weights of the rewards {', '.join(names)} are all 0: expected one that is not"
             )
-        return cls(_numbered(names), [_function(f, options) for f, options in split], used)
+        short = [_function_name(name) for name in names]
+        return cls(_numbered(short), [_function(f, options) for f, options in split], used)
 
     def refuse_missing_models(self, models: int) -> None:
         """Raise ValueError where a function asks an auxiliary model that there is not."""
@@ -262,6 +264,11 @@ def of_groups(reward: Any) -> bool:
         return not parameters_of(called).keys().isdisjoint(_TOGETHER)
     except (TypeError, ValueError):
         return False  # it cannot be called, or does not say how: who resolves it says so
+
+
+def _function_name(name: str) -> str:
+    """What metrics call a reward: of a path (`my_file:right`) the function alone."""
+    return name if name in REWARDS or name in ORMS else re.split("[:.]", name)[-1] or name
 
 
 def _function(given: Any, options: dict[str, Any]) -> Function:
