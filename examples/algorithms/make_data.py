@@ -2,12 +2,14 @@
 
     python examples/algorithms/make_data.py [--seed 0]
     python examples/algorithms/make_data.py --pairs checkpoints/Trireme-examples/gspo_0
+    python examples/algorithms/make_data.py --labels checkpoints/Trireme-examples/gspo_0
 
 - `expert.jsonl` for mix: right solutions to problems that the warm-up has not seen.
 - `rated.jsonl` for a curriculum: the training problems with two pass rates, that of the pupil who
   wrote the warm-up's solutions (computed from the numbers in it) and that of an expert, 1.
 - `pairs.jsonl` for DPO, with --pairs: of each group that a run has tried in its first 20 steps, a
   right and a wrong reply.
+- `labelled.jsonl` for KTO, with --labels: every different reply of these, and whether it is right.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import argparse
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trireme.demo.prepare import NUM_SOLVED, assets_folder, prepare
 from trireme.demo.problems import SLIP_RATE, SURE_UP_TO
@@ -31,17 +35,32 @@ def pupil_rate(solution: str) -> float:
     return (1 - SLIP_RATE) ** sum(result > SURE_UP_TO for result in results)
 
 
-def pairs(run: Path) -> list[dict[str, str]]:
-    """A right and a wrong reply to each problem of which a run's first steps had both."""
-    groups: dict[str, dict[float, dict]] = defaultdict(dict)
+def tried(run: Path) -> Iterator[dict[str, Any]]:
+    """The replies of a run's first steps, each with its problem as `question`."""
     with (run / "buffer" / "experience_buffer.jsonl").open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             if row["step"] <= PAIR_STEPS:
-                batch, task, *_ = row["eid"].split("/")
-                groups[f"{batch}/{task}"].setdefault(row["reward"], row)
+                question = row["prompt"].removeprefix("<|user|>").partition("<|end|>")[0]
+                yield row | {"question": question}
+
+
+def labelled(run: Path) -> list[dict[str, Any]]:
+    """Every different reply of a run's first steps, and whether it is right."""
+    rows = {(row["question"], row["response"]): row["reward"] == 1 for row in tried(run)}
+    return [
+        {"prompt": q, "completion": reply, "label": right} for (q, reply), right in rows.items()
+    ]
+
+
+def pairs(run: Path) -> list[dict[str, str]]:
+    """A right and a wrong reply to each problem of which a run's first steps had both."""
+    groups: dict[str, dict[float, dict]] = defaultdict(dict)
+    for row in tried(run):
+        batch, task, *_ = row["eid"].split("/")
+        groups[f"{batch}/{task}"].setdefault(row["reward"], row)
     return [
         {
-            "prompt": found[1.0]["prompt"].removeprefix("<|user|>").partition("<|end|>")[0],
+            "prompt": found[1.0]["question"],
             "chosen": found[1.0]["response"],
             "rejected": found[0.0]["response"],
         }
@@ -55,12 +74,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pairs", type=Path, help="the folder of a run")
+    parser.add_argument("--labels", type=Path, help="the folder of a run")
     options = parser.parse_args()
     folder = prepare(assets_folder(options.seed), options.seed)
     if options.pairs is not None:
         made = pairs(options.pairs)
         write_jsonl(folder / "pairs.jsonl", made)
         print(f"{len(made)} pairs in {folder}")
+    if options.labels is not None:
+        replies = labelled(options.labels)
+        write_jsonl(folder / "labelled.jsonl", replies)
+        right = sum(row["label"] for row in replies)
+        print(f"{right} right and {len(replies) - right} wrong replies in {folder}")
+    if options.pairs is not None or options.labels is not None:
         return
     train = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     rated = [{**row, "pupil_rate": pupil_rate(row["answer"]), "expert_rate": 1.0} for row in train]

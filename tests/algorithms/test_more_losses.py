@@ -28,7 +28,7 @@ from trireme.algorithms.policy_loss import (
     sppo,
     topr,
 )
-from trireme.algorithms.sequence_loss import dpo, gspo, rec
+from trireme.algorithms.sequence_loss import dpo, gspo, kto, rec
 
 
 def _slope(loss, ratio: float, advantage: float, **options) -> tuple[float, float]:
@@ -155,6 +155,29 @@ def test_dpo_is_a_loss_of_each_pair():
     smooth = [0.9 * x + 0.1 * y for x, y in zip(losses, flipped, strict=True)]
     c, d = smooth
     assert _dpo(policy, beta=0.2, label_smoothing=0.1).tolist() == pytest.approx([c, c, d, c, d, d])
+
+
+def test_kto_weighs_each_replys_gain_against_the_reference_point():
+    policy = torch.tensor([-0.5, -1.0, -1.0, -0.25], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.0, -2.0, -1.5, -0.75], dtype=torch.float64)
+    ids, desirable = torch.tensor([0, 0, 1, 2]), torch.tensor([True, True, False, False])
+    point = torch.full((4,), 0.3, dtype=torch.float64)
+    options = {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    loss, reported = kto(policy, ref, ids, desirable, point, **options)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    # gains over the reference: .5 + 1; .5; .5
+    better, worse = sigmoid(0.2 * (1.5 - 0.3)), sigmoid(0.2 * (0.3 - 0.5))
+    expected = [1.5 * (1 - better)] * 2 + [0.5 * (1 - worse)] * 2
+    assert loss.tolist() == pytest.approx(expected, abs=1e-12)
+    (loss * torch.tensor([0.5, 0.5, 1.0, 1.0])).sum().backward()  # the mean over each sample
+    up, down = -1.5 * 0.2 * better * (1 - better), 0.5 * 0.2 * worse * (1 - worse)
+    assert policy.grad is not None
+    assert policy.grad.tolist() == pytest.approx([up, up, down, down], abs=1e-12)
+    assert reported["kto_reward_desirable"].tolist() == pytest.approx([0.3, 0.3])
+    assert reported["kto_reward_undesirable"].tolist() == pytest.approx([0.1, 0.1])
 
 
 def test_mix_is_ppo_on_own_tokens_and_imitation_of_the_expert():

@@ -47,9 +47,9 @@ def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experienc
 @pytest.mark.parametrize(
     ("registry", "some", "count"),
     [
-        (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 28),
+        (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 29),
         (ADVANTAGES, {"grpo", "rloo", "ppo", "clipv"}, 21),
-        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord"}, 16),
+        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord"}, 17),
         (KLS, {"none", "k2", "abs"}, 7),
         (ENTROPIES, {"none", "default", "mix"}, 3),
         (SAMPLES, {"default", "warmup", "mix"}, 5),

@@ -65,6 +65,8 @@ def test_a_mix_needs_the_strategy_that_brings_the_expert():
         ({"algorithm_type": "dpo", "loss_agg_mode": "token-mean"}, "a loss of pairs, whose mean"),
         ({"algorithm_type": "grpo", "policy_loss_fn": "dpo",
           "loss_agg_mode": "seq-mean-token-mean"}, "is of algorithm_type dpo, and of no other"),
+        ({"algorithm_type": "kto", "loss_agg_mode": "token-mean"}, "labelled replies, whose mean"),
+        ({"algorithm_type": "kto", "policy_loss_fn": "sft"}, "is of algorithm_type kto, and of no"),
         ({"algorithm_type": "rloo", "kl_penalty_fn": "k1"}, "use kl_loss_fn"),
         ({"algorithm_type": "ppo", "rollout_correction": {"rollout_iss": "token"}},
          "has no option 'rollout_iss' .did you mean 'rollout_is'"),

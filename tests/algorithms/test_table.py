@@ -39,6 +39,12 @@ ROWS: dict[str, tuple[tuple[str | None, dict], tuple[str, dict], dict[str, Any]]
         ("dpo", {"beta": 0.1, "label_smoothing": 0.0}),
         {"schema": "dpo", "loss_agg_mode": "seq-mean-token-mean", "reference": True},
     ),
+    # arXiv:2402.01306: beta 0.1, both kinds of replies weigh 1
+    "kto": (
+        (None, {}),
+        ("kto", {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
+        {"schema": "kto", "loss_agg_mode": "seq-mean-token-mean", "reference": True},
+    ),
     # arXiv:1707.06347 with the dual clip of arXiv:1912.09729; arXiv:1506.02438
     "ppo": (
         ("ppo", {"gamma": 1.0, "lam": 1.0}),

@@ -391,13 +391,33 @@ def test_rlhf_counts_completions_as_ms_swift_does(
         ("--model m --dataset d --generation_batch_size 8 --steps_per_generation 2", "both say"),
         ("--model m --dataset d --gradient_accumulation_steps 2 --steps_per_generation 1",
          "8 completions of a generation and 16 of an"),
-        ("--model m --dataset d --rlhf_type kto", "--rlhf_type kto: expected grpo"),
+        ("--model m --dataset d --rlhf_type ppo", "--rlhf_type ppo: expected grpo or kto"),
+        ("--model m --dataset d --desirable_weight 2", "expected --rlhf_type kto"),
+        ("--model m --dataset d e --rlhf_type kto", "--dataset has 2 names: expected one"),
+        ("--model m --dataset d --rlhf_type kto --num_generations 8", "has no rollouts"),
+        ("--model m --dataset d --rlhf_type kto --reward_funcs format", "has no rollouts"),
+        ("--model m --dataset d --rlhf_type kto --beta x", "--beta x: expected a number"),
         ("--model m --dataset d --generation_batch_size 9", "expected a multiple of --num_gen"),
         ("--model m --dataset d#x", "--dataset d#x: expected a number of rows after #"),
     ],
 )  # fmt: skip
 def test_rlhf_says_what_is_missing(rlhf: Any, words: str, sentence: str) -> None:
     assert sentence in re.sub(r"[│╭╮╰╯─]", "", rlhf(words))
+
+
+def test_rlhf_kto_reads_labelled_replies(rlhf: Any) -> None:
+    config = rlhf(
+        "--rlhf_type kto --model m --dataset a.jsonl#500 --beta 0.2 --undesirable_weight 1.5 "
+        "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --learning_rate 1e-5 "
+        "--train_type lora --lora_rank 4 --max_length 256 --num_train_epochs 3"
+    )
+    assert (config.mode, config.algorithm.algorithm_type) == ("train", "kto")
+    assert config.algorithm.policy_loss_fn_args == {"beta": 0.2, "undesirable_weight": 1.5}
+    assert config.algorithm.kl_loss_fn is None and config.model.max_model_len == 256
+    data = config.buffer.trainer_input.experience_buffer
+    assert (data.path, data.split) == ("a.jsonl", "train[:500]")
+    assert (config.buffer.train_batch_size, config.buffer.total_epochs) == (8, 3)
+    assert rlhf("--rlhf_type kto --model m --dataset a").buffer.train_batch_size == 16
 
 
 def test_rlhf_overwrites_no_yaml_by_flags_that_cannot_be(rlhf: Any, tmp_path: Path) -> None:

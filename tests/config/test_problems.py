@@ -342,6 +342,7 @@ def test_auxiliary_models_and_experts_must_be_there(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [("dpo", "has no column 'chosen' (format.chosen_key). It has: question, answer"),
+     ("kto", "has no column 'label' (format.label_key). It has: question, answer"),
      ("cpt", "has no column 'prompt' (format.prompt_key). It has: question, answer")],
 )  # fmt: skip
 def test_data_of_another_kind_is_told_by_its_columns(tmp_path, algorithm, expected):

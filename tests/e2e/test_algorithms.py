@@ -71,16 +71,48 @@ def test_ppo_saves_its_critic_and_resumes_to_the_same_bytes(tmp_path: Path) -> N
     assert again[-1]["critic/kl_coef"] == trained[3]["critic/kl_coef"]
 
 
-def test_dpo_learns_which_of_two_replies_is_better(tmp_path: Path) -> None:
+def test_dpo_learns_which_reply_is_better_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     pairs = [
         {"prompt": row["question"], "chosen": "yes, " + row["answer"], "rejected": "no"}
         for row in rows(8)
     ]
     data = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    trained = _trained(tmp_path, _from_data(_config(tmp_path, "dpo"), data, 4))
+    config = _from_data(_config(tmp_path, "dpo"), data, 4)
+    config["trainer"]["save_interval"] = 3  # within the second epoch, which has an order of its own
+    trained = _trained(tmp_path, config)
     assert len(trained) == 4
     assert abs(trained[0]["actor/loss"] - 0.6931) < 1e-3  # log 2: policy and reference are equal
     assert trained[-1]["actor/loss"] < 0.6 and trained[-1]["actor/dpo_accuracy"] == 1
+    job = tmp_path / "checkpoints/tests/job"
+    expected = weights(job, 4)
+    shutil.rmtree(job / "global_step_4")
+    _trained(tmp_path, config)
+    assert weights(job, 4) == expected
+
+
+def test_kto_learns_which_replies_are_desirable_and_resumes_to_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    labelled = [
+        {"prompt": row["question"], "completion": reply, "label": label}
+        for row in rows(8)
+        for reply, label in (("yes, " + row["answer"], True), ("no", False))
+    ]
+    data = write_jsonl(tmp_path / "labelled.jsonl", labelled)
+    config = _from_data(_config(tmp_path, "kto"), data, 8)
+    config["buffer"]["total_epochs"] = 4
+    config["algorithm"]["policy_loss_fn_args"] = {"beta": 0.5}
+    config["trainer"]["save_interval"] = 4
+    trained = _trained(tmp_path, config)
+    assert abs(trained[0]["actor/kto_loss"] - 0.5) < 1e-3  # policy and reference are equal
+    assert trained[0]["actor/kto_reference_point"] == 0 < trained[-1]["actor/kto_reference_point"]
+    assert trained[-1]["actor/kto_loss"] < 0.45
+    assert trained[-1]["actor/kto_reward_desirable"] > trained[-1]["actor/kto_reward_undesirable"]
+    job = tmp_path / "checkpoints/tests/job"
+    expected = weights(job, 8)
+    shutil.rmtree(job / "global_step_8")
+    _trained(tmp_path, config)
+    assert weights(job, 8) == expected
 
 
 def test_continued_pretraining_reads_plain_text(tmp_path: Path) -> None:

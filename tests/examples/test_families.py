@@ -109,7 +109,7 @@ def test_a_teacher_is_trained_by_the_warm_up_and_asked(workshop: Workshop) -> No
     assert len(advantages) == 2 and min(advantages) > 0
 
 
-def test_pairs_of_a_run_are_what_dpo_learns_from(workshop: Workshop) -> None:
+def test_pairs_and_labels_of_a_run_are_what_dpo_and_kto_learn_from(workshop: Workshop) -> None:
     run = workshop.root / "Trireme-examples/tried"
     (run / "buffer").mkdir(parents=True)
     rows = [
@@ -125,7 +125,7 @@ def test_pairs_of_a_run_are_what_dpo_learns_from(workshop: Workshop) -> None:
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (run / "buffer/experience_buffer.jsonl").write_text(text)
-    workshop.make("algorithms/make_data.py", "--pairs", str(run))
+    workshop.make("algorithms/make_data.py", "--pairs", str(run), "--labels", str(run))
     pairs = (workshop.root / "arithmetic_assets/seed_0/pairs.jsonl").read_text().splitlines()
     assert len(pairs) == 6  # of tasks 2 and 5 no reply is right
     assert json.loads(pairs[1]) == {
@@ -136,6 +136,16 @@ def test_pairs_of_a_run_are_what_dpo_learns_from(workshop: Workshop) -> None:
     )
     losses = workshop.metrics("dpo_0", "actor/loss")
     assert len(losses) == 2 and abs(losses[0] - 0.6931) < 1e-3
+    labelled = (workshop.root / "arithmetic_assets/seed_0/labelled.jsonl").read_text().splitlines()
+    assert len(labelled) == 16
+    assert json.loads(labelled[2]) == {
+        "prompt": "Ben has 1 eggs?", "completion": "#### 0", "label": False,
+    }  # fmt: skip
+    workshop.run(
+        "algorithms/kto.yaml", workshop.model, "buffer.train_batch_size=4", "buffer.total_steps=2"
+    )
+    losses = workshop.metrics("kto_0", "actor/loss")
+    assert len(losses) == 2 and abs(losses[0] - 0.5) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["code_and_sql/code", "code_and_sql/sql", "search_tool/search"])

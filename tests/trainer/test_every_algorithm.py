@@ -39,17 +39,20 @@ def _samples(recipe: Recipe) -> list[Experience]:
         e.teacher_logprobs = -4.5 + torch.randn(len(e.tokens), generator=rng) * 0.3
         e.info["reward_parts"] = {"a": (float(n % 3), 1.0)}
         e.info["is_expert"] = n % 4 == 1
+        e.info["desirable"] = n % 3 == 1
     return found
 
 
-def _step(path, recipe: Recipe, *, share: bool, length: int) -> tuple[dict, dict]:
+def _step(
+    path, recipe: Recipe, *, share: bool, length: int, noise: float = 0.05
+) -> tuple[dict, dict]:
     """Gradients that a step leaves, policy's and critic's, and its metrics."""
     options = {"max_token_len": length, "share_prefix": share}
     backend = backend_of(path, reference=recipe.needs_reference, **options)
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in backend.module.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=rng)
+            p += noise * torch.randn(p.shape, generator=rng)
     critic = critic_of(path, **options) if recipe.needs_critic else None
     if critic is not None:
         with torch.no_grad():
@@ -161,6 +164,52 @@ def test_dpos_gradient_is_that_of_the_pairs_margins(tiny_dir):
         loss = loss - torch.nn.functional.logsigmoid(margin) / len(pairs)
     loss.backward()
     assert metrics["actor/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(got[name].double(), p.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("noise", [0.004, -0.004])
+def test_ktos_gradient_is_that_of_the_replies_against_those_to_other_prompts(tiny_dir, noise):
+    recipe = _recipe("kto", policy_loss_fn_args={"beta": 0.3, "undesirable_weight": 2.0})
+    got, metrics = _step(tiny_dir, recipe, share=True, length=40, noise=noise)
+    backend = backend_of(tiny_dir, max_token_len=10_000)
+    reference = {k: v.clone() for k, v in backend.module.state_dict().items()}
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in backend.module.parameters():
+            p += noise * torch.randn(p.shape, generator=rng)
+    moved = {k: v.clone() for k, v in backend.module.state_dict().items()}
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_dir, attn_implementation="eager").double()
+    samples = _samples(recipe)
+    longest = max(len(e.tokens) for e in samples)
+
+    def total(e: Experience, other: Experience) -> torch.Tensor:
+        begin, theirs = (int(x.mask.nonzero()[0]) for x in (e, other))
+        ids = torch.cat([e.tokens[:begin], other.tokens[theirs:]])[:longest]
+        mask = torch.cat([torch.zeros(begin).bool(), other.mask[theirs:]])[:longest]
+        logits = plain(ids[None]).logits[0, :-1] / (e.temperature or 1.0)
+        return (logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1) * mask[1:]).sum()
+
+    pairs = [(e, e) for e in samples] + [(e, samples[n - 1]) for n, e in enumerate(samples)]
+    plain.load_state_dict({k: v.double() for k, v in reference.items()})
+    with torch.no_grad():
+        known = [total(*pair) for pair in pairs]
+    plain.load_state_dict({k: v.double() for k, v in moved.items()})
+    with torch.no_grad():
+        gains = [total(*pair) - old for pair, old in zip(pairs, known, strict=True)]
+    point = max(float(sum(gains[len(samples) :])) / len(samples), 0.0)
+    assert (point > 0) == (noise > 0)
+    loss = torch.zeros((), dtype=torch.float64)
+    for e, old in zip(samples, known, strict=False):
+        sign, weight = (1, 1.0) if e.info["desirable"] else (-1, 2.0)
+        gain = total(e, e) - old
+        loss = loss + weight * (1 - torch.sigmoid(0.3 * sign * (gain - point))) / len(samples)
+    loss.backward()
+    assert metrics["actor/kto_reference_point"] == pytest.approx(point, abs=1e-4)
+    assert metrics["actor/kto_loss"] == pytest.approx(loss.item(), abs=1e-5)
     for name, p in plain.named_parameters():
         assert p.grad is not None
         torch.testing.assert_close(got[name].double(), p.grad, atol=1e-5, rtol=1e-3)

@@ -119,27 +119,3 @@ def test_an_adaptive_coefficient_moves_and_comes_back_after_a_resume(tiny_dir):
     again = TrainState(recipe)
     again.load_state(train_state.state())
     assert again.coefficients == train_state.coefficients and again.steps == 1
-
-
-def test_the_reference_scores_a_row_of_a_data_set_once(tiny_dir):
-    pairs = [
-        Experience([5, 6, 7], prompt_length=3, chosen=[8, 9], rejected=[10], eid=EID(0, n))
-        for n in range(3)
-    ]
-    pairs[2].chosen = torch.tensor([11])
-    backend = backend_of(tiny_dir, max_token_len=100, reference=True)
-    recipe = _recipe("dpo")
-    train_state, asked = TrainState(recipe), []
-    scored = backend.logprobs
-
-    def logprobs(batch, *, reference: bool = False):
-        asked.append(batch.num_samples)
-        return scored(batch, reference=reference)
-
-    backend.logprobs = logprobs
-    first = train_step(backend, recipe, pairs[:2], version=0, train_state=train_state)
-    assert first["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
-    assert first["actor/dpo_accuracy"] == 0
-    second = train_step(backend, recipe, pairs, version=0, train_state=train_state)
-    assert asked == [4, 1]  # of the third pair only the chosen reply is new
-    assert second["actor/dpo_accuracy"] > 0.5

@@ -10,6 +10,9 @@ from trireme.config.options import parameters_of
 if TYPE_CHECKING:
     from trireme.algorithms.recipes import Recipe
 
+_LABELLED = {"dpo": ("pair_ids", "pairs"), "kto": ("desirable", "labelled replies")}
+"""Schemas whose rows alone have what a loss may ask for: that, and what such a loss is of."""
+
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError for parts that are all right alone and not together."""
@@ -37,11 +40,12 @@ def check(recipe: Recipe) -> None:
             "so that there is none to be refilled"
         )
     _check_resampling(recipe)
-    if recipe.asks("pair_ids") and recipe.loss_agg_mode != "seq-mean-token-mean":
-        raise ValueError(
-            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
-            "loss of pairs, whose mean is 'seq-mean-token-mean'"
-        )
+    for column, kind in _LABELLED.values():
+        if recipe.asks(column) and recipe.loss_agg_mode != "seq-mean-token-mean":
+            raise ValueError(
+                f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} "
+                f"is a loss of {kind}, whose mean is 'seq-mean-token-mean'"
+            )
     if recipe.policy_loss.marked("averages"):
         _refuse_switches_of_tokens(recipe)
     if recipe.asks("expert") and recipe.sample_strategy != "mix":
@@ -49,11 +53,12 @@ def check(recipe: Recipe) -> None:
             f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
             "expert's rows, which 'mix' brings"
         )
-    if recipe.asks("pair_ids") != (recipe.schema == "dpo"):
-        raise ValueError(
-            f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of pairs is of "
-            "algorithm_type dpo, and of no other"
-        )
+    for schema, (column, kind) in _LABELLED.items():
+        if recipe.asks(column) != (recipe.schema == schema):
+            raise ValueError(
+                f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of {kind} is of "
+                f"algorithm_type {schema}, and of no other"
+            )
 
 
 def _check_resampling(recipe: Recipe) -> None:

@@ -53,7 +53,7 @@ DIVERGENCES = {
     "teacher_kl_fn": ("teacher_kl", "teacher_logprobs"),
 }
 """Terms of the loss -> their metrics' name, and the log-probabilities that they compare with."""
-Schema = Literal["experience", "sft", "dpo", "cpt"]
+Schema = Literal["experience", "sft", "dpo", "kto", "cpt"]
 Given = str | Callable | EllipsisType
 """A part of an algorithm by name, or the function itself; `...` where it is not given."""
 

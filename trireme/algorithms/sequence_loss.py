@@ -1,4 +1,4 @@
-"""Sequence loss: computes losses over whole samples (gspo), or over pairs of them (dpo).
+"""Sequence loss: computes losses over whole samples (gspo, kto), or over pairs of them (dpo).
 
 Each token gets the loss of its sample, so that `seq-mean-token-mean` gives the mean over samples.
 Such a loss is one of all tokens of a sample alike: loss weights other than 0 and 1 are refused.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from trireme.algorithms.kl import segment_mean
+from trireme.algorithms.kl import segment_mean, segment_sum
 from trireme.algorithms.part import Above0, AtLeast0
 from trireme.algorithms.policy_loss import (
     MAX_LOG_RATIO,
@@ -93,6 +93,38 @@ def dpo(
         "dpo_reward_rejected": beta * lost.detach(),
     }
     return loss[pair_index], reported
+
+
+@policy_loss("kto")
+@of_sequences
+def kto(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    sample_ids: Tensor,
+    desirable: Tensor,
+    reference_point: Tensor,
+    *,
+    beta: Above0 = 0.1,
+    desirable_weight: Above0 = 1.0,
+    undesirable_weight: Above0 = 1.0,
+) -> Reported:
+    """w (1 - sigmoid(b (R - z))) if desirable, else w (1 - sigmoid(b (z - R))) (arXiv:2402.01306).
+
+    R is sum log(p / p_ref) over the reply's tokens. z, the reference point, is the mean R of the
+    batch's prompts with replies to other prompts, at least 0 and without a gradient. b is `beta`, w
+    `desirable_weight` or `undesirable_weight`.
+    """
+    gains = segment_sum(logprobs - ref_logprobs, sample_ids)
+    sign = torch.where(desirable, 1.0, -1.0).to(gains.dtype)
+    weight = torch.where(desirable, desirable_weight, undesirable_weight).to(gains.dtype)
+    loss = weight * torch.sigmoid(-beta * sign * (gains - reference_point))
+    rewards = beta * gains.detach()
+    reported = {
+        "kto_reference_point": reference_point,
+        "kto_reward_desirable": rewards[desirable],
+        "kto_reward_undesirable": rewards[~desirable],
+    }
+    return loss, reported
 
 
 ClipMode = Literal["none", "one-side", "gspo-one-side", "two-side", "ring"]

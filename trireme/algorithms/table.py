@@ -30,6 +30,14 @@ algorithm(
     use="Pairs of a better and a worse reply are at hand, and no reward.",
 )
 algorithm(
+    "kto",
+    advantage=None,
+    policy_loss="kto",
+    loss_agg_mode="seq-mean-token-mean",
+    schema="kto",
+    use="Single replies with thumbs up or down are at hand, and no pairs.",
+)
+algorithm(
     "grpo",
     advantage="grpo",
     policy_loss="ppo",

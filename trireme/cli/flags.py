@@ -191,7 +191,7 @@ def translated(flags: Given, config: Source) -> list[str]:
                 expected = ", ".join(choices)
                 raise typer.BadParameter(f"--{name} {flags[name][0]}: expected one of {expected}")
             keys |= {f"algorithm.{key}": item for key, item in choices[value].items()}
-    number = {name: _number(name, flags[name][0]) for name in NUMBERS if name in flags}
+    number = {name: number_of(name, flags[name][0]) for name in NUMBERS if name in flags}
     loss = "algorithm.policy_loss_fn_args."
     if (beta := number.get("beta")) is not None:
         keys["algorithm.kl_loss_fn"] = "k3" if beta else "none"
@@ -246,7 +246,7 @@ def _rewards(flags: Given) -> dict[str, list[Any]]:
                 f"--{flag} {text} is of the reward {reward}: expected it among --reward_funcs"
             )
         if text and reward in funcs:
-            number = _number(flag, text)
+            number = number_of(flag, text)
             funcs[reward][option] = int(number) if number.is_integer() else number
     given = flags.get("reward_funcs", ())
     plain = [funcs[name] if len(funcs[name]) > 1 else name for name in given]
@@ -277,12 +277,12 @@ def _each_batch(flags: Given) -> dict[str, list[str]]:
     Shares, below 1, count none and stay; `--max_steps -1`, the default there, is no limit. Raises
     BadParameter for what is no multiple.
     """
-    iterations = _number("num_iterations", flags.get("num_iterations", ["1"])[0])
+    iterations = number_of("num_iterations", flags.get("num_iterations", ["1"])[0])
     out: dict[str, list[str]] = {}
-    if _number("max_steps", flags.get("max_steps", ["0"])[0]) < 0:
+    if number_of("max_steps", flags.get("max_steps", ["0"])[0]) < 0:
         out["max_steps"] = ["null"]
     for name in ("max_steps", "save_steps", "eval_steps") if iterations > 1 else ():
-        steps = _number(name, flags.get(name, ["0"])[0])
+        steps = number_of(name, flags.get(name, ["0"])[0])
         if steps < 1:
             continue
         if steps % iterations:
@@ -303,7 +303,8 @@ def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
         )
 
 
-def _number(name: str, text: str) -> float:
+def number_of(name: str, text: str) -> float:
+    """The number that a flag's text is. Raises BadParameter for other text."""
     try:
         return float(text)
     except ValueError as error:

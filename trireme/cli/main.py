@@ -96,7 +96,7 @@ def run(
 
 @app.command(cls=WithAllFlags, epilog=FLAGS_HELP)
 def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
-    """Run GRPO from ms-swift's flags; print the YAML they stand for."""
+    """Run GRPO or KTO from ms-swift's flags; print the YAML they stand for."""
     from trireme.cli.rlhf import yaml_of
     from trireme.cli.run import run as command
 

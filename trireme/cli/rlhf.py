@@ -1,4 +1,7 @@
-"""`trireme rlhf`: a run from ms-swift's flags alone, and the YAML that these stand for."""
+"""`trireme rlhf`: a run from ms-swift's flags alone, and the YAML that these stand for.
+
+`--rlhf_type` is grpo or kto. KTO's data set has labelled replies, and there are no rollouts.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,22 @@ from typing import Any
 import typer
 import yaml
 
-from trireme.cli.flags import Given, WithFlags, overrides
+from trireme.cli.flag_names import KEYS, REWARD_OPTIONS, TASKSETS, TRANSLATED
+from trireme.cli.flags import Given, WithFlags, number_of, overrides
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+_LOSS = ("beta", "desirable_weight", "undesirable_weight")
+"""Options of KTO's loss."""
+_LORA = ("train_type", "tuner_type", "lora_rank", "lora_alpha")
+_SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k", "repetition_penalty")
+_ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
 
 
 class WithAllFlags(WithFlags):
     """The command's flags are all there is to its configuration."""
 
-    own_flags = ("dataset", "val_dataset", *_COUNTS)
+    own_flags = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:])
 
 
 def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
@@ -32,20 +41,31 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     from trireme.files import write_text
 
     kind = flags.get("rlhf_type", ["grpo"])[0]
-    if kind != "grpo":
+    if kind not in ("grpo", "kto"):
         raise typer.BadParameter(
-            f"--rlhf_type {kind}: expected grpo; other algorithms are named in a YAML "
+            f"--rlhf_type {kind}: expected grpo or kto; other algorithms are named in a YAML "
             "(algorithm.algorithm_type) for trireme run"
         )
+    if kind == "kto":
+        _refuse_rollouts(flags)
+    elif only := next((name for name in _LOSS[1:] if name in flags), None):
+        raise typer.BadParameter(f"--{only} has no effect on grpo: expected --rlhf_type kto")
     for name in ("model", "dataset"):
         if name not in flags:
             raise typer.BadParameter(f"--{name} is not given: expected one")
     folder = Path(flags.get("output_dir", ["output"])[0])
     path = folder / FILE
-    tree = _tree(flags, folder)
+    tree = _labelled(flags, folder) if kind == "kto" else _tree(flags, folder)
     read = (*WithAllFlags.own_flags, "generation_batch_size")
+    read += ("beta", "max_length") if kind == "kto" else ()
     rest = {name: values for name, values in flags.items() if name not in read}
-    text = _dump(with_overrides(tree, [*overrides(rest, tree), *keys]))
+    loss = _LOSS if kind == "kto" else ()
+    options = [
+        f"algorithm.policy_loss_fn_args.{name}={number_of(name, flags[name][0])}"
+        for name in loss
+        if name in flags
+    ]
+    text = _dump(with_overrides(tree, [*overrides(rest, tree), *options, *keys]))
     if path.is_file() and (before := path.read_text(encoding="utf-8")) != text:
         write_text(path.with_suffix(".yaml.bak"), before)  # it may have been edited by hand
     write_text(path, text)
@@ -86,6 +106,45 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
     }
 
 
+def _labelled(flags: Given, folder: Path) -> dict[str, Any]:
+    """The same of KTO, which reads labelled replies."""
+    micro_batch = _count(flags, "per_device_train_batch_size", 1)
+    accumulated = _count(flags, "gradient_accumulation_steps", max(16 // micro_batch, 1))
+    if len(flags["dataset"]) > 1:
+        raise typer.BadParameter(
+            f"--dataset has {len(flags['dataset'])} names: expected one, which --rlhf_type kto "
+            "reads"
+        )
+    length = {} if "vllm_max_model_len" in flags else {"max_model_len": 2048}
+    length |= {"max_model_len": _count(flags, "max_length", 1)} if "max_length" in flags else {}
+    return {
+        "project": "rlhf",
+        "name": "kto",
+        "checkpoint_root_dir": str(folder),
+        "mode": "train",
+        "algorithm": {"algorithm_type": "kto"},
+        "model": {"model_path": flags["model"][0], **length},
+        "buffer": {
+            "train_batch_size": micro_batch * accumulated,
+            "trainer_input": {"experience_buffer": _rows_of(flags["dataset"][0])},
+        },
+        "trainer": {"save_interval": 500},
+    }
+
+
+def _refuse_rollouts(flags: Given) -> None:
+    """Raise BadParameter for a flag about rollouts, which KTO does not have."""
+    for name in flags:
+        explores = KEYS.get(name, "").startswith(("explorer.", "buffer.explorer_input."))
+        translated = name in TRANSLATED and name not in (*_LOSS, *_LORA)
+        other = name in (*TASKSETS, *REWARD_OPTIONS, *_SAMPLING, *_ROLLOUTS)
+        if name != "dataset" and (explores or translated or other):
+            raise typer.BadParameter(
+                f"--{name} has no effect with --rlhf_type kto, which learns from a data set and "
+                "has no rollouts"
+            )
+
+
 def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
     """Completions of a generation, and those of an optimizer step."""
     micro_batch = _count(flags, "per_device_train_batch_size", rollouts)
@@ -114,12 +173,17 @@ def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
 
 
 def _taskset(name: str) -> dict[str, Any]:
-    """One data set; `path#500` takes its first 500 rows."""
+    """One data set of tasks."""
+    columns = {"prompt_key": "messages", "response_key": "solution"}
+    return {**_rows_of(name), "format": columns}
+
+
+def _rows_of(name: str) -> dict[str, Any]:
+    """Where rows are; `path#500` takes the first 500."""
     path, _, rows = name.partition("#")
     if rows and not rows.isdigit():
         raise typer.BadParameter(f"--dataset {name}: expected a number of rows after #")
-    split = {"split": f"train[:{rows}]"} if rows else {}
-    return {"path": path, **split, "format": {"prompt_key": "messages", "response_key": "solution"}}
+    return {"path": path} | ({"split": f"train[:{rows}]"} if rows else {})
 
 
 def _count(flags: Given, name: str, default: int) -> int:

@@ -18,7 +18,7 @@ class FormatConfig(Section):
     """Which column holds what."""
 
     prompt_type: Literal["messages", "plaintext"] = "messages"
-    """Whether an SFT or DPO row holds a list of messages or plain text."""
+    """Whether an SFT, DPO or KTO row holds a list of messages or plain text."""
     prompt_key: str = "prompt"
     """Column of the question or task."""
     response_key: str = "response"
@@ -45,6 +45,8 @@ class FormatConfig(Section):
     """Column of the preferred reply (DPO)."""
     rejected_key: str = "rejected"
     """Column of the other reply (DPO)."""
+    label_key: str = "label"
+    """Column that says whether the reply is desirable (KTO)."""
     enable_concatenated_multi_turn: bool = False
     """SFT trains every assistant turn instead of the last one."""
     chat_template: str | None = None
@@ -360,7 +362,7 @@ class ExperienceBufferConfig(Section):
     name: str = "experience_buffer"
     """Name of the store, and of its file where `path` is not given."""
     storage_type: Literal["queue", "sql", "file"] | None = None
-    """Not given: queue; for sft, dpo and cpt with a `path`: file."""
+    """Not given: queue; for sft, dpo, kto and cpt with a `path`: file."""
     path: str | None = None
     """Data set (file), store (sql), or where a copy of each experience goes (queue)."""
     split: str = "train"

@@ -1,9 +1,12 @@
-"""Kinds: formats of rows beside solved examples: pairs for DPO, and text for pre-training.
+"""Kinds: formats of rows beside solved examples: pairs for DPO, labels for KTO, plain text.
 
 Pairs: the columns that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
 prompt. A prompt is text or a list of messages, which may be JSON text. A reply is text, a message,
 or a list of the reply alone or of the prompt's messages and the reply. Where there is no prompt,
 `chosen` and `rejected` are whole conversations that differ in their last reply alone.
+
+Labels: the columns of a solved example (formats.py), and `format.label_key`: whether the reply is
+desirable, true or false (or 1 or 0).
 
 Text: the column `format.prompt_key`, else `text`, else `prompt`. Texts are laid end to end, an end
 of sequence behind each, and cut into pieces of `max_model_len`: a piece may hold several texts, and
@@ -156,6 +159,56 @@ class DpoFormat(SftFormat):
             )
 
 
+class KtoFormat(SftFormat):
+    """Rows as experiences whose replies are trained; `info["desirable"]` is the row's label."""
+
+    @classmethod
+    def columns_of(cls, rows: Rows, format_args: Mapping[str, Any]) -> Columns:
+        """See the module. Raises ValueError listing the columns there are."""
+        rows.require(format_args.get("label_key") or "label", "format.label_key")
+        return super().columns_of(rows, format_args)
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Any,
+        *,
+        format_args: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """See SftFormat. Raises ValueError where all rows have one label."""
+        self._label = (format_args or {}).get("label_key") or "label"
+        self._seen: set[bool] = set()
+        super().__init__(rows, tokenizer, format_args=format_args, **options)
+        if len(self._seen) == 1:
+            label = next(iter(self._seen))
+            raise ValueError(
+                f"{rows.source}: column '{self._label}' is {str(label).lower()} in every row: "
+                "expected desirable replies and undesirable ones, which KTO sets apart"
+                + ", or algorithm_type sft, which imitates all"
+                * label
+            )
+
+    def __call__(self, index: int, *, eid: EID) -> Experience | None:
+        """Row `index` with its label; None where it is too long to leave anything to train."""
+        experience = super().__call__(index, eid=eid)
+        if experience is not None:
+            desirable = bool(self.rows[index][self._label])
+            experience.info = {**experience.info, "desirable": desirable}
+        return experience
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the column, where a row has no reply or no label."""
+        super()._check(row)
+        label = row.get(self._label)
+        if not isinstance(label, int | float) or label not in (0, 1):
+            raise ValueError(
+                f"column '{self._label}' holds {label!r:.60}: expected true (the reply is "
+                "desirable) or false"
+            )
+        self._seen.add(bool(label))
+
+
 def _asked(prompt: Any) -> list[Any]:
     """The prompt's messages; text is one message of the user."""
     messages = messages_in(prompt)
@@ -217,5 +270,10 @@ class CptFormat(SftFormat):
             raise ValueError(f"column '{self._columns.prompt}' holds {text!r:.60}: expected text")
 
 
-FORMATS: dict[str, type[SftFormat]] = {"sft": SftFormat, "dpo": DpoFormat, "cpt": CptFormat}
+FORMATS: dict[str, type[SftFormat]] = {
+    "sft": SftFormat,
+    "dpo": DpoFormat,
+    "kto": KtoFormat,
+    "cpt": CptFormat,
+}
 """The format of the rows that each algorithm on a data set reads."""

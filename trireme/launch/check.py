@@ -341,6 +341,8 @@ def _read_train_data(parts: Parts) -> None:
     data = stage.config.buffer.trainer_input.experience_buffer
     if recipe is None or not stage.reads_file or not data.path or "://" in data.path:
         return
+    if recipe.schema == "kto" and stage.config.buffer.train_batch_size == 1:
+        stage.problem("buffer.train_batch_size", "is 1: KTO compares rows; expected at least 2")
     rows = _read_data(parts, "buffer.trainer_input.experience_buffer", data, recipe.schema)
     if rows is not None and FORMATS[recipe.schema].one_each:
         stage.train_rows = len(rows)
@@ -350,8 +352,7 @@ def _read_data(parts: Parts, key: str, data: ExperienceBufferConfig, schema: str
     """Rows of a data set whose columns are those of a schema."""
     rows = _read(parts, key, data)
     if rows is not None:
-        columns_of = FORMATS[schema].columns_of
-        parts.tried(lambda: columns_of(rows, data.format.model_dump()), key)
+        parts.tried(lambda: FORMATS[schema].columns_of(rows, data.format.model_dump()), key)
     return rows
 
 

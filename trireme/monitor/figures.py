@@ -17,7 +17,8 @@ from trireme.files import write_json
 _TRAINING: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/reward/mean",), ".3f"),
     ("accuracy", ("rollout/accuracy/mean",), ".1%"),
-    ("loss", ("actor/sft_loss", "actor/dpo_loss"), ".3g"),  # of a policy gradient it means nothing
+    # the loss of a policy gradient means nothing
+    ("loss", ("actor/sft_loss", "actor/dpo_loss", "actor/kto_loss"), ".3g"),
     ("grad", ("actor/grad_norm",), ".2g"),
     ("length", ("rollout/response_length/mean",), ".0f"),
     ("tokens/s", ("perf/tokens_per_s",), ",.0f"),

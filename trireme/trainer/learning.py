@@ -1,15 +1,17 @@
 """Learning: prepares each batch before its loss, and holds what a run's train steps share.
 
-Shared are the critic, coefficients that adapt, how many steps there were, and, where data comes
-again epoch after epoch, the reference model's scores of it. A resume needs `state`.
+Shared are the critic, coefficients that adapt, and how many steps there were. A resume needs
+`state`. The reference scores a row of a data set in every epoch anew: to its last bit a score
+depends on the batch, so that kept scores would set a resumed run apart from one that went through.
 
-A batch gets, in this order: experts and pairs, weights, the reference's scores, the trainer's old
-log-probabilities, values, token rewards less the KL penalty, advantages; then the critic learns.
+A batch gets, in this order: experts, pairs and labels, weights, the reference's scores, the
+trainer's old log-probabilities, values, token rewards less the KL penalty, advantages; then the
+critic learns. What a loss chooses or measures of the whole batch is renewed before each optimizer
+step.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import Tensor
 from trireme.algorithms.kl import adapted, top_entropy
 from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
-from trireme.batch import Batch
+from trireme.batch import Batch, flatten
 from trireme.buffer.trained import TrainedTokens
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
@@ -43,7 +45,6 @@ class TrainState:
         """Where what a step makes of its tokens is kept, for people to look at."""
         self.coefficients = {kind: part.coefficient for kind, part in recipe.parts.items()}
         self._settings = {kind: part.settings for kind, part in recipe.parts.items()}
-        self._scores: dict[bytes, Tensor] | None = {} if recipe.from_data else None
 
     @property
     def trains_policy(self) -> bool:
@@ -61,23 +62,6 @@ class TrainState:
                 target_kl=float(settings["target_kl"]),
                 horizon=float(settings["horizon"]),
             )
-
-    def reference(self, backend: Backend, batch: Batch) -> Tensor:
-        """The reference's log-probabilities [M]; of a data set's row they are computed once."""
-        if self._scores is None:
-            return backend.logprobs(batch, reference=True)
-        positions = batch.positions.split(batch.counts.tolist())
-        names = [_digest(row, at) for row, at in zip(batch.tokens, positions, strict=True)]
-        new = [n for n, name in enumerate(names) if name not in self._scores]
-        if new:
-            part = batch.select(new)
-            scores = backend.logprobs(part, reference=True).split(part.counts.tolist())
-            self._scores |= {names[n]: row.clone() for n, row in zip(new, scores, strict=True)}
-        return torch.cat([self._scores[name] for name in names])
-
-    def forget_scores(self) -> None:
-        """The reference has changed."""
-        self._scores = None if self._scores is None else {}
 
     def save_critic(self, backend: Backend, folder: Path) -> None:
         """Write the value model's files into a folder that all ranks see."""
@@ -114,10 +98,12 @@ def prepare(
     if recipe.schema == "dpo":
         batch = with_pairs(batch)
     if recipe.asks("expert"):
-        batch = with_experts(batch, experiences)
+        batch = with_flags(batch, experiences, "expert", key="is_expert", default=False)
+    if recipe.schema == "kto":
+        batch = with_flags(batch, experiences, "desirable", key="desirable")
     batch = batch.with_fields(weights=recipe.weights(batch))
     if recipe.needs_reference:
-        batch = batch.with_fields(ref_logprobs=train_state.reference(backend, batch))
+        batch = batch.with_fields(ref_logprobs=backend.logprobs(batch, reference=True))
     metrics: dict[str, float] = {}
     if advantage := recipe.token_advantage:
         batch, metrics = _with_advantages(
@@ -125,8 +111,44 @@ def prepare(
         )
     if recipe.keeps_old_logprobs:
         batch = batch.with_fields(trainer_logprobs=backend.logprobs(batch))
-    batch, selected = with_selected(backend, recipe, batch)
+    batch, selected = renewed(backend, recipe, experiences, batch)
     return batch, metrics | selected
+
+
+def renewed(
+    backend: Backend, recipe: Recipe, experiences: Sequence[Experience], batch: Batch
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with what its loss takes from the weights before each optimizer step."""
+    if recipe.asks("reference_point"):
+        point = reference_point(backend, experiences)
+        batch = batch.with_fields(reference_point=torch.full((batch.num_tokens,), point))
+    return with_selected(backend, recipe, batch)
+
+
+def reference_point(backend: Backend, experiences: Sequence[Experience]) -> float:
+    """KTO's z: the mean over prompts of sum log(p / p_ref) of the reply to the prompt before, the
+    first prompt's being the last reply; at least 0. Of a single experience there is none, and z 0.
+
+    A row is cut at the length of the longest one, which the model can read.
+    """
+    longest = max(len(e.tokens) for e in experiences)
+    rows = []
+    for e, other in zip(experiences, [*experiences[-1:], *experiences[:-1]], strict=True):
+        begin, theirs = _first_trained(e), _first_trained(other)
+        tokens = torch.cat([e.tokens[:begin], other.tokens[theirs:]])[:longest]
+        mask = torch.cat([torch.zeros(begin, dtype=torch.bool), other.mask[theirs:]])[:longest]
+        rows.append(Experience(tokens, mask=mask, temperature=e.temperature, eid=e.eid))
+    batch = flatten(rows)
+    if len(experiences) < 2 or not batch.num_tokens:
+        return 0.0
+    gains = backend.logprobs(batch) - backend.logprobs(batch, reference=True)
+    return max(float(gains.double().sum()) / batch.num_samples, 0.0)
+
+
+def _first_trained(e: Experience) -> int:
+    """Index of the first trained token; the length where there is none."""
+    trained = e.mask.nonzero()
+    return int(trained[0]) if len(trained) else len(e.tokens)
 
 
 def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -266,12 +288,20 @@ def with_pairs(batch: Batch) -> Batch:
     return batch.with_fields(pair_ids=batch.sample_ids // 2, chosen=batch.sample_ids % 2 == 0)
 
 
-def with_experts(batch: Batch, experiences: Sequence[Experience]) -> Batch:
-    """`expert` [M]: which entries are an expert's (`info["is_expert"]`)."""
-    flags = torch.tensor([bool(e.info.get("is_expert")) for e in experiences])
-    return batch.with_fields(expert=flags[batch.sample_ids])
-
-
-def _digest(tokens: Any, positions: Tensor) -> bytes:
-    """A name for a sample's tokens and which of them are trained."""
-    return hashlib.sha256(tokens.tobytes() + b"|" + positions.numpy().tobytes()).digest()
+def with_flags(
+    batch: Batch,
+    experiences: Sequence[Experience],
+    field: str,
+    *,
+    key: str,
+    default: bool | None = None,
+) -> Batch:
+    """`field` [M]: whether `info[key]` of the entry's experience is true. Raises ValueError for an
+    experience that does not say, unless there is a `default`.
+    """
+    said = [e.info.get(key, default) for e in experiences]
+    if None in said:
+        name = experiences[said.index(None)].eid.uid
+        raise ValueError(f"experience {name} has no info['{key}']: expected true or false")
+    flags = torch.tensor([bool(one) for one in said])
+    return batch.with_fields(**{field: flags[batch.sample_ids]})

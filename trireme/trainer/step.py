@@ -24,7 +24,7 @@ from trireme.batch import Batch, flatten
 from trireme.experience import Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Command, Commands
-from trireme.trainer.learning import TrainState, prepare, split_pairs, with_selected
+from trireme.trainer.learning import TrainState, prepare, renewed, split_pairs
 from trireme.trainer.measure import peak_memory, profiled
 from trireme.trainer.ranks import NotFinite
 
@@ -136,7 +136,7 @@ def _train_step(
         reselected: dict[str, float] = {}
         if iteration:
             with backend.phases("time/train/prepare"):
-                batch, reselected = with_selected(backend, recipe, batch)
+                batch, reselected = renewed(backend, recipe, experiences, batch)
         skips = skip_idle and recipe.idle_at_zero_advantage
         busy = _with_advantage(batch) if skips else batch
         sizes["perf/idle_experiences"] = sizes["perf/experiences"] - busy.num_samples
@@ -174,7 +174,6 @@ def _optimizer_step(
         metrics = backend.step()
     if recipe.ref_sync_steps and backend.optimizer.steps % recipe.ref_sync_steps == 0:
         backend.move_reference(recipe.ref_mixup_alpha)
-        train_state.forget_scores()
     return metrics_of(backend.gather(totals.read())) | metrics
 
 
