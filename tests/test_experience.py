@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 
 from trireme.experience import EID, Experience, group_by
-from trireme.serialize import FORMAT, decode, encode
+from trireme.serialize import FORMAT, _packed, decode, encode
 
 
 def test_response_length_fields_are_padded_to_the_tokens() -> None:
@@ -65,6 +65,32 @@ def test_experiences_survive_their_bytes() -> None:
     assert torch.equal(a.multi_modal_inputs["pixels"], torch.arange(6.0).reshape(2, 3))
     assert b.chosen is not None and b.chosen.tolist() == [1, 2] and b.logprobs is None
     assert decode(encode([])) == []
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+def test_rows_with_many_borders_and_with_few_are_packed_and_come_back_bit_for_bit(
+    begins: int,
+) -> None:
+    size = 24
+    runs = torch.arange(size) < 20 if begins else torch.arange(size) >= 20
+    some = torch.zeros(size)
+    some[4:8], some[15] = torch.tensor([-0.5, -0.0, -2.0, -3.0]), 7.0
+    if begins:
+        some[0] = 1.0
+    each = (torch.arange(size) + begins) % 2
+    e = Experience(
+        torch.arange(size), mask=runs, logprobs=some, versions=each, advantages=torch.randn(size)
+    )
+    assert _packed(runs)[0] == "runs"
+    assert _packed(runs)[1].tolist() == ([1, 0, 20, 4] if begins else [0, 1, 20, 4])
+    form, words = _packed(some)
+    lengths = [0, 1, 3, 4, 7, 1, 8] if begins else [4, 4, 7, 1, 8]  # -0.0 is not the word 0
+    assert (form, words[: 2 + len(lengths)].tolist()) == ("some", [size, len(lengths), *lengths])
+    [back] = decode(encode([e]))
+    for name in ("mask", "logprobs", "versions", "advantages"):
+        there, expected = getattr(back, name), getattr(e, name)
+        assert there.dtype == expected.dtype and torch.equal(there, expected), name
+    assert back.logprobs is not None and back.logprobs[5].signbit()
 
 
 def test_foreign_bytes_and_values_that_are_not_json_are_refused() -> None:

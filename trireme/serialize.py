@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ def _packed(row: torch.Tensor) -> tuple[str, Words]:
     """Form and words of a row: `all` of them; `runs`, their values, then lengths; or `some`: size,
     number and lengths of runs of 0 and not 0 (0 first), then the words that are not 0.
     """
-    plain = row.detach().cpu().numpy()
+    plain = row.numpy(force=True)
     if plain.dtype == np.int64:
         words = plain.astype(np.int32)
         if (words != plain).any():
@@ -157,22 +158,26 @@ def _packed(row: torch.Tensor) -> tuple[str, Words]:
         return "all", words
     words = plain.view(np.int32) if plain.dtype == np.float32 else plain.astype(np.int32)
     size = len(words)
-    borders = np.flatnonzero(words[1:] != words[:-1]) + 1
-    if 4 * (len(borders) + 1) < size:
-        starts = np.empty(len(borders) + 1, np.int64)
-        starts[0], starts[1:] = 0, borders
-        lengths = np.empty(len(starts), np.int32)
-        lengths[:-1], lengths[-1] = starts[1:] - starts[:-1], size - starts[-1]
-        return "runs", np.concatenate((words[starts], lengths))
+    # borders are few, mostly: lists of them take less time than arrays
+    before = (words[1:] != words[:-1]).nonzero()[0]
+    if 4 * (len(before) + 1) < size:
+        starts = [0, *(n + 1 for n in before.tolist())]
+        values = [words.item(n) for n in starts]
+        return "runs", np.array(values + _lengths(starts, size), np.int32)
     there = words != 0
-    borders = np.flatnonzero(there[1:] != there[:-1]) + 1
+    before = (there[1:] != there[:-1]).nonzero()[0]
     values = words[there]
-    if len(values) + len(borders) + 4 > 0.9 * size:  # it would save next to nothing
+    if len(values) + len(before) + 4 > 0.9 * size:  # it would save next to nothing
         return "all", words
-    starts = [0, *borders.tolist(), size] if not there[0] else [0, 0, *borders.tolist(), size]
-    lengths = np.diff(np.array(starts, np.int32))
-    head = np.array([size, len(lengths)], np.int32)
-    return "some", np.concatenate((head, lengths, values))
+    starts = [0, 0] if there.item(0) else [0]  # a row's first zeros may be none
+    starts += [n + 1 for n in before.tolist()]
+    head = [size, len(starts), *_lengths(starts, size)]
+    return "some", np.concatenate((np.array(head, np.int32), values))
+
+
+def _lengths(starts: list[int], size: int) -> list[int]:
+    """How long the stretches of a row are that begin there."""
+    return [end - start for start, end in pairwise([*starts, size])]
 
 
 def _unpacked(name: str, form: str, words: Words) -> torch.Tensor:

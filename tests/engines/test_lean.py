@@ -271,7 +271,10 @@ def test_compiled_attention_equals_torchs_and_no_row_sees_the_others(
 def wide(store: RowStore) -> RowStore:
     """The same keys and values in float32."""
     out = RowStore(store.max_tokens)
-    out.keys, out.values = ([t.float() for t in x] for x in (store.keys, store.values))
+    keys, values = store.layer(0, torch.empty(0))
+    out.reserve(len(keys), keys.shape[2])
+    for wide_one, one in zip(out.layer(0, keys.float()), (keys, values), strict=True):
+        wide_one.copy_(one)
     return out
 
 
@@ -282,12 +285,12 @@ def test_prompts_that_come_together_or_one_by_one_are_seldom_copied() -> None:
         prompts.store.layer(0, like)
         if together:
             prompts.reserve(63, 512)
-        held = [prompts.store.keys[0]]
+        held = [prompts.store.layer(0, like)[0]]
         for n in range(63):
             assert prompts.add((n,) * 512) == n
-            if prompts.store.keys[0] is not held[-1]:
-                held.append(prompts.store.keys[0])
-        assert prompts.store.keys[0].shape[:3] == (63, 2, 512) if together else (len(held) < 20)
+            if prompts.store.layer(0, like)[0] is not held[-1]:
+                held.append(prompts.store.layer(0, like)[0])
+        assert held[-1].shape[:3] == (63, 2, 512) if together else (len(held) < 20)
         assert len(held) == 1 or not together
 
 

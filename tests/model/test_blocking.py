@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.model.fake import TOKENIZER, assistant, make, user
+from trireme.engines.engine import Completion
 from trireme.model.blocking import BlockingModel
+from trireme.model.conversation import of_call
+from trireme.model.recorder import Call
 
 T = TypeVar("T")
 
@@ -145,3 +148,22 @@ def test_a_thread_that_outlives_the_run_gets_an_error() -> None:
     model = asyncio.run(main())
     with pytest.raises(RuntimeError, match="Event loop is closed"):
         model.chat([user("still there?")])
+
+
+@pytest.mark.parametrize("weights", [None, [0.0, 1.0, 1.0]])
+def test_a_call_keeps_nothing_of_what_was_sampled_before_its_first_trained_token(
+    weights: list[float] | None,
+) -> None:
+    reply = Completion([5, 6, 7], [-0.5, -1.0, -2.0], [-0.4, -0.9, -1.9], [3, 3, 4], "stop")
+    first = Call(None, [1, 2], reply, 1.0, weights=weights)
+    begin = 2 if weights is None else 3
+    one = of_call(first, str, run=6)
+    assert one.logprobs is not None and one.versions is not None
+    assert one.prompt_length == begin and one.eid.run == 6
+    assert one.logprobs.tolist() == [0.0, 0.0, -0.5 if weights is None else 0.0, -1.0, -2.0]
+    assert one.versions.tolist() == [-1, -1, 3 if weights is None else -1, 3, 4]
+    second = of_call(Call(first, [8], reply, 1.0), str)
+    assert second.logprobs is not None and second.sampler_logprobs is not None
+    assert second.prompt_length == 6 and not second.logprobs[:6].any()
+    assert not second.sampler_logprobs[:6].any()
+    assert second.versions is not None and second.versions.tolist() == [-1] * 6 + [3, 3, 4]

@@ -177,6 +177,8 @@ def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
     experience = experience_of(call.path, {call: 0}, decode)
     experience.response_text = call.completion.text
     experience.eid = EID(run=run)
+    if call.parent is None and experience.prompt_length <= len(call.inserted):
+        return experience  # nothing of its prompt was sampled
     if experience.versions is not None:
         experience.versions[: experience.prompt_length] = -1
     if experience.logprobs is not None:

@@ -68,17 +68,30 @@ def resolve(reward: Any, args: Mapping[str, Any] | None = None) -> Callable[...,
             _refuse_arguments(f"reward '{name}'", made)
         return made
     if _is_function(function):
-        columns = [key for key in column_names(function) if key not in options]
-        names = [*_GIVEN, *columns]
-        options = fitting_options(f"reward '{name}'", function, options, first=2, given=names)
-        more = {key: None for key in names if key in parameters_of(function)}
-        refuse_signature(
-            f"reward '{name}'", function, function, "(task, answer)", **more, **options
-        )
-        return functools.partial(function, **options) if options else function
+        # a rollout asks for the reward that the rollout before it had
+        plain = not options and inspect.isfunction(function)
+        return _plain(name, function) if plain else _with_options(name, function, options)
     if options:
         raise ValueError(f"reward '{name}' is an instance, so its options cannot be set: {options}")
     return function
+
+
+def _with_options(
+    name: str, function: Callable[..., Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """A function form with its options. Raises ValueError for one that it has not."""
+    columns = [key for key in column_names(function) if key not in options]
+    names = [*_GIVEN, *columns]
+    options = fitting_options(f"reward '{name}'", function, options, first=2, given=names)
+    more = {key: None for key in names if key in parameters_of(function)}
+    refuse_signature(f"reward '{name}'", function, function, "(task, answer)", **more, **options)
+    return functools.partial(function, **options) if options else function
+
+
+@functools.lru_cache(maxsize=256)
+def _plain(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function form without options, examined once."""
+    return _with_options(name, function, {})
 
 
 async def score(
@@ -138,8 +151,8 @@ async def _asked(
 ) -> Any:
     """What `reward` returns, called in the way of its form; `more`: see `_GIVEN`."""
     if _is_function(reward):
-        named = {k: v for k, v in more.items() if k in parameters_of(_inner(reward))}
-        named |= columns_for(task, reward)
+        known = parameters_of(_inner(reward))
+        named = {k: v for k, v in more.items() if k in known} | columns_for(task, reward)
         return await call_user(functools.partial(reward, task, answer, **named))
     there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
     return await call_user(functools.partial(reward, **_wanted(there, more, reward)))
@@ -185,6 +198,8 @@ def columns_for(task: Task, reward: Callable[..., Any]) -> dict[str, Any]:
         for name, argument in list(parameters_of(inner).items())[2:]
         if argument.kind is argument.KEYWORD_ONLY and name not in {*set_here, *_GIVEN}
     ]
+    if not named:
+        return {}
     missing = [name for name in column_names(inner) if name in named and name not in task.raw_task]
     if missing:
         raise Refused(

@@ -373,7 +373,7 @@ class Decoder:
             parts = [self.store.row(self.active.index(request), request.cached - request.shared)]
             if request.shared:
                 parts.insert(0, self.prompts.store.row(request.slot, request.shared))
-            saved = [torch.cat(part, 1) for part in zip(*parts, strict=True)]
+            saved = [torch.cat(part, 2) for part in zip(*parts, strict=True)]
             self.prefixes.add(request.ids[: request.cached], saved)
 
     def _remove(self, gone: Sequence[Request]) -> None:

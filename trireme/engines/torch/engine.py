@@ -263,7 +263,11 @@ class TorchEngine:
 
     def _ready(self) -> bool:
         """Whether an advance may start now."""
-        waiting = (k for k, rs in self._rollouts.items() if any(not r.stop_reason for r in rs))
+        waiting = (
+            key
+            for key, requests in self._rollouts.items()  # of one request, mostly
+            if not requests[0].stop_reason or any(not r.stop_reason for r in requests)
+        )
         if self._barrier is not None and not self._barrier.open(waiting):  # also where none is left
             return False
         return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)

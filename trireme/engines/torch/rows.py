@@ -28,8 +28,9 @@ class RowStore:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self._layers: list[Tensor] = []
+        """Keys and values of each layer side by side [2, rows, Hkv, length, D]: moved in one go."""
+        self._views: list[tuple[Tensor, Tensor]] = []
         self._shape = (0, 0)
 
     @property
@@ -45,41 +46,41 @@ class RowStore:
         length = max(have_length, -(-length // GRAIN) * GRAIN)
         rows = max(have_rows, rows)
         self._shape = (rows, length)
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
-                new[: old.shape[0], :, : old.shape[2]] = old
-                tensors[layer] = new
+        for layer, old in enumerate(self._layers):
+            new = old.new_zeros(2, rows, old.shape[2], length, old.shape[4])
+            new[:, : old.shape[1], :, : old.shape[3]] = old
+            self._layers[layer], self._views[layer] = new, (new[0], new[1])
 
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, made at its first use."""
-        while len(self.keys) <= index:
-            shape = (self._shape[0], like.shape[1], self._shape[1], like.shape[3])
-            self.keys.append(like.new_zeros(shape))
-            self.values.append(like.new_zeros(shape))
-        return self.keys[index], self.values[index]
+        while len(self._layers) <= index:
+            shape = (2, self._shape[0], like.shape[1], self._shape[1], like.shape[3])
+            new = like.new_zeros(shape)
+            self._layers.append(new)
+            self._views.append((new[0], new[1]))
+        return self._views[index]
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         """The first `length` tokens of a row into others."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._layers:
             if len(targets) == 1:
-                tensor[targets[0], :, :length].copy_(tensor[source, :, :length])
+                tensor[:, targets[0], :, :length] = tensor[:, source, :, :length]
             else:
-                tensor[targets, :, :length] = tensor[source, :, :length].clone()
+                tensor[:, targets, :, :length] = tensor[:, source, None, :, :length].clone()
 
     def row(self, row: int, length: int) -> list[Tensor]:
-        """Views of a row's first tokens: keys and values of each layer."""
-        return [t[row, :, :length] for t in (*self.keys, *self.values)]
+        """Views of a row's first tokens: keys and values [2, Hkv, length, D] of each layer."""
+        return [layer[:, row, :, :length] for layer in self._layers]
 
     def put(self, row: int, saved: list[Tensor], length: int) -> None:
         """Write the first `length` tokens of what `row` gave into a row."""
-        self.layer(len(saved) // 2 - 1, saved[0][None])
-        for tensor, old in zip((*self.keys, *self.values), saved, strict=True):
-            tensor[row, :, :length] = old[:, :length]
+        self.layer(len(saved) - 1, saved[0])
+        for layer, old in zip(self._layers, saved, strict=True):
+            layer[:, row, :, :length] = old[:, :, :length]
 
     def clear(self) -> None:
         """Forget the tensors."""
-        self.keys, self.values, self._shape = [], [], (0, 0)
+        self._layers, self._views, self._shape = [], [], (0, 0)
 
 
 @dataclass
