@@ -207,6 +207,23 @@ FOUR = {
 }  # fmt: skip
 
 
+def test_a_teacher_is_charged_where_it_lies_on_the_trainers_gpu(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr("trireme.config.plan.gpu_bytes", lambda: 80 * 2**30)
+    machine(1)
+
+    def charged(*given):
+        config = config_of(tmp_path, tree(tmp_path, FOUR), "cluster.launcher=local", *given)
+        (plan,), _, _ = draft(config)
+        return plan.memory["auxiliary models"]
+
+    key, model = "explorer.auxiliary_models", tmp_path / "model"
+    weights = 4_022_468_096
+    assert charged() == 0
+    assert charged(f"{key}=[{{model_path: {model}}}]", "algorithm.teacher_kl_fn=k2") == 2 * weights
+    served = f"{{model_path: {model}, engine_type: remote, base_urls: ['http://127.0.0.1:9']}}"
+    assert charged(f"{key}=[{served}]", "algorithm.teacher_kl_fn=k2") == 0
+
+
 def test_an_engine_is_charged_where_it_has_weights_on_the_trainers_gpu(
     tmp_path, machine, monkeypatch
 ):
