@@ -112,6 +112,9 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.workflows.envs.alfworld.RAFT_reflect_alfworld_workflow": {
         "RAFTReflectAlfworldWorkflow": f"{_RAFT}:RaftReflectAlfworldWorkflow"
     },
+    "trinity.common.workflows.envs.email_searcher.workflow": {
+        "EmailSearchWorkflow": "trireme.workflows.email_search"
+    },
     "trinity.common.workflows.envs.sciworld.sciworld_workflow": {
         "SciWorldWorkflow": "trireme.workflows.sciworld"
     },

@@ -270,6 +270,7 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.harbor",
         f"{_WORKFLOWS}.sciworld",
         f"{_WORKFLOWS}.intercode",
+        f"{_WORKFLOWS}.email_search",
     ],
     by="workflow",
 )

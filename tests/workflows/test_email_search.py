@@ -1,0 +1,117 @@
+"""A question to a mailbox: its tools, its reward, its judge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.fake import make
+from trireme.envs.mailbox import Mailbox, make_mail, write_mailbox
+from trireme.experience import Experience
+from trireme.task import Task
+from trireme.workflows.workflow import resolve
+
+EMAILS, ROWS = make_mail(40, 0)
+ROW, KEY = ROWS[0], EMAILS[0].message_id
+
+
+@pytest.fixture(scope="module")
+def mailbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("mail") / "mail.db"
+    write_mailbox(file, EMAILS)
+    return file
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def final(answer: str, *sources: str) -> str:
+    return call("return_final_answer", answer=answer, sources=list(sources))
+
+
+WORDS = EMAILS[0].subject.split()[1:]
+SEARCH, READ = call("search_emails", keywords=WORDS), call("read_email", message_id=KEY)
+
+
+def play(file: Path, *replies: str, judge: str | None = None, **changes: Any) -> Experience:
+    task = Task(
+        {**ROW, **changes},
+        format_args={"prompt_key": "question", "response_key": "answer"},
+        workflow_args={"mailbox": str(file), "max_turns": 5},
+    )
+    spec = resolve("email_search_workflow")
+    assert spec.examine is not None
+    spec.examine(task)
+    model = make(list(replies), auxiliary=[make([judge])] if judge is not None else [])
+    [e] = asyncio.run(spec.call(task, model, 1, 0))
+    return e
+
+
+def test_a_right_answer_by_its_sources(mailbox: Path) -> None:
+    e = play(mailbox, SEARCH, READ, final(ROW["answer"], KEY))
+    assert e.reward == pytest.approx(1 + 0.3 + 0.1 + 0.1 * (1 - 3 / 5))
+    assert e.metrics["found_right_email"] == e.metrics["read_right_email"] == 1.0
+    seen = [json.loads(m["content"]) for m in e.messages or [] if m["role"] == "tool"]
+    assert KEY in [result["message_id"] for result in seen[0]]
+    assert seen[1]["body"] == EMAILS[0].body and seen[1]["to"] == [ROW["inbox_address"]]
+
+
+@pytest.mark.parametrize(
+    ("replies", "reward"),
+    [
+        ((final("7", "<other>"),), -1.0),
+        ((SEARCH, READ, final("7", KEY, "<other>")), -0.7),
+        ((SEARCH, final("I don't know")), 0.1),
+        (("I give up.",), 0.0),
+        ((SEARCH,) * 5, 0.1),
+        ((call("return_final_answer", answer=3), "Well."), 0.0),
+    ],
+)
+def test_the_ladder(replies: tuple[str, ...], reward: float, mailbox: Path) -> None:
+    assert play(mailbox, *replies).reward == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(("judge", "correct"), [("true", 1.0), (" False.", 0.0)])
+def test_the_judge_goes_before_the_sources(judge: str, correct: float, mailbox: Path) -> None:
+    e = play(mailbox, final(ROW["answer"], "<other>"), judge=judge)
+    assert e.metrics["answer_correct"] == correct
+    assert e.reward == pytest.approx(1 + 0.1 + 0.1 * 0.8 if correct else -1.0)
+
+
+def test_a_judge_that_says_something_else_is_a_failure(mailbox: Path) -> None:
+    with pytest.raises(ValueError, match="the judge said 'perhaps'"):
+        play(mailbox, final("7", KEY), judge="Perhaps")
+
+
+def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_path: Path) -> None:
+    mine = Mailbox(mailbox, ROW["inbox_address"])
+    found = {
+        one["message_id"] for thing in ("the", "hello") for one in mine.search([thing], None, None)
+    }
+    theirs = [e.message_id for e in EMAILS if ROW["inbox_address"] not in (*e.to, e.sender)]
+    assert found and not found & set(theirs)
+    assert mine.search(['x" OR the'], None, None) == []
+    day = EMAILS[0].date[:10]
+    assert mine.search(WORDS, "2030-01-01", None) == mine.search(WORDS, None, day[:4]) == []
+    assert KEY in [one["message_id"] for one in mine.search(WORDS, day, None)]
+    with pytest.raises(ValueError, match="at least one keyword"):
+        mine.search([], None, None)
+    (tmp_path / "no.db").write_text("this is no database at all, but only a text")
+    with pytest.raises(ValueError, match="no e-mails as expected"):
+        play(tmp_path / "no.db")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"message_ids": "[]"}, "expected a list of ids"), ({"inbox_address": ""}, "inbox_address")],
+)
+def test_a_row_that_lacks_something_is_refused(
+    changes: dict[str, Any], said: str, mailbox: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        play(mailbox, **changes)
