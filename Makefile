@@ -101,7 +101,8 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 test-gpu:
 	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs an NVIDIA GPU and a torch built for CUDA: torch sees none here')"
 	$(REQUIRE)=test-gpu $(GPU_PYTHON) -m pytest -q -rs --continue-on-collection-errors -m gpu \
-	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/e2e/test_engine_processes.py
+	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/engines/test_sampling.py \
+	    tests/e2e/test_engine_processes.py
 
 # what nobody can know of a GPU without one, in a table and as gpu_report.json: some eight minutes.
 # REPORT="--device cpu" tries the script on a machine without a GPU

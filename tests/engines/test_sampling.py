@@ -150,3 +150,14 @@ def test_a_few_rows_at_a_time_are_drawn_as_all_at_once(monkeypatch: pytest.Monke
     whole = inverse_cdf(logprobs, made)
     monkeypatch.setattr("trireme.engines.sampling._DRAWN_AT_ONCE", 7000)
     assert torch.equal(inverse_cdf(logprobs, made), whole)
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_numbers_and_draws_the_same_tokens() -> None:
+    streams = torch.tensor([stream_of(1, (i,), 0) for i in range(1000)])
+    positions = torch.arange(1000) * 7919
+    made = uniforms(streams, positions)
+    assert torch.equal(uniforms(streams.cuda(), positions.cuda()).cpu(), made)
+    logprobs = (torch.randn(1000, 1300) * 2).log_softmax(-1)
+    tokens = inverse_cdf(logprobs.cuda(), made.cuda()).cpu()
+    assert torch.equal(tokens, inverse_cdf(logprobs, made))
