@@ -141,9 +141,9 @@ def test_pairs_and_labels_of_a_run_are_what_dpo_and_kto_learn_from(workshop: Wor
     assert json.loads(labelled[2]) == {
         "prompt": "Ben has 1 eggs?", "completion": "#### 0", "label": False,
     }  # fmt: skip
-    workshop.run(
-        "algorithms/kto.yaml", workshop.model, "buffer.train_batch_size=4", "buffer.total_steps=2"
-    )
+    weight = "algorithm.policy_loss_fn_args.desirable_weight=1.0"
+    small = ("buffer.train_batch_size=4", "buffer.total_steps=2")
+    workshop.run("algorithms/kto.yaml", workshop.model, weight, *small)
     losses = workshop.metrics("kto_0", "actor/loss")
     assert len(losses) == 2 and abs(losses[0] - 0.5) < 1e-3
 
