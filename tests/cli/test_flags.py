@@ -190,6 +190,14 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
         ),
         (("run.yaml", "--beta", "low"), "--beta low: expected a number"),
         (("run.yaml", "--loss_type", "real"), "--loss_type real: expected one of grpo, bnpo"),
+        (
+            ("run.yaml", *["--importance_sampling_level", "sequence", "--loss_type", "cispo"]),
+            "--loss_type cispo and --importance_sampling_level sequence both set",
+        ),
+        (
+            ("run.yaml", *["--advantage_estimator", "rloo", "--scale_rewards", "gdpo"]),
+            "--advantage_estimator rloo and --scale_rewards gdpo both set algorithm.advantage_fn",
+        ),
         (("run.yaml", "--max_turns", "two"), "--max_turns two: expected a whole number"),
         (("run.yaml", "--reward_funcs"), "--reward_funcs needs a value"),
         (("run.yaml", "seed"), "seed: expected KEY=VALUE, or a YAML"),

@@ -28,6 +28,8 @@ _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
+_PLAIN = (None, "ppo", "grpo")
+"""What a flag says of a key by default there: another flag may say more of it."""
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
 _SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
@@ -183,14 +185,7 @@ def overrides(flags: Given, config: Source) -> list[str]:
 
 def translated(flags: Given, config: Source) -> list[str]:
     """`key=value` of the flags that become several keys. Raises BadParameter for other values."""
-    keys: dict[str, Any] = {}
-    for name, choices in CHOICES.items():
-        if name in flags:
-            value = flags[name][0].lower()
-            if value not in choices:
-                expected = ", ".join(choices)
-                raise typer.BadParameter(f"--{name} {flags[name][0]}: expected one of {expected}")
-            keys |= {f"algorithm.{key}": item for key, item in choices[value].items()}
+    keys = _chosen(flags)
     number = {name: number_of(name, flags[name][0]) for name in NUMBERS if name in flags}
     loss = "algorithm.policy_loss_fn_args."
     if (beta := number.get("beta")) is not None:
@@ -228,6 +223,29 @@ def translated(flags: Given, config: Source) -> list[str]:
     if flags.get("async_generate", ["false"])[0].lower() == "true":
         keys["synchronizer.sync_offset"] = 1
     return [f"{key}={_text(value)}" for key, value in keys.items()]
+
+
+def _chosen(flags: Given) -> dict[str, Any]:
+    """The keys of the flags with few values. Raises BadParameter for another value, and for two
+    flags that say different things of one key: which of them is meant?
+    """
+    keys: dict[str, Any] = {}
+    whose: dict[str, str] = {}
+    for name, choices in CHOICES.items():
+        if name not in flags:
+            continue
+        value = flags[name][0].lower()
+        word = f"--{name} {flags[name][0]}"
+        if value not in choices:
+            raise typer.BadParameter(f"{word}: expected one of {', '.join(choices)}")
+        for key, item in choices[value].items():
+            if keys.get(key) not in (*_PLAIN, item):
+                raise typer.BadParameter(
+                    f"{whose[key]} and {word} both set algorithm.{key}, to {keys[key]} and {item}: "
+                    "expected one of them"
+                )
+            keys[key], whose[key] = item, word
+    return {f"algorithm.{key}": item for key, item in keys.items()}
 
 
 def _rewards(flags: Given) -> dict[str, list[Any]]:
