@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def test_a_right_answer_by_its_sources(mailbox: Path) -> None:
         ((final("7", "<other>"),), -1.0),
         ((SEARCH, READ, final("7", KEY, "<other>")), -0.7),
         ((SEARCH, final("I don't know")), 0.1),
+        ((SEARCH, final("I don\u2019t know.")), 0.1),
+        ((SEARCH, final(" ", KEY)), 0.2),
         (("I give up.",), 0.0),
         ((SEARCH,) * 5, 0.1),
         ((call("return_final_answer", answer=3), "Well."), 0.0),
@@ -99,11 +102,34 @@ def test_a_mailbox_shows_its_owner_alone_and_takes_any_word(mailbox: Path, tmp_p
     day = EMAILS[0].date[:10]
     assert mine.search(WORDS, "2030-01-01", None) == mine.search(WORDS, None, day[:4]) == []
     assert KEY in [one["message_id"] for one in mine.search(WORDS, day, None)]
-    with pytest.raises(ValueError, match="at least one keyword"):
-        mine.search([], None, None)
+    assert mine.search(" ".join(WORDS), None, None) == mine.search(WORDS, None, None) != []
+    for none in ([], [""], " "):
+        with pytest.raises(ValueError, match="at least one keyword"):
+            mine.search(none, None, None)
+    for no_words in ([5], 5):
+        with pytest.raises(ValueError, match="expected a list of words"):
+            mine.search(no_words, None, None)  # type: ignore[arg-type]
     (tmp_path / "no.db").write_text("this is no database at all, but only a text")
     with pytest.raises(ValueError, match="no e-mails as expected"):
         play(tmp_path / "no.db")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reward_fn": "math_reward"}, "name no reward"),
+        ({"reward_fn_args": {"llm_as_a_judge": "false"}}, "expected true or false"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    options: dict[str, Any], said: str, mailbox: Path
+) -> None:
+    examine = resolve("email_search_workflow").examine
+    assert examine is not None
+    task = Task(ROW, workflow_args={"mailbox": str(mailbox)})
+    examine(task)
+    with pytest.raises(ValueError, match=said):
+        examine(replace(task, **options))
 
 
 @pytest.mark.parametrize(

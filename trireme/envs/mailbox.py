@@ -9,7 +9,7 @@ import argparse
 import json
 import random
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -55,10 +55,16 @@ class Mailbox:
             raise ValueError(f"mailbox {file} has no e-mails as expected: {error}") from error
 
     def search(
-        self, keywords: Iterable[str], sent_after: str | None, sent_before: str | None
+        self, keywords: str | Sequence[str], sent_after: str | None, sent_before: str | None
     ) -> list[dict[str, Any]]:
-        """Id and snippet of e-mails with all the words, the newest first."""
-        words = " ".join('"{}"'.format(word.replace('"', '""')) for word in keywords)
+        """Id and snippet of e-mails with all the words, the newest first.
+
+        Raises ValueError for keywords that are no words, or none.
+        """
+        given = keywords.split() if isinstance(keywords, str) else keywords
+        if not isinstance(given, Sequence) or not all(isinstance(word, str) for word in given):
+            raise ValueError(f"keywords is {keywords!r:.60}: expected a list of words")
+        words = " ".join('"{}"'.format(word.replace('"', '""')) for word in given if word.strip())
         if not words:
             raise ValueError("expected at least one keyword")
         found = self._ask(

@@ -32,7 +32,7 @@ SYSTEM_PROMPT = """You answer a question from the e-mails of {owner}, with tools
 Search with a few keywords, read what looks right, and search with others if it is not. When you \
 know the answer, call return_final_answer with the ids of the e-mails that say it. If you cannot \
 find it, the answer is "I don't know", without sources. You have {turns} turns."""
-FINAL, UNKNOWN = "return_final_answer", "I don't know"
+FINAL, UNKNOWN = "return_final_answer", "i don't know"
 JUDGE = """Is the answer right? It is if it says all that the question asks for as the reference \
 does; other words and further facts do not matter. Reply with true or false alone.
 
@@ -103,7 +103,7 @@ class EmailSearchWorkflow(Workflow):
         ended = await play(tools, request, model, max_turns=settings.max_turns)
         turns = int(ended[0].infos["num_turns"])
         right, correct = set(message_ids(self.task)), False
-        if tools.answer is not None and tools.answer.strip() != UNKNOWN:
+        if tools.answer is not None and not declined(tools.answer):
             correct = await self._correct(tools.answer, set(tools.sources) == right)
         reward = reward_of(tools, right, correct, turns / settings.max_turns)
         experiences = samples(model, ended, "default", uuid)
@@ -133,6 +133,13 @@ class EmailSearchWorkflow(Workflow):
             raise ValueError(
                 f"email_search_workflow has no reward_fn_args.{min(unknown)}: it has llm_as_a_judge"
             )
+        judged = task.reward_fn_args.get("llm_as_a_judge")
+        if not isinstance(judged, bool | None):
+            raise ValueError(
+                f"reward_fn_args.llm_as_a_judge is {judged!r:.60}: expected true or false"
+            )
+        if task.reward_fn is not None:
+            raise ValueError("email_search_workflow judges answers by itself: name no reward")
 
     async def _correct(self, answer: str, same_sources: bool) -> bool:
         """What the judge says, or whether the sources are the right ones."""
@@ -160,8 +167,13 @@ def reward_of(tools: EmailTools, right: set[str], correct: bool, used: float) ->
         shared = 0.1 / len(tools.sources) if tools.sources else 0.0
         return 1 + 0.3 * bool(cited) + shared + 0.1 * (1 - used)
     way = 0.1 * (bool(right & tools.found) + bool(right & tools.read) + bool(cited))
-    wrong = tools.answer is not None and tools.answer.strip() not in ("", UNKNOWN)
+    wrong = tools.answer is not None and not declined(tools.answer)
     return way - 1 if wrong else way
+
+
+def declined(answer: str) -> bool:
+    """Whether an answer says nothing, or that the model does not know."""
+    return answer.replace("\u2019", "'").strip().rstrip(".").lower() in ("", UNKNOWN)
 
 
 def message_ids(task: Task) -> list[str]:
