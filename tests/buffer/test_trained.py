@@ -42,6 +42,26 @@ def test_each_token_comes_back_with_its_numbers(tmp_path: Path) -> None:
     assert read_trained(path, "1/0/9/0") is None
 
 
+def test_rollouts_without_a_trained_token_have_empty_rows_wherever_they_stand(
+    tmp_path: Path,
+) -> None:
+    made = [experience(1, 0, run, 1.0) for run in range(3)]
+    for idle in (made[0], made[2]):  # as where the prompt fills the model's length
+        idle.mask = torch.zeros_like(idle.mask)
+    batch = flatten(made)
+    kept = TrainedTokens(tmp_path)
+    kept.begin(batch)
+    kept.add(batch, torch.arange(4.0))
+    kept.end(1)
+    kept.close()
+    ((_, path),) = files(tmp_path / "trained")
+    for run, count in enumerate((0, 4, 0)):
+        found = read_trained(path, f"1/0/{run}/0")
+        assert found is not None
+        assert found["tokens"].tolist() == [5, 6, 7, 8, 9, 10]
+        assert {len(row) for name, row in found.items() if name != "tokens"} == {count}
+
+
 def test_a_step_keeps_whole_groups_until_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

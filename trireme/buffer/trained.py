@@ -174,12 +174,18 @@ def read_trained(path: Path, eid: str) -> dict[str, Numbers] | None:
         if eid not in head["eids"]:
             return None
         n = head["eids"].index(eid)
-        first, begin = sum(head["lengths"][:n]), sum(head["counts"][:n])
-        end = begin + head["counts"][n]
+
+        def slice_of(name: str, of: str) -> Numbers:
+            """This experience's values; safetensors refuses an empty slice at a tensor's end."""
+            begin, length = sum(head[of][:n]), head[of][n]
+            if not length:
+                return file.get_tensor(name)[:0]
+            return file.get_slice(name)[begin : begin + length]
+
         out = {
-            name: file.get_slice(name)[begin:end]
+            name: slice_of(name, "counts")
             for name in file.keys()  # noqa: SIM118 (it is no dictionary)
             if name != "tokens"
         }
-        out["tokens"] = file.get_slice("tokens")[first : first + head["lengths"][n]]
+        out["tokens"] = slice_of("tokens", "lengths")
         return out

@@ -69,6 +69,8 @@ class Tokens:
         if learned is not None and all(value is None for value in rows["trained_logprobs"]):
             notes = ["All its advantages are 0: the step left it out, and computed no ratio."]
         mask = rows["mask"]
+        if learned is not None and not any(mask):
+            notes = ["It has no trained token."]
         if rows.get("logprobs") is not None:  # 0 stands for none where nothing was sampled
             rows["logprobs"] = [
                 v if m else None for v, m in zip(rows["logprobs"], mask, strict=True)
