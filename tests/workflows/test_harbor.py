@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import random
+import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from trireme.server.rollouts import Rollouts
 from trireme.task import Task
 from trireme.workflows.harbor import HarborSettings, HarborWorkflow, reward_of_task
 from trireme.workflows.program import ProgramFailed
-from trireme.workflows.task_box import NoReward, total
+from trireme.workflows.task_box import NoReward, TaskBox, total
 from trireme.workflows.workflow import resolve
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor_tasks" / "make_tasks.py"
@@ -60,10 +62,12 @@ def call(command: str) -> str:
     return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
 
 
-def play(folder: Path, replies: list[str], *, open_: bool = True, **args: Any) -> Outcome:
+def play(
+    folder: Path, replies: list[str], *, open_: bool = True, batch_id: int | str = 0, **args: Any
+) -> Outcome:
     row = {"name": folder.name, "prompt": "Do it.", "folder": str(folder)}
     given = {"no_sandbox": open_, **args}
-    task = Task(row, workflow="harbor_workflow", workflow_args=given)
+    task = Task(row, workflow="harbor_workflow", workflow_args=given, batch_id=batch_id)
 
     async def main() -> Outcome:
         said = iter(replies)
@@ -219,6 +223,54 @@ def test_what_a_dockerfile_comes_to(tmp_path: Path) -> None:
     script = f'ls list.txt ../../data/words.txt && echo $C > {VERDICT}reward.txt"'
     (folder / "tests" / "test.sh").write_text(script)
     assert earned(folder, solve=False, skip_run=True) == {"reward": 4.0}
+
+
+def test_nothing_is_copied_out_of_the_rollouts_files(tmp_path: Path) -> None:
+    text = "FROM a\nWORKDIR /app/../../srv\nCOPY words.txt ../../../victim/a\n"
+    folder = folder_of(tmp_path / "tasks", environment__Dockerfile=text)
+    task = read_task(folder)
+    assert task.workdir == "/srv" and task.copies == (("words.txt", "/victim/a"),)
+    TaskBox(task, tmp_path / "a" / "b" / "box", sandbox=False)
+    assert not [path for path in tmp_path.rglob("victim") if path.parent.name != "box"]
+    for line in ("COPY words.txt ../usr/x", "COPY words.txt //usr/x"):
+        (folder / "environment" / "Dockerfile").write_text(f"FROM a\n{line}\n")
+        with pytest.raises(ValueError, match="below /usr"):
+            read_task(folder)
+
+
+def test_nothing_is_copied_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    text = "FROM a\nCOPY deep/er /app/\nCOPY words.txt /app/link/b\n"
+    folder = folder_of(tmp_path / "tasks", environment__Dockerfile=text)
+    link = folder / "environment" / "deep" / "er" / "link"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    with pytest.raises(ValueError, match=r"environment/deep/er/link is a link to .*/victim"):
+        read_task(folder)
+    # this one stays within environment/, but leaves the box from where COPY puts it
+    link.unlink()
+    link.symlink_to("../../../environment")
+    (tmp_path / "environment").mkdir()
+    task, box = read_task(folder), tmp_path / "b" / "box"
+    with pytest.raises(ValueError, match="/app/link/b of the task lies behind a link"):
+        TaskBox(task, box, sandbox=False)
+    with pytest.raises(ValueError, match="/app/link of the task lies behind a link"):
+        TaskBox(replace(task, copies=task.copies[:1]), tmp_path / "c" / "box", sandbox=False)
+    assert not [*victim.iterdir(), *(tmp_path / "environment").iterdir()]
+    link.unlink()
+    link.symlink_to("other.txt")
+    TaskBox(replace(task, copies=task.copies[:1]), tmp_path / "d" / "box", sandbox=False)
+    assert os.readlink(tmp_path / "d" / "box" / "app" / "link") == "other.txt"
+
+
+def test_the_folders_name_needs_no_quotes(tmp_path: Path) -> None:
+    script = "echo 1 > ${LOGS_DIR:-/logs}/verifier/reward.txt"
+    folder = folder_of(tmp_path, tests__test_sh=script).rename(tmp_path / "a task")
+    outcome = play(folder, ["Done."], batch_id="1/held/out", keep=str(tmp_path / "kept"))
+    assert not outcome.failures, outcome.failures
+    [kept] = (tmp_path / "kept").iterdir()
+    assert re.fullmatch(r"a-task-[\w.-]+", kept.name)
 
 
 def test_absolute_paths_need_bubblewrap(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ is refused.
 from __future__ import annotations
 
 import json
+import os
+import posixpath
 import re
 import shlex
 import tomllib
@@ -103,6 +105,7 @@ def read_task(folder: Path, *, skip_run: bool = False) -> TaskFolder:
         _seconds(name, said, "verifier"),
         {key: str(value) for key, value in verifier.get("env", {}).items()},
     )
+    _links_stay(name, folder / "environment")
     docker = folder / "environment" / "Dockerfile"
     if not docker.is_file():
         files = sorted(path.name for path in (folder / "environment").glob("*"))
@@ -146,6 +149,22 @@ def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
     return changed
 
 
+def _links_stay(name: str, context: Path) -> None:
+    """Raise ValueError for a link that leads out of `environment/`."""
+    inside = os.path.realpath(context)
+    for path in sorted(context.rglob("*")):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+            raise ValueError(
+                f"{name}: environment/{path.relative_to(context)} is a link to "
+                f"{os.readlink(path)}: expected a file, or a link that stays within environment/"
+            )
+
+
+def _folded(path: PurePosixPath) -> PurePosixPath:
+    """The absolute path without `..`, as a container has it: nothing lies above the root."""
+    return PurePosixPath("/" + posixpath.normpath(path).lstrip("/"))
+
+
 def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
     """What the instructions of a Dockerfile come to. Raises ValueError for one that cannot be."""
     workdir = PurePosixPath("/app")
@@ -166,7 +185,7 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
                 f"{hint if word == 'RUN' else ''}"
             )
         if word == "WORKDIR":
-            workdir /= rest.strip("\"'")
+            workdir = _folded(workdir / rest.strip("\"'"))
         elif word == "ENV":
             pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
             variables |= dict(pair.split("=", 1) for pair in pairs)
@@ -198,7 +217,7 @@ def _copied(
     if len(words) < 2 or words[0].startswith("--"):
         raise ValueError(f"{where}: expected COPY with files of the folder and where they go")
     *sources, last = words
-    target = workdir / last
+    target = _folded(workdir / last)
     for source in sources:
         pattern = source.strip("/").removeprefix("./") or "."
         found = [context] if pattern == "." else sorted(context.glob(pattern))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -144,7 +145,8 @@ class HarborWorkflow(Workflow):
         settings = options_of(self.task, HarborSettings, "harbor_workflow")
         task = read_task(Path(self.raw_task["folder"]), skip_run=settings.skip_run)
         model = self.model.model
-        prefix = f"{task.folder.name}-{'-'.join(map(str, model.key))}-"
+        # scripts of tasks take the folder from variables, perhaps without quotes
+        prefix = re.sub(r"[^\w.]+", "-", f"{task.folder.name}-{'-'.join(map(str, model.key))}-")
         parent = None if settings.keep is None else Path(settings.keep).expanduser()
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)

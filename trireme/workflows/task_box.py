@@ -47,7 +47,10 @@ class TaskBox:
             (root / "logs" / name).mkdir()
         self.cwd.mkdir(parents=True, exist_ok=True)
         for source, target in task.copies:
-            _copy(task.folder / "environment" / source, self.at(target))
+            _copy(task.folder / "environment" / source, self.at(target), root)
+        for path in root.rglob("*"):  # what is written later must not go through a link either
+            if path.is_symlink():
+                _inside(path, root)
 
     def at(self, path: str) -> Path:
         """Where an absolute path of the task lies on this machine."""
@@ -139,10 +142,26 @@ def _number(value: Any, what: str) -> float:
     return number(value, what, NoReward)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """As COPY does: a folder's contents, or a file."""
-    if source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True, symlinks=True)
-    else:
+def _copy(source: Path, target: Path, root: Path) -> None:
+    """As COPY does: a folder's contents, or a file. Raises ValueError outside `root`."""
+    _inside(target, root)
+    if not source.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_symlink():
+            (target / path.name).symlink_to(os.readlink(path))
+        else:
+            _copy(path, target / path.name, root)
+    shutil.copystat(source, target)
+
+
+def _inside(path: Path, root: Path) -> None:
+    """Raise ValueError for a path that links lead out of a rollout's files."""
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise ValueError(
+            f"/{path.relative_to(root)} of the task lies behind a link that leaves the task's "
+            "files: expected links that stay within them wherever COPY puts them"
+        )
