@@ -9,7 +9,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 from transformers.models.qwen3 import Qwen3Config
 
 CHATML = (
@@ -70,6 +77,41 @@ def make_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_reward_model(
+    folder: Path,
+    arch: str = "qwen2",
+    *,
+    template: str | None = CHATML,
+    max_len: int = 512,
+    pads: bool = True,
+    labels: int = 1,
+    seed: int = 0,
+) -> Path:
+    """A folder with a classifier of one label: `arch` is qwen2, qwen3, llama or bert; `pads`: its
+    config names a padding token.
+    """
+    tokenizer = make_tokenizer(template)
+    kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "bert": BertConfig}
+    config = kinds[arch](
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=max_len,
+        pad_token_id=tokenizer.pad_token_id if pads else None,
+        eos_token_id=tokenizer.eos_token_id,
+        num_labels=labels,
+        initializer_range=0.2,  # with the usual 0.02 all scores would be nearly the same
+        **({} if arch == "bert" else {"num_key_value_heads": 2}),
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

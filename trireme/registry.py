@@ -289,9 +289,13 @@ workflow = WORKFLOWS.register
 
 REWARDS = Registry("reward", home=[f"{_REWARDS}.math", f"{_REWARDS}.sandbox"], by="reward")
 ORMS = Registry(
-    "reward function", home=[f"{_REWARDS}.orm", f"{_REWARDS}.judge"], by="ORMS.register"
+    "reward function",
+    home=[f"{_REWARDS}.{name}" for name in ("orm", "judge", "reward_model")],
+    by="ORMS.register",
 )
 """Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
+RM_PLUGINS = Registry("reward model plug-in")
+"""Functions `(scores, task) -> scores`: see rewards/reward_model.py. ms-swift's `rm_plugins`."""
 
 reward = REWARDS.register
 """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""

@@ -259,6 +259,30 @@ def test_options_of_rewards_reach_their_reward(keys: Any) -> None:
     assert len(Judge.of(funcs).functions) == 4  # each takes its options
 
 
+def test_reward_models_are_rewards_behind_the_functions(keys: Any) -> None:
+    words = "--reward_model rm other/rm --reward_weights 1 0.5 0.2"
+    config, _ = keys(
+        *("run.yaml", "--reward_funcs", "accuracy", *words.split()),
+        *("--reward_model_plugin", "default", "plugin:centred"),
+    )
+    inputs = config.buffer.explorer_input
+    assert inputs.taskset is not None
+    for taskset in (inputs.taskset, *inputs.eval_tasksets):
+        assert taskset.reward_fn_args == {
+            "funcs": [
+                "accuracy",
+                {"name": "reward_model", "model_path": "rm"},
+                {"name": "reward_model", "model_path": "other/rm", "plugin": "plugin:centred"},
+            ],
+            "weights": [1.0, 0.5, 0.2],
+        }
+    config, _ = keys("run.yaml", "--reward_model", "rm")
+    funcs = [{"name": "reward_model", "model_path": "rm"}]
+    assert config.buffer.explorer_input.taskset.reward_fn_args == {"funcs": funcs}
+    said = keys("run.yaml", "--reward_model", "a", "b", "--reward_model_plugin", "plugin:centred")
+    assert "has 1 values and --reward_model 2" in said
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.config.made import config_of, values, write_model, write_rows
+from tests.tiny import make_reward_model
 from trireme.cli.check import check
 from trireme.data.tasksets import Taskset
 from trireme.launch.check import draft
@@ -171,6 +172,16 @@ def test_an_own_workflow_that_chats_needs_a_chat_template(checked: Any, tmp_path
     write_model(tmp_path / "model", template=False)
     output = checked(f"{WORKFLOW}=own_simple")
     assert "has no chat template, which own_simple needs" in output
+
+
+def test_a_reward_model_without_a_score_head_is_refused(checked: Any, tmp_path: Path) -> None:
+    options = f"{{model_path: {tmp_path / 'model'}}}"
+    reward = (f"{TASKSET}.default_reward_fn_type=reward_model", f"{TASKSET}.reward_fn_args=")
+    said = checked(reward[0], reward[1] + options)
+    assert "default_reward_fn_type cannot be used: reward_model: model_path" in said
+    assert "is of the architecture none, which has no score head" in said
+    good = make_reward_model(tmp_path / "scores")
+    assert "no problems" in checked(reward[0], f"{reward[1]}{{model_path: {good}}}")
 
 
 def test_an_own_judge_needs_the_model_that_it_asks(checked: Any) -> None:

@@ -169,7 +169,8 @@ REWARD_OPTIONS = {
     "repetition_max_penalty": ("repetition", "max_penalty"),
 }
 """Numbers that are a reward's: its name in `--reward_funcs`, and the option's name here."""
-TRANSLATED = (*CHOICES, *NUMBERS, *REWARD_OPTIONS, "teacher_model")
+REWARD_MODELS = ("reward_model", "reward_model_plugin")
+TRANSLATED = (*CHOICES, *NUMBERS, *REWARD_OPTIONS, *REWARD_MODELS, "teacher_model")
 """Flags that become several keys, or another value."""
 _NO_LOSS = "--loss_type, without the losses real and fipo, which are not here"
 _NO_TEACHER = "--teacher_model with --teacher_kl_coef: RLSD and SDAR are not here"
@@ -185,12 +186,10 @@ ELSEWHERE = {
     "steps_per_generation": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "truncation_strategy": "model.enable_prompt_truncation: what is too long is never trained",
     "val_dataset": "buffer.explorer_input.eval_tasksets",
-    "reward_model": "reward_funcs judge, or a reward of your own: docs/rewards.md",
     "per_device_train_batch_size": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
     "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
     "ref_model": "model.model_path: the reference is the model that a stage begins with",
-    "reward_model_plugin": "reward_funcs, with a reward of your own: docs/rewards.md",
     "resume_from_checkpoint": "nothing: the same command resumes, and --output_dir says which run",
     "quant_bits": "model.lora_configs over the model as it is: nothing is quantized",
     "push_to_hub": "nothing: trireme convert writes a folder to upload",

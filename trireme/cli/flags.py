@@ -17,6 +17,7 @@ from trireme.cli.flag_names import (
     INPUT,
     KEYS,
     NUMBERS,
+    REWARD_MODELS,
     REWARD_OPTIONS,
     TASKSETS,
     TRANSLATED,
@@ -28,6 +29,7 @@ _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
+_SEVERAL += REWARD_MODELS
 _PLAIN = (None, "ppo", "grpo")
 """What a flag says of a key by default there: another flag may say more of it."""
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
@@ -267,8 +269,22 @@ def _rewards(flags: Given) -> dict[str, list[Any]]:
             number = number_of(flag, text)
             funcs[reward][option] = int(number) if number.is_integer() else number
     given = flags.get("reward_funcs", ())
-    plain = [funcs[name] if len(funcs[name]) > 1 else name for name in given]
-    return {"reward_funcs": plain} if given else {}
+    rewards = [funcs[name] if len(funcs[name]) > 1 else name for name in given]
+    rewards += _reward_models(flags)
+    return {"reward_funcs": rewards} if rewards else {}
+
+
+def _reward_models(flags: Given) -> Iterator[dict[str, str]]:
+    """The reward of each reward model. Raises BadParameter for plug-ins of another number."""
+    models, plugins = (flags.get(name, []) for name in REWARD_MODELS)
+    if plugins and len(plugins) != len(models):
+        raise typer.BadParameter(
+            f"--reward_model_plugin has {len(plugins)} values and --reward_model {len(models)}: "
+            "expected a plug-in, or the word default, for each model"
+        )
+    for path, plugin in zip(models, plugins or ["default"] * len(models), strict=True):
+        own = {} if plugin == "default" else {"plugin": plugin}
+        yield {"name": "reward_model", "model_path": path, **own}
 
 
 def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[str, Any]:

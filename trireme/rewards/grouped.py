@@ -173,6 +173,8 @@ class Judge:
             replies = [[{"role": "assistant", "content": row.completion}] for row in rows]
             columns = {**columns, "completions": replies}  # as TRL calls a function
         args, named = _arguments(name, function.call, columns)
+        if getattr(function.call, "takes_task", False):
+            named["task"] = task
         with UserCode(f"reward '{name}'", function.call) as _:
             rewards = await call_user(partial(function.call, *args, **named))
             if not isinstance(rewards, list | tuple) or len(rewards) != len(rows):

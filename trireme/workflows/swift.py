@@ -2,7 +2,7 @@
 
 `from swift.plugin import ORM, orms` then gives Trireme's own. Modules are those of its versions 3
 and 4; what lay in which of them changed often, so that each has all names. What Trireme has no
-counterpart of (engines, templates, reward models with a head of their own) can be imported and
+counterpart of (engines, templates, classes of reward model plug-ins) can be imported and
 subclassed, and says so when it is used.
 """
 
@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from trireme import log
-from trireme.registry import Registry, lazy_names
+from trireme.registry import RM_PLUGINS, Registry, lazy_names
 from trireme.rewards.orm import ORM as _ORM
 
 _SCHEDULER = "trireme.workflows.scheduler"
@@ -84,7 +84,7 @@ MODULES = frozenset(
     }
 )
 
-rm_plugins = Registry("reward model plug-in")
+rm_plugins = RM_PLUGINS
 prms = Registry("process reward model")
 
 
@@ -110,8 +110,8 @@ class Absent:
     def __init__(self, *args: Any, **options: Any) -> None:
         name = next(c.__name__ for c in type(self).__mro__ if c.__name__ in _ABSENT)
         raise NotImplementedError(
-            f"ms-swift's {name} has no counterpart in Trireme: for a model as judge see "
-            "docs/rewards.md, for engines docs/engines.md"
+            f"ms-swift's {name} has no counterpart in Trireme: for reward models and judges "
+            "see docs/rewards.md, for engines docs/engines.md"
         )
 
 
