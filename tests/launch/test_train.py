@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import threading
 from collections.abc import Iterator
@@ -139,10 +140,22 @@ def test_callbacks_are_told_of_every_step(tiny_dir: Path, tmp_path: Path) -> Non
         assert metrics
         seen.append((part, step))
 
+    class Board:
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int]] = []
+
+        def update(self, metrics: dict[str, float], step: int, part: str) -> None:
+            self.seen.append((part, step))
+
+        __call__ = update
+
+    board, called, partly = Board(), Board(), Board()
+    callbacks = [note, board.update, called, functools.partial(partly.update)]
     steps = {"total_steps": 2, "batch_size": 2}
     one = {"algorithm.repeat_times": 2}
-    start(tiny_dir, tmp_path, reward=varied, callbacks=[note], buffer=steps, **one)
+    start(tiny_dir, tmp_path, reward=varied, callbacks=callbacks, buffer=steps, **one)
     assert {("explorer", 1), ("explorer", 2), ("trainer", 1), ("trainer", 2)} <= set(seen)
+    assert board.seen == called.seen == partly.seen == seen
     assert (tmp_path / "python/grpo/monitor/tensorboard").is_dir()
     key = {"monitor.monitor_type": "wandb"}
     with pytest.raises(ValueError, match=r"monitor\.monitor_type is given, too"):
@@ -152,6 +165,10 @@ def test_callbacks_are_told_of_every_step(tiny_dir: Path, tmp_path: Path) -> Non
 
     with pytest.raises(trireme.ConfigError, match=r"expected \(metrics, step, part\)"):
         start(tiny_dir, tmp_path, reward=varied, callbacks=[wrong])
+    with pytest.raises(trireme.ConfigError, match=r"expected \(metrics, step, part\)"):
+        start(tiny_dir, tmp_path, reward=varied, callbacks=[functools.partial(wrong)])
+    with pytest.raises(ValueError, match="callbacks hold 7: expected functions"):
+        start(tiny_dir, tmp_path, reward=varied, callbacks=[7])
     with pytest.raises(trireme.ConfigError, match="or a class with the methods log"):
         start(tiny_dir, tmp_path, reward=varied, callbacks=[Task])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import json
 import logging
@@ -96,6 +98,8 @@ def test_one_that_hangs_holds_up_nobody(
         (["tensorboard", "mlflw"], None, "did you mean 'mlflow'"),
         (f"{ME}:nothing", None, "has no 'nothing'"),
         (f"{ME}:callback", {"mode": "offline"}, "takes no options"),
+        (f"{ME}:Named", None, "a class with the methods log, rollouts and close"),
+        (f"{ME}:ME", None, r"expected a function \(metrics, step, part\)"),
         (["tensorboard", f"{ME}:callback"], {"wandb": {}}, "has no option 'wandb'"),
         ("tensorboard", {"mode": "x"}, "has no option 'mode'"),
     ],
@@ -119,6 +123,9 @@ class Named:
     def __init__(self, run: TrackedRun) -> None:
         self.id = f"id of {run.name}"
 
+    def log(self, metrics: dict[str, float], step: int, part: str) -> None:
+        """It shows nothing, and lacks `rollouts`."""
+
     def close(self, *, failed: bool = False) -> None:
         """Nothing is held."""
 
@@ -130,6 +137,60 @@ def test_two_commands_of_a_job_keep_both_ids(tmp_path: Path) -> None:
         monitor.close()
     ids = json.loads((tmp_path / "trackers.json").read_text())
     assert ids == {f"{ME}:Named-{part}": f"id of job-{part}" for part in ("trainer", "explorer")}
+
+
+class Store:
+    """One with exactly the three methods of docs/trackers.md, one of them async."""
+
+    def __init__(self, run: TrackedRun, *, unit: float = 1.0) -> None:
+        self._unit = unit
+
+    async def log(self, metrics: dict[str, float], step: int, part: str) -> None:
+        """Waits, as one that sends does."""
+        await asyncio.sleep(0)
+        calls.append(({"x": metrics["x"] * self._unit}, step, part))
+
+    def rollouts(self, rows: list[Any], step: int) -> None:
+        """Nothing to show."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Nothing is held."""
+
+
+class Site:
+    """Where a tracker comes from."""
+
+    def store(self, run: TrackedRun) -> Store:
+        """A bound method makes one."""
+        return Store(run, unit=3.0)
+
+
+halved, of_site = functools.partial(Store, unit=0.5), Site().store
+loops: list[asyncio.AbstractEventLoop] = []
+
+
+async def waiting(metrics: dict[str, float], step: int, part: str) -> None:
+    """An async function."""
+    await asyncio.sleep(0)
+    loops.append(asyncio.get_running_loop())
+    calls.append((metrics, step, part))
+
+
+@pytest.mark.parametrize(
+    ("kind", "x"), [("Store", 2.0), ("halved", 1.0), ("of_site", 6.0), ("waiting", 2.0)]
+)
+def test_what_makes_a_tracker_and_what_is_async_is_told_of_every_step(
+    kind: str, x: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls.clear()
+    examine_trackers(f"{ME}:{kind}", None)
+    monitor = open_monitor(tmp_path, f"{ME}:{kind}")
+    for step in (1, 2):
+        monitor.log({"x": 2.0}, step, "trainer")
+    monitor.close()
+    assert calls == [({"x": x}, 1, "trainer"), ({"x": x}, 2, "trainer")]
+    assert "tracker" not in caplog.text
+    assert len(set(map(id, loops))) <= 1 and all(loop.is_closed() for loop in loops)
 
 
 def installed(name: str) -> ModuleType:

@@ -7,6 +7,7 @@ so that Ctrl-C, or a notebook's stop button, ends it at its next safe point with
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sqlite3
 import threading
@@ -214,8 +215,29 @@ def _trackers(
             "callbacks are trackers, and monitor.monitor_type is given, too: expected all of them "
             "in one, for example callbacks=['tensorboard', 'wandb', my_function]"
         )
-    names = [_named(TRACKERS, callback) for callback in callbacks]
+    names = [_named(TRACKERS, _as_function(callback)) for callback in callbacks]
     return names if "tensorboard" in names else ["tensorboard", *names]
+
+
+def _as_function(callback: str | Callable[..., Any]) -> str | Callable[..., Any]:
+    """A bound method, a partial or an object as a plain function: what else can be called makes a
+    tracker. A class, and a partial of one, does that here too.
+    """
+    made = getattr(callback, "func", callback)
+    if isinstance(callback, str) or inspect.isfunction(callback) or inspect.isclass(made):
+        return callback
+    if not callable(callback):
+        raise ValueError(
+            f"callbacks hold {callback!r:.60}: expected functions (metrics, step, part), or "
+            "classes as in docs/trackers.md"
+        )
+
+    def told(metrics: dict[str, float], step: int, part: str) -> Any:
+        return callback(metrics, step, part)
+
+    told.__name__ = getattr(callback, "__name__", type(callback).__name__)
+    told.__wrapped__ = callback  # its signature is what the check looks at
+    return told
 
 
 def _data_set(tasks: Tasks, root: Path, what: str) -> tuple[str, dict[str, Any], int | None]:

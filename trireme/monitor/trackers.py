@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import json
@@ -43,8 +44,8 @@ Rollout = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Shows a run. Made as `Tracker(run, **monitor_args)`; a plain function
-    `(metrics, step, part)` may stand for one.
+    """Shows a run. Made as `Tracker(run, **monitor_args)`, by a class or what else can be called;
+    a function `(metrics, step, part)` may stand for one. Functions and methods may be async.
     """
 
     @property
@@ -103,9 +104,9 @@ class Callback:
     def __init__(self, function: Callable[[dict[str, float], int, str], object]) -> None:
         self._function = function
 
-    def log(self, metrics: Mapping[str, float], step: int, part: str) -> None:
-        """See Tracker."""
-        self._function(dict(metrics), step, part)
+    def log(self, metrics: Mapping[str, float], step: int, part: str) -> Any:
+        """See Tracker. What an async function gives is waited for as that of an async method."""
+        return self._function(dict(metrics), step, part)
 
     def rollouts(self, rows: Sequence[Rollout], step: int) -> None:
         """A function takes metrics alone."""
@@ -122,6 +123,8 @@ class Apart:
         self.name = name
         self._thread = OwnThread(f"tracker-{name}")
         self._tracker: Tracker | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of async functions and methods, one for the whole run: what they open stays usable."""
         self._warned = False
         self._thread.put(lambda: self._start(make, started))
 
@@ -139,6 +142,7 @@ class Apart:
         """Wait until all is sent, up to CLOSE_S."""
         ended = threading.Event()
         self._send(lambda tracker: tracker.close(failed=failed))
+        self._thread.put(self._end_loop)
         self._thread.close(last=ended.set)
         if not ended.wait(CLOSE_S):
             self._warn(f"has not ended within {CLOSE_S:g} s")
@@ -146,17 +150,25 @@ class Apart:
     def _start(self, make: Callable[[], Tracker], started: Callable[[str], None]) -> None:
         try:
             self._tracker = make()
-            if self._tracker.id is not None:
-                started(self._tracker.id)
+            id = getattr(self._tracker, "id", None)  # a class of three methods has none
+            if id is not None:
+                started(id)
         except Exception as error:
             self._warn(f"could not start: {type(error).__name__}: {error}")
 
-    def _send(self, call: Callable[[Tracker], None]) -> None:
+    def _end_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+    def _send(self, call: Callable[[Tracker], Any]) -> None:
         def send() -> None:
             if self._tracker is None:
                 return
             try:
-                call(self._tracker)
+                result = call(self._tracker)
+                if inspect.isawaitable(result):
+                    self._loop = self._loop or asyncio.new_event_loop()
+                    self._loop.run_until_complete(result)
             except Exception as error:
                 self._warn(f"failed: {type(error).__name__}: {error}")
 
@@ -205,7 +217,7 @@ def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None)
         whose = f"monitor.monitor_type '{name}'"
         if inspect.isfunction(made):
             refuse_signature(whose, made, made, "(metrics, step, part)")
-        elif not inspect.isclass(made) or not hasattr(made, "log"):
+        elif not callable(made) or (inspect.isclass(made) and not _has_methods(made)):
             raise ValueError(
                 f"{whose} is {made!r:.60}: expected a function (metrics, step, part), or a class "
                 "with the methods log, rollouts and close"
@@ -217,6 +229,10 @@ def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None)
         refuse_unknown_options("monitor.monitor_args", args or {}, names)
     elif names == ["tensorboard"] and args:
         refuse_unknown_options("monitor.monitor_args of tensorboard", args, ())
+
+
+def _has_methods(kind: type) -> bool:
+    return all(callable(getattr(kind, name, None)) for name in ("log", "rollouts", "close"))
 
 
 def open_trackers(
