@@ -59,6 +59,17 @@ def test_long_results_are_cut_and_endless_ones_end() -> None:
     count = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n{}) SELECT x FROM n"
     _, seen = play(count.format(" WHERE x < 50"), count.format(""), "submit")
     assert seen[1].endswith("(20,)\n... (30 more rows)") and "too long" in seen[2]
+    _, seen = play("SELECT hex(zeroblob(10000))", "submit")
+    assert seen[1].startswith("('000") and len(seen[1]) < 4100 and "are left out" in seen[1]
+
+
+def test_a_blob_is_shown_and_compared() -> None:
+    query = "SELECT NULL, x'00ff', 1.5, name FROM people WHERE age = 5"
+    e, seen = play(query, "submit", row={**ROW, "response": query, "databases": [SCRIPT]})
+    assert e.reward == 1.0 and seen[1] == "(None, x'00ff', 1.5, 'Bo')"
+    text = "SELECT NULL, '00ff', 1.5, name FROM people WHERE age = 5"
+    e, _ = play(text, "submit", row={**ROW, "response": query, "databases": [SCRIPT]})
+    assert e.reward == 0.0
 
 
 def test_a_file_of_sqlite(tmp_path: Path) -> None:
@@ -67,9 +78,18 @@ def test_a_file_of_sqlite(tmp_path: Path) -> None:
     base.close()
     row = {**ROW, "databases": None, "db_path": str(tmp_path / "a.sqlite")}
     assert play(RIGHT, "submit", row=row)[0].reward == 1.0
+    latin = sqlite3.connect(tmp_path / "latin.sqlite")
+    latin.executescript(SCRIPT + "INSERT INTO people VALUES (CAST(x'e9' AS TEXT), 9);")
+    latin.close()
+    e, seen = play(RIGHT, "submit", row={**row, "db_path": str(tmp_path / "latin.sqlite")})
+    assert e.reward == 1.0 and seen[1] == "('Bo',)\n('\ufffd',)"
+    full_text = sqlite3.connect(tmp_path / "fts.sqlite")
+    full_text.executescript(SCRIPT + "CREATE VIRTUAL TABLE words USING fts5(a);")
+    full_text.close()
     (tmp_path / "b.sqlite").write_text("no database, but some text that is long enough for one")
     for changes, said in (
         ({"db_path": str(tmp_path / "b.sqlite")}, "no SQLite file"),
+        ({"db_path": str(tmp_path / "fts.sqlite")}, "tables words are virtual"),
         ({"db_path": str(tmp_path / "gone")}, "there is no such file"),
         ({"db_path": None}, "needs a column databases"),
         ({"response": None}, "expected the right query"),

@@ -150,7 +150,9 @@ def rows(job):
         base = sqlite3.connect(":memory:")
         base.executescript(script)
         base.set_authorizer(lambda kind, *_: 0 if kind in readable else 1)
-        out.append(base.execute(job["query"]).fetchall())
+        found = base.execute(job["query"])
+        out.append([[{"blob": cell.hex()} if type(cell) is bytes else cell for cell in row]
+                    for row in found])
         base.close()
     return out
 

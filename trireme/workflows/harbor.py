@@ -42,6 +42,7 @@ from trireme.workflows.program import (
     Limits,
     ProgramFailed,
     how,
+    middle_out,
     run_program,
     shown,
     watching,
@@ -55,8 +56,6 @@ from trireme.workflows.turns import play
 SYSTEM_PROMPT = """You solve a task on a Linux machine. The tool `shell` runs a command in the \
 task's folder and shows what it prints. Look around, do what is asked, and check it. When you are \
 done, answer without calling a tool."""
-LONGEST = 4000
-"""Characters of a command's output that the model sees: half from each end."""
 
 
 class HarborSettings(Limits):
@@ -239,7 +238,7 @@ class HarborWorkflow(Workflow):
                 f"calls/{calls}", ["bash", "-c", command], settings.call_seconds
             )
             end = how(ended.code, settings.call_seconds, "its time")
-            said = _middle_out((ended.output + ended.errors).strip())
+            said = middle_out((ended.output + ended.errors).strip())
             return "\n".join(filter(None, [said, end and f"[it {end}]"])) or "(no output)"
 
         # a command's own time is its limit: the scheduler's only has to be longer
@@ -285,10 +284,3 @@ def _inner(settings: HarborSettings, cwd: str) -> Settings:
     """The program's settings as `command_workflow` has them."""
     assert settings.command is not None
     return Settings(command=settings.command, cwd=cwd, env=settings.env)
-
-
-def _middle_out(text: str) -> str:
-    if len(text) <= LONGEST:
-        return text
-    half, gone = LONGEST // 2, len(text) - LONGEST
-    return f"{text[:half]}\n... ({gone} characters are left out)\n{text[-half:]}"

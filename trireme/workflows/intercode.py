@@ -21,6 +21,7 @@ from trireme.registry import workflow
 from trireme.rewards.sandbox import LONGEST, run, same_rows
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.program import middle_out
 
 SYSTEM_PROMPT = """You answer a question by reading an SQLite database, one statement at a time.
 
@@ -72,10 +73,10 @@ class Database:
             return f"Error: {told.get('error')}", 0.0, False, {"valid": False}
         if query == action:  # what is looked up about the tables is no answer
             self._last = action
-        lines = [str(tuple(row)) for row in told["rows"]] or ["(no rows)"]
+        lines = [_line(row) for row in told["rows"]] or ["(no rows)"]
         left = told["count"] - len(told["rows"])
         lines += [f"... ({left} more rows)"] if left > 0 else []
-        return "\n".join(lines), 0.0, False, {"valid": True}
+        return middle_out("\n".join(lines)), 0.0, False, {"valid": True}
 
 
 @workflow("intercode_sql_workflow")
@@ -136,11 +137,33 @@ def databases_of(task: Task) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _script(file: Path, changed: int) -> str:
-    """What makes the same database in memory."""
+    """What makes the same database in memory. Raises ValueError where nothing does."""
     try:
         with closing(sqlite3.connect(f"file:{file.absolute()}?mode=ro", uri=True)) as base:
-            return "\n".join(base.iterdump())
+            base.text_factory = lambda text: text.decode("utf-8", "replace")
+            virtual = "SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL TABLE%'"
+            names = [name for (name,) in base.execute(virtual)]
+            script = "" if names else "\n".join(base.iterdump())
     except sqlite3.DatabaseError as error:
         raise ValueError(
             f"the row's db_path is '{file}', which is no SQLite file: {error}"
         ) from error
+    if names:
+        raise ValueError(
+            f"the row's db_path is '{file}', whose tables {', '.join(names)} are virtual ("
+            "full-text search, for example): expected plain tables alone"
+        )
+    try:
+        with closing(sqlite3.connect(":memory:")) as copy:
+            copy.executescript(script)
+    except sqlite3.Error as error:
+        raise ValueError(
+            f"the row's db_path is '{file}', of which no copy can be made: {error}"
+        ) from error
+    return script
+
+
+def _line(row: list[Any]) -> str:
+    """A row as the model sees it, a BLOB as SQLite writes one."""
+    cells = [f"x'{cell['blob']}'" if isinstance(cell, dict) else repr(cell) for cell in row]
+    return f"({', '.join(cells)}{',' * (len(cells) == 1)})"

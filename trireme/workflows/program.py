@@ -26,6 +26,8 @@ logger = get_logger("explorer")
 
 TAIL = 4000
 """Characters of a program's output that the log and the experience keep."""
+LONGEST = 4000
+"""Characters of an output that the model sees: half from each end."""
 LIMITED = """
 while [ "$1" != -- ]; do
     hard=$(ulimit -H "$1")
@@ -176,6 +178,14 @@ def shown(output: str) -> str:
     text = output.strip()
     last = text.rpartition("\n")[2]
     return f"it said: {last:.200}\n{text[-TAIL:]}" if text else "it said nothing"
+
+
+def middle_out(text: str) -> str:
+    """What the model sees of an output: all of it, or as much from each end."""
+    if len(text) <= LONGEST:
+        return text
+    half, gone = LONGEST // 2, len(text) - LONGEST
+    return f"{text[:half]}\n... ({gone} characters are left out)\n{text[-half:]}"
 
 
 def _text(path: Path) -> str:
