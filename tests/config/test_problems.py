@@ -425,7 +425,8 @@ def test_a_limit_of_explore_steps_needs_the_trainers_batch(tmp_path):
     key = "algorithm.advantage_fn_args.max_resample_times"
     assert problems_of(tmp_path, *dapo, f"{key}=3") == []
     replay = "buffer.trainer_input.experience_buffer.replay_buffer.enable=true"
-    for other, why in (("mode=explore", "mode explore"), (replay, "a replay buffer")):
+    alone = [(f"mode={mode}", f"mode {mode}") for mode in ("explore", "train", "serve")]
+    for other, why in (*alone, (replay, "a replay buffer")):
         found = problems_of(tmp_path, *dapo, f"{key}=3", other)
         assert any(f"{key} is 3, and has no effect with {why}" in one for one in found), found
 

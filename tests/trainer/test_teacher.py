@@ -147,6 +147,7 @@ def test_without_a_coefficient_nobody_is_asked(tiny_dir):
         ),
         ({"algorithm_type": "sft"}, "'sft' learns from rows of data: expected none"),
         ({"algorithm_type": "mix"}, "'mix' learns from rows of data: expected none"),
+        ({"sample_strategy": "mix"}, "'mix' brings an expert's rows, and the teacher of algorithm"),
         ({"teacher_kl_fn_args": {"coef": 1.0}}, "has no option 'coef'"),
         ({"teacher_kl_fn_args": {"kl_coef": -1.0}}, "kl_coef"),
     ],
@@ -155,3 +156,8 @@ def test_what_cannot_be_is_refused(given, sentence):
     with pytest.raises(ValueError, match="teacher_kl_fn") as caught:
         _recipe(**given)
     assert sentence in str(caught.value)
+
+
+def test_a_distillation_takes_no_experts_rows_either():
+    with pytest.raises(ValueError, match="brings an expert's rows, and the teacher of 'on_policy_"):
+        _recipe(algorithm_type="on_policy_distill", teacher_kl_fn=None, sample_strategy="mix")

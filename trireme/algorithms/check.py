@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
 from trireme.config.options import parameters_of
+from trireme.registry import ADVANTAGES
 
 if TYPE_CHECKING:
     from trireme.algorithms.recipes import Recipe
@@ -67,11 +68,23 @@ def _check_resampling(recipe: Recipe) -> None:
         return
     part = recipe.parts["advantage_fn"]
     key, groups = "algorithm.advantage_fn_args.max_resample_times", part.before or part
+    limits = f"{key} limits how often groups of equal rewards are sampled anew, and {part.label}"
+    if groups.marked("of_experiences"):
+        raise ValueError(
+            f"{limits} is a class that keeps and leaves out experiences itself, so that none can "
+            "be taken back at the limit: expected none, or an advantage that is a function "
+            "(docs/algorithms.md)"
+        )
     known = parameters_of(groups.function).get("std_threshold")
+    if known is None and groups.name not in ADVANTAGES.built_in():
+        raise ValueError(
+            f"{limits} has no option std_threshold, by which it would say that it leaves them out: "
+            "expected one (std_threshold: float | None = 0.0), or none here"
+        )
     if known is None or groups.options.get("std_threshold", known.default) is None:
         raise ValueError(
-            f"{key} limits how often groups of equal rewards are sampled anew, and {part.label} "
-            "leaves none out: expected std_threshold: 0 beside it (grpo), or advantage_fn dapo"
+            f"{limits} leaves none out: expected std_threshold: 0 beside it (grpo), or "
+            "advantage_fn dapo"
         )
     if part.settings["duplicate_experiences"]:
         raise ValueError(
@@ -90,13 +103,22 @@ def _check_teacher(recipe: Recipe) -> None:
     key = "algorithm.teacher_kl_fn"
     if recipe.options.get("teacher_kl_fn") and recipe.teacher_kl_fn == "none":
         raise ValueError(f"{key}_args has no effect without {key}: expected one, such as k2")
-    if recipe.teacher is None:
-        return
-    if recipe.from_data or recipe.asks("expert"):
+    if recipe.teacher and (recipe.from_data or recipe.asks("expert")):
         raise ValueError(
             f"{key} is '{recipe.teacher_kl_fn}': a teacher scores what the policy samples, and "
             f"'{recipe.name}' learns from rows of data: expected none"
         )
+    if recipe.needs_teacher and _brings_expert(recipe):
+        asked = f"{key} '{recipe.teacher_kl_fn}'" if recipe.teacher else f"'{recipe.name}'"
+        raise ValueError(
+            f"algorithm.sample_strategy '{recipe.sample_strategy}' brings an expert's rows, and "
+            f"the teacher of {asked} scores only what the policy samples: expected 'default'"
+        )
+
+
+def _brings_expert(recipe: Recipe) -> bool:
+    """Whether the sample strategy mixes an expert's rows into a batch."""
+    return "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function)
 
 
 def _refuse_switches_of_tokens(recipe: Recipe) -> None:
@@ -117,7 +139,7 @@ def _refuse_switches_of_tokens(recipe: Recipe) -> None:
             f"algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and {averages}: "
             "expected 1, or a loss that is a function (docs/algorithms.md)"
         )
-    if "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function):
+    if _brings_expert(recipe):
         raise ValueError(
             f"algorithm.sample_strategy '{recipe.sample_strategy}' brings an expert's rows, which "
             f"are averaged by themselves, and {averages}: expected 'default', or a loss that is a "

@@ -30,7 +30,7 @@ def check_algorithm(stage: StageConfig) -> None:
     if len(config.model.lora_configs or []) > 1:
         stage.problem("model.lora_configs", "has several adapters: expected at most one")
     replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
-    if stage.resamples is not None and (replays or config.mode in ("explore", "serve")):
+    if stage.resamples is not None and (replays or config.mode in ("explore", "train", "serve")):
         why = "a replay buffer, whose batches are never short" if replays else f"mode {config.mode}"
         text = f"is {stage.resamples}, and has no effect with {why}: expected none"
         stage.problem("algorithm.advantage_fn_args.max_resample_times", text)
