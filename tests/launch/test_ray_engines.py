@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("ray")
@@ -14,7 +15,9 @@ pytest.importorskip("ray")
 from tests.server.made import on_port, torch_rollouts, until
 from tests.server.test_remote import PROMPT, SHORT, weights_of
 from trireme.engines.remote import RemoteEngine
-from trireme.engines.servers import Servers
+from trireme.engines.servers import INSTANCE, Servers
+from trireme.launch import engine_host
+from trireme.launch.engine_host import EngineKeeper
 from trireme.launch.ray.actors import ExplorerWorker, TrainerWorker
 from trireme.launch.ray.engines import Sides
 from trireme.launch.sides import ExplorerSide, TrainerSide
@@ -54,7 +57,7 @@ def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weight
             loss = asyncio.ensure_future(sides.loss(old_url))
             await sides.lose(old_url)
             assert "is gone" in str(await asyncio.wait_for(loss, 10))
-            await sides.again(old_url, new_url)
+            await sides.again(0, new_url)
             assert trainer.urls == explorer.urls == (new_url,)
             await asyncio.wait_for(push, 10)
             assert explorer.servers.bare == {new_url} and not call.done()
@@ -65,6 +68,81 @@ def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weight
             explorer.servers.lost(old_url, explorer.servers.instances[old_url], "is gone")
             assert not explorer.servers.gone
             keeping.cancel()
+
+    asyncio.run(main())
+
+
+class Moving:
+    """An engine that is elsewhere each time it is started."""
+
+    name = "engine_0"
+
+    def __init__(self, *urls: str) -> None:
+        self.urls, self.starts, self.died = urls, 0, asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        return self.urls[self.starts]
+
+    def start(self) -> None:
+        self.starts += 1
+        self.died.clear()
+
+    async def ready(self) -> str:
+        return self.url
+
+    async def examine(self) -> None:
+        pass
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise RuntimeError(f"engine_0 has died at {self.url}")
+
+    async def stop(self, grace: float) -> None:
+        pass
+
+
+def servers_of(url: str, stack: AsyncExitStack, *, silent: str = "") -> Servers:
+    """Those of a side that has a server at `url`; one that is `silent` it never reaches."""
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if host == silent:
+            return httpx.Response(500, json={"error": {"message": "it is dying"}})
+        return httpx.Response(200, json={"multi_turn": False}, headers={INSTANCE: f"at {host}"})
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(reply))
+    stack.push_async_callback(client.aclose)
+    servers = Servers([url], client, None)
+    servers.restarted = True
+    return servers
+
+
+@pytest.mark.parametrize("unreached", ["trainer", "explorer"])
+def test_an_engine_that_dies_again_before_one_side_has_reached_it_is_not_lost_to_that_side(
+    unreached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_host, "DYING_S", 0.0)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            trainer, explorer = (
+                servers_of("http://a", stack, silent="b" if side == unreached else "")
+                for side in ("trainer", "explorer")
+            )
+            for servers in (trainer, explorer):
+                await servers.connect()
+            engine = Moving("http://a", "http://b", "http://c")
+
+            async def work() -> None:
+                engine.died.set()
+                await until(lambda: trainer.urls == explorer.urls == ("http://c",))
+                assert await trainer.ready() == await explorer.ready() == ["http://c"]
+                assert not trainer.gone and not explorer.gone
+
+            keeper = EngineKeeper([engine], Sides(trainer, explorer), restarts=2)
+            await asyncio.wait_for(keeper.run(work()), 10)
+            assert engine.starts == 2
 
     asyncio.run(main())
 

@@ -195,7 +195,7 @@ def test_a_server_that_is_started_again_gets_the_weights_and_what_was_under_way(
             assert not any(call.done() for call in calls) and engine.health().running == 3
             keeping = asyncio.ensure_future(engine.servers.keep_complete())
             async with on_port(new, port=int(url.rsplit(":", 1)[1])):
-                await engine.servers.again(url, url)
+                await engine.servers.again(0, url)
                 replies = await asyncio.wait_for(asyncio.gather(*calls), 40)
                 assert {v for [reply] in replies for v in reply.versions} == {4}
                 assert await engine.fingerprint() == await new.engine.fingerprint()
@@ -224,7 +224,7 @@ def test_a_push_that_a_server_does_not_live_to_see_is_done_again_and_no_other(
             )
             await asyncio.wait_for(engine.servers.loss(url), 10)
             async with on_port(rollouts, port=int(url.rsplit(":", 1)[1])):
-                await engine.servers.again(url, url)
+                await engine.servers.again(0, url)
                 await asyncio.wait_for(push, 20)
                 assert rollouts.engine.health().version == 1 and not engine.servers.bare
                 await engine.close()

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from trireme.aio import running
 from trireme.engines.engine import MOST_SAMPLES, OnToken
 from trireme.log import get_logger
 
@@ -261,7 +262,8 @@ class Servers:
         """Brings the run's weights to all; None: there are none beside the model's own."""
         self.router = Router()
         self._restarts = 0
-        self._asked: dict[str, set[asyncio.Future[Any]]] = {}
+        self._ends: dict[str, set[asyncio.Future[RuntimeError]]] = {}
+        """Of each server, one a call: set when it has ended."""
         self._client = client
         self._seed = seed
         self._connecting = asyncio.Lock()
@@ -329,23 +331,23 @@ class Servers:
         """What a call of a server comes to. Raises ServerLost where the server's end is told first:
         a machine that is lost closes no connection.
         """
-        asked = self._asked.setdefault(url, set())
-        asking = asyncio.ensure_future(call)
-        asked.add(asking)
+        end: asyncio.Future[RuntimeError] = asyncio.get_running_loop().create_future()
+        ends = self._ends.setdefault(url, set())
+        ends.add(end)
         try:
-            await asyncio.wait({asking})
+            async with running(call) as (asking,):
+                await asyncio.wait({asking, end}, return_when=asyncio.FIRST_COMPLETED)
+                if not asking.done():
+                    raise end.result()
+                return asking.result()
         finally:
-            asking.cancel()
-            asked.discard(asking)
-        if asking.cancelled() and url in self.gone:
-            raise self.gone[url]
-        return asking.result()
+            ends.discard(end)
 
     async def lose(self, url: str) -> None:
         """The launcher says that a server has ended: nothing is answered there any more."""
-        self.lost(url, self.instances.get(url), "is gone")
-        for asking in list(self._asked.get(url, ())):
-            asking.cancel()
+        error = self.lost(url, self.instances.get(url), "is gone")
+        for end in self._ends.pop(url, ()):
+            end.set_result(error)
 
     async def loss(self, url: str) -> RuntimeError:
         """Why a server is gone, once it is."""
@@ -353,11 +355,14 @@ class Servers:
             await self._changed.wait()
         return self.gone[url]
 
-    async def again(self, url: str, new_url: str) -> None:
-        """A server was started again, perhaps elsewhere: it has none of the run's weights."""
+    async def again(self, index: int, new_url: str) -> None:
+        """The server of this index was started again, perhaps elsewhere, and perhaps more than once
+        since it was last reached from here: it has none of the run's weights.
+        """
         new_url = new_url.rstrip("/")
         await self._connect(new_url)
-        self.urls = tuple(new_url if each == url else each for each in self.urls)
+        url = self.urls[index]
+        self.urls = (*self.urls[:index], new_url, *self.urls[index + 1 :])
         self.bare.discard(url)
         self.bare.add(new_url)
         self._restarts += 1

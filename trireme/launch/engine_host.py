@@ -117,8 +117,10 @@ class KnownServers(Protocol):
         """Why it cannot be asked, once that is so."""
         ...
 
-    async def again(self, url: str, new_url: str) -> None:
-        """It was started again."""
+    async def again(self, index: int, new_url: str) -> None:
+        """The engine of this index was started again. By its index, since an attempt that failed
+        may have told its address to some sides and not to others.
+        """
         ...
 
     async def keep_complete(self) -> None:
@@ -136,7 +138,7 @@ class EngineKeeper:
 
     async def run(self, work: Awaitable[T]) -> T:
         """The result of `work`; an engine that is gone for good cancels it: its error is raised."""
-        keeping = (*map(self._keep, self._hosts), self._servers.keep_complete())
+        keeping = (*map(self._keep, range(len(self._hosts))), self._servers.keep_complete())
         async with running(work, *keeping) as (task, *keepers):
             await asyncio.wait({task, *keepers}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() or task.exception() is not None:
@@ -149,10 +151,13 @@ class EngineKeeper:
                         keeper.result()
             return await task
 
-    async def _keep(self, host: Kept) -> None:
-        """Start it again whenever it ends. Raises RuntimeError where that was often enough."""
+    async def _keep(self, index: int) -> None:
+        """Start an engine again whenever it ends. Raises RuntimeError where that was often
+        enough.
+        """
+        host = self._hosts[index]
         for done in range(self._restarts + 1):
-            end = await self._end_of(host, again=done > 0)
+            end = await self._end_of(index, again=done > 0)
             what, _, rest = str(end).partition("; ")
             if done == self._restarts:
                 limit = f", and cluster.engine_restarts ({done}) is used up" if done else ""
@@ -160,14 +165,14 @@ class EngineKeeper:
             logger.warning("%s: it is started again (%d of %d)", what, done + 1, self._restarts)
             await self._servers.lose(host.url)
 
-    async def _end_of(self, host: Kept, *, again: bool) -> Exception:
+    async def _end_of(self, index: int, *, again: bool) -> Exception:
         """Start it `again`; why it cannot go on, by our own looks or by those who asked it."""
+        host = self._hosts[index]
         try:
             if again:
-                old = host.url
                 await host.stop(grace=0)
                 host.start()
-                await self._servers.again(old, await host.ready())
+                await self._servers.again(index, await host.ready())
             async with running(host.watch(), self._servers.loss(host.url)) as (looks, loss):
                 await asyncio.wait({looks, loss}, return_when=asyncio.FIRST_COMPLETED)
                 if looks.done():

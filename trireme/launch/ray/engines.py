@@ -154,10 +154,10 @@ class Sides:
             done, _ = await asyncio.wait(losses, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
 
-    async def again(self, url: str, new_url: str) -> None:
+    async def again(self, index: int, new_url: str) -> None:
         """See KnownServers. Those that wait for its weights know it before they can have come."""
         for servers in (*self._others, self._renews):
-            await servers.again(url, new_url)
+            await servers.again(index, new_url)
 
     async def keep_complete(self) -> None:
         """See KnownServers; the others are told which engines have the weights."""
