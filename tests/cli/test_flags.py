@@ -491,6 +491,19 @@ def test_steps_on_a_batch_divide_what_counts_optimizer_steps(keys: Any) -> None:
     assert keys("run.yaml", *words)[0].trainer.total_steps == 1000001
 
 
+def test_a_number_of_steps_goes_before_the_epochs(keys: Any) -> None:
+    def explored(*words: str) -> int | None:
+        return keys("run.yaml", *words)[0].buffer.total_steps
+
+    assert explored("--max_steps", "500", "--num_train_epochs", "2") == 500
+    assert explored("--max_steps", "500", "--num_iterations", "4") == 125
+    again = ("--max_steps", "10", "--dynamic_sample", "true")  # a batch may take several steps
+    assert explored(*again) == 40
+    assert explored(*again, "--max_resample_times", "1") == 20
+    assert explored("--max_steps", "500", "buffer.total_steps=7") == 7
+    assert explored("--max_steps", "-1") is None
+
+
 @pytest.mark.parametrize("iterations", ["1", "2"])
 def test_no_limit_of_steps_is_none_and_a_share_of_them_is_not_divided(
     keys: Any, iterations: str

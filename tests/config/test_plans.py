@@ -113,6 +113,17 @@ def test_steps_follow_from_rows_and_epochs(tmp_path):
     assert plan_of(tmp_path, "buffer.total_steps=9", rows=20).explore_steps == 9
 
 
+def test_train_steps_past_the_last_task_are_noted(tmp_path):
+    def noted(*words):
+        plan = plan_of(tmp_path, "trainer.total_steps=5", *words, rows=20)
+        return [note for note in plan.notes if "total_steps (5)" in note]
+
+    [note] = noted()
+    assert "the tasks give 2, and the run ends there" in note and "total_epochs" in note
+    for words in (["buffer.total_steps=5"], ["buffer.total_epochs=2"]):
+        assert noted(*words) == []
+
+
 def test_smaller_train_batches_make_more_train_steps(tmp_path):
     plan = plan_of(tmp_path, "buffer.train_batch_size=20", rows=16)
     assert plan.explore_steps == 2

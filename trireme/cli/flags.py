@@ -179,6 +179,8 @@ def overrides(flags: Given, config: Source) -> list[str]:
         for name, values in flags.items()
         if name in KEYS and name not in _SERVERS
     ]
+    if steps := _explore_steps(flags, each):
+        out.append(f"buffer.total_steps={steps}")
     out += translated(flags, config)
     if urls := list(_urls(flags)):
         out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={_text(urls)}"]
@@ -326,6 +328,18 @@ def _each_batch(flags: Given) -> dict[str, list[str]]:
             )
         out[name] = [f"{steps / iterations:.0f}"]
     return out
+
+
+def _explore_steps(flags: Given, each: Given) -> int:
+    """The most explore steps that `--max_steps` train steps take, which go before the epochs; 0:
+    the flag sets no limit. `each` has the flag in train steps.
+    """
+    text = each.get("max_steps", flags.get("max_steps", ["0"]))[0]
+    steps = 0.0 if text == "null" else number_of("max_steps", text)
+    again = float(_chosen(flags).get(_RESAMPLES, 0))
+    if again and "max_resample_times" in flags:
+        again = number_of("max_resample_times", flags["max_resample_times"][0])
+    return int(steps * (1 + again)) if steps >= 1 else 0
 
 
 def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:

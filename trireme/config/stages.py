@@ -359,8 +359,16 @@ def steps_of(stage: StageConfig) -> Steps:
     expected = None if explore is None else math.ceil(explore * stage.rollouts / own)
     schedule = config.trainer.total_steps or expected
     train = None if config.mode == "explore" else config.trainer.total_steps
-    if train is None and config.mode == "both" and (stage.whole_steps or stage.one_experience):
+    one_each = stage.whole_steps or stage.one_experience
+    if train is None and config.mode == "both" and one_each:
         train = expected
+    replays = buffer.trainer_input.experience_buffer.replay_buffer.enable
+    if config.mode == "both" and not replays and (train or 0) > (expected or math.inf):
+        condition = "" if one_each else " where each rollout is one experience"
+        stage.notes.append(
+            f"trainer.total_steps ({train}): the tasks give {expected}{condition}, and the run "
+            "ends there; buffer.total_steps or total_epochs says how often they are repeated"
+        )
     rows = stage.task_rows
     an_epoch = None if rows is None else rows // buffer.batch_size
     return Steps(wanted, own, explore, train, schedule, an_epoch)
