@@ -72,6 +72,14 @@ def test_a_blob_is_shown_and_compared() -> None:
     assert e.reward == 0.0
 
 
+def test_an_option_that_there_is_not_is_refused() -> None:
+    examine = resolve("intercode_sql_workflow").examine
+    assert examine is not None
+    examine(Task(ROW, workflow_args={"max_env_steps": 3}))
+    with pytest.raises(ValueError, match="did you mean 'max_env_steps'"):
+        examine(Task(ROW, workflow_args={"max_env_stps": 3}))
+
+
 def test_a_file_of_sqlite(tmp_path: Path) -> None:
     base = sqlite3.connect(tmp_path / "a.sqlite")
     base.executescript(SCRIPT)

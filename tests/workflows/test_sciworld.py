@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.model.fake import make
+from trireme.envs import sciworld
 from trireme.task import Task
 from trireme.workflows.sciworld import experiment_of
 from trireme.workflows.workflow import resolve
@@ -27,6 +29,62 @@ def test_a_row_names_its_experiment(row: dict[str, Any]) -> None:
 def test_a_row_without_one_is_refused(prompt: Any) -> None:
     with pytest.raises(ValueError, match="expected JSON like"):
         experiment_of(Task({"prompt": prompt}))
+
+
+@pytest.mark.parametrize("number", [None, 1.5, "x", True, -1])
+def test_a_row_with_a_wrong_number_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match="the row's var_num is"):
+        experiment_of(Task({"task_name": "boil", "var_num": number, "prompt": "a"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workflow_args": {"simplification": "easy,hard"}}, "no simplification 'hard'"),
+        ({"workflow_args": {"max_env_stps": 3}}, "did you mean 'max_env_steps'"),
+        ({"reward_fn": "math_reward"}, "name no reward"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/java")
+    examine = resolve("sciworld_workflow").examine
+    assert examine is not None
+    examine(Task(ROW, workflow_args={"simplification": "openDoors,openContainers"}))
+    with pytest.raises(ValueError, match=said):
+        examine(Task(ROW, **options))
+
+
+class World:
+    """In place of ScienceWorld: counts how often it is started."""
+
+    started = 0
+
+    def __init__(self, _: str, **options: Any) -> None:
+        type(self).started += 1
+
+    get_task_names = staticmethod(lambda: ["boil"])
+    get_max_variations = staticmethod(lambda _: 2)
+    load = staticmethod(lambda *args, **options: None)
+
+
+def test_a_wrong_row_leaves_the_world_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sciworld, "extra", lambda *_: SimpleNamespace(ScienceWorldEnv=World))
+    monkeypatch.setattr(sciworld, "_idle", [])
+    for name, number in (("fly", 0), ("boil", 2), ("fly", 1)):
+        with pytest.raises(ValueError, match="has"):
+            sciworld.Experiment(name, number)
+    sciworld.Experiment("boil", 1)
+    assert World.started == 1
+
+
+@pytest.mark.skipif(not THERE, reason="scienceworld or Java is not installed")
+def test_as_many_actions_are_played_as_the_yaml_says() -> None:
+    task = Task(ROW, workflow_args={"max_env_steps": 60, "env_workers": 1})
+    model = make(["<action>wait1</action>"] * 60, max_model_len=10**6)
+    [e] = asyncio.run(resolve("sciworld_workflow").call(task, model, 1, 0))
+    assert e.metrics["actual_env_steps"] == 60 and e.metrics["env_done"] == 0.0
 
 
 @pytest.mark.skipif(not THERE, reason="scienceworld or Java is not installed")

@@ -24,6 +24,14 @@ class Experiment:
         world = extra("scienceworld", "ScienceWorld").ScienceWorldEnv
         self._world = _idle.pop() if _idle else world("", envStepLimit=max_steps)
         self._world.envStepLimit = max_steps
+        try:
+            self._load(task_name, var_num, simplification)
+        except ValueError:
+            self.close()  # a wrong row is no reason to start Java again
+            raise
+        self._best = 0.0
+
+    def _load(self, task_name: str, var_num: int, simplification: str) -> None:
         names = self._world.get_task_names()
         if task_name not in names:
             raise ValueError(f"ScienceWorld has no task '{task_name}': it has {', '.join(names)}")
@@ -31,7 +39,6 @@ class Experiment:
         if not 0 <= var_num < count:
             raise ValueError(f"var_num is {var_num}: '{task_name}' has 0 to {count - 1}")
         self._world.load(task_name, var_num, simplification, generateGoldPath=True)
-        self._best = 0.0
 
     def reset(self) -> tuple[str, dict[str, Any]]:
         """What is to be done, and what is there to be seen."""

@@ -15,11 +15,14 @@ import sqlite3
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.registry import workflow
 from trireme.rewards.sandbox import LONGEST, run, same_rows
 from trireme.task import Task
+from trireme.workflows.command import options_of
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 from trireme.workflows.program import middle_out
 
@@ -38,6 +41,15 @@ SHOWN = 20
 """Rows of a result that are shown."""
 _SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
 _DESCRIBE = re.compile(r"\s*desc(?:ribe)?\s+[`\"']?(\w+)[`\"']?\s*;?\s*", re.IGNORECASE)
+
+
+class Settings(BaseModel):
+    """`workflow_args`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_env_steps: Annotated[int, Field(gt=0)] = 10
+    """Most statements of an episode, `submit` included."""
 
 
 class Database:
@@ -90,7 +102,8 @@ class InterCodeSqlWorkflow(EpisodeWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a row without a database or the right query."""
+        """Raise ValueError for an option, and a row without a database or the right query."""
+        options_of(task, Settings, "intercode_sql_workflow")
         databases_of(task)
         if not isinstance(task.truth, str) or not task.truth.strip():
             raise ValueError(

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from trireme.envs.env import Seen
 from trireme.envs.pool import shared_pool
 from trireme.registry import workflow
-from trireme.task import Task
+from trireme.task import Task, as_text
+from trireme.workflows.command import options_of
 from trireme.workflows.episode import EpisodeWorkflow, parse_action
 
 SYSTEM_PROMPT = """You do an experiment in a house that you know only through text, one action at \
@@ -37,6 +40,34 @@ An example:
 <action>teleport to kitchen</action>"""
 
 
+SIMPLER = ("easy", "teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors",
+           "noElectricalAction")  # fmt: skip
+MOVES = 100
+"""ScienceWorld's own moves that one action may take at most: waiting takes several."""
+
+
+class Settings(BaseModel):
+    """`workflow_args`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    simplification: str = "easy"
+    """What ScienceWorld makes easier: names with commas between them, or easy for all."""
+    max_env_steps: Annotated[int, Field(gt=0)] = 30
+    """Most actions of an episode."""
+    env_workers: Annotated[int, Field(gt=0)] = 2
+    """Worker processes, each with a Java program."""
+    env_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds that a worker may take to answer."""
+
+    @field_validator("simplification")
+    @classmethod
+    def _known(cls, given: str) -> str:
+        if unknown := set(filter(None, given.split(","))) - set(SIMPLER):
+            raise ValueError(f"no simplification {min(unknown)!r}; expected {', '.join(SIMPLER)}")
+        return given
+
+
 @workflow("sciworld_workflow")
 class SciWorldWorkflow(EpisodeWorkflow):
     """The reward is the best score of the episode, 0 to 1."""
@@ -52,20 +83,27 @@ class SciWorldWorkflow(EpisodeWorkflow):
 
     @classmethod
     def examine(cls, task: Task) -> None:
-        """Raise ValueError for a row that names no experiment, and where there is no Java."""
+        """Raise ValueError for an option, a row without an experiment, and where Java is not."""
+        options_of(task, Settings, "sciworld_workflow")
         experiment_of(task)
+        if task.reward_fn is not None:
+            raise ValueError("sciworld_workflow takes ScienceWorld's own score: name no reward")
         if shutil.which("java") is None:
             raise ValueError("sciworld_workflow needs a Java runtime: there is no program 'java'")
 
     def make_env(self) -> Any:
         """The experiment of the task, in a worker process."""
-        args, experiment = self.workflow_args, experiment_of(self.task)
+        settings = options_of(self.task, Settings, "sciworld_workflow")
         pool = shared_pool(
             "trireme.envs.sciworld:Experiment",
-            workers=int(args.get("env_workers", 2)),
-            timeout_s=float(args.get("env_timeout", 120)),
+            workers=settings.env_workers,
+            timeout_s=settings.env_timeout,
         )
-        return pool.lend(**experiment, simplification=str(args.get("simplification", "easy")))
+        return pool.lend(
+            **experiment_of(self.task),
+            simplification=settings.simplification,
+            max_steps=MOVES * settings.max_env_steps,
+        )
 
     def parse_action(self, reply: str) -> str:
         """What stands in <action>."""
@@ -89,4 +127,7 @@ def experiment_of(task: Task) -> dict[str, Any]:
             f"the row's column '{task.prompt_key}' is {task.prompt!r:.60}: expected JSON like "
             '{"task_name": "boil", "var_num": 0}, or columns task_name and var_num'
         )
-    return {"task_name": str(row["task_name"]), "var_num": int(row.get("var_num", 0))}
+    number = str(as_text(row.get("var_num", 0)))
+    if not number.isdecimal():
+        raise ValueError(f"the row's var_num is {row['var_num']!r:.60}: expected 0, 1, 2 ...")
+    return {"task_name": str(row["task_name"]), "var_num": int(number)}
