@@ -133,6 +133,36 @@ def test_tools_beside_a_workflow_and_without_a_docstring_are_refused(
         start(tiny_dir, tmp_path, reward=varied, tools=[lambda a: a])
 
 
+INPUT = "buffer.explorer_input"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"tools": [multiply], f"{INPUT}.default_workflow_type": "simple_workflow"},
+         rf"{INPUT}.taskset has the workflow simple_workflow: expected one of them"),
+        ({"tools": [multiply], "buffer": {"explorer_input": {"default_workflow_type": "math"}}},
+         rf"{INPUT}.taskset has the workflow math"),
+        ({"tools": [multiply], f"{INPUT}.taskset.default_workflow_type": "math"},
+         rf"{INPUT}.taskset has the workflow math"),
+        ({"tools": [multiply], f"{INPUT}.taskset.workflow_args.tools": ["calculator"]},
+         rf"{INPUT}.taskset.workflow_args.tools is \['calculator'\]: expected all of them"),
+        ({"tools": multiply}, r"tools is multiply alone: expected a list, tools=\[multiply\]"),
+        ({"callbacks": "wandb"}, r"callbacks is 'wandb' alone: expected a list"),
+        ({"callbacks": [print], "monitor": {"monitor_type": "wandb"}}, "is given, too"),
+        ({"callbacks": [print], "monitor": None}, "monitor"),
+    ],
+)  # fmt: skip
+def test_overrides_take_no_tools_and_callbacks_away(
+    given: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    known: dict[str, Any] = {name: given.get(name, ()) for name in ("tools", "callbacks")}
+    overrides = {key: value for key, value in given.items() if key not in known}
+    overrides["checkpoint_root_dir"] = str(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        config_from("m", ROWS, None, None, "grpo", None, overrides, **known)
+
+
 def test_callbacks_are_told_of_every_step(tiny_dir: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 

@@ -88,5 +88,7 @@ def test_no_second_episode_where_the_first_will_do(monkeypatch: pytest.MonkeyPat
     assert e.metrics["first_success"] == 1.0 and e.trained_tokens
     [e], _ = play("RAFT_reflect_alfworld_workflow", [LOOK, WAIT], monkeypatch, is_eval=True)
     assert e.metrics["reflected"] == 0.0 and e.reward == -0.1
+    [e], _ = play("RAFT_reflect_alfworld_workflow", [LOOK, WAIT, "  ", LOOK, LOOK], monkeypatch)
+    assert e.metrics["reflected"] == 0.0 and e.trained_tokens == 0
     [e], _ = play("RAFT_reflect_alfworld_workflow", [WAIT] * 5, monkeypatch)
     assert e.trained_tokens == 0 and e.metrics["reflected"] == 1.0

@@ -21,6 +21,7 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.load import config_of
 from trireme.config.schema import Config
+from trireme.config.stages import used_tasksets
 from trireme.data.rows import NoRows, load_rows
 from trireme.experience import Experience
 from trireme.files import write_text
@@ -36,6 +37,7 @@ from trireme.workflows.tool_calls import TOOLS
 
 BATCH_SIZE = 32
 REPEAT_TIMES = 8
+TOOLS_WORKFLOW = "multi_turn_scheduler"
 WAKE_S = 0.2
 """A signal may reach another thread than the one that waits, which then sees it when it wakes."""
 PROMPTS = ("prompt", "question", "problem", "messages")
@@ -149,6 +151,10 @@ def config_from(
     callbacks: Sequence[str | Callable[..., Any]] = (),
 ) -> Config:
     """What a YAML with these keys says."""
+    for what, several in (("tools", tools), ("callbacks", callbacks)):
+        if isinstance(several, str) or callable(several):
+            one = getattr(several, "__name__", repr(several))
+            raise ValueError(f"{what} is {one} alone: expected a list, {what}=[{one}]")
     root = Path(str(overrides.get("checkpoint_root_dir") or Config().checkpoint_root_dir))
     named = bool(overrides.get("name"))
     data, first, count = _data_set(tasks, root, "tasks")
@@ -161,8 +167,9 @@ def config_from(
     }
     buffer: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
+    names = [_named(TOOLS, tool) for tool in tools]
     if callbacks:
-        values["monitor"] = {"monitor_type": _trackers(callbacks, overrides)}
+        values["monitor"] = {"monitor_type": _trackers(callbacks)}
     from_data = row_of(algorithm).from_data
     if from_data:
         values["mode"] = "train"
@@ -185,13 +192,39 @@ def config_from(
             ]  # fmt: skip
         buffer["explorer_input"] = inputs
         if tools:
-            _use_tools(inputs, workflow, [_named(TOOLS, tool) for tool in tools])
+            _use_tools(inputs, workflow, names)
     elif reward is not None or workflow is not None or tools:
         raise ValueError(
             f"'{algorithm}' trains on data: a reward, a workflow and tools are used only where "
             "eval_tasks are given"
         )
-    return config_of(values | {"buffer": buffer}, overrides)
+    config = config_of(values | {"buffer": buffer}, overrides)
+    _refuse_lost(config, values.get("monitor"), names)
+    return config
+
+
+def _refuse_lost(
+    config: Config, monitor: Mapping[str, Any] | None, tools: Sequence[str | None]
+) -> None:
+    """Raise ValueError where the overrides replace what callbacks or tools have set."""
+    if monitor is not None and config.monitor.monitor_type != monitor["monitor_type"]:
+        raise ValueError(
+            "callbacks are trackers, and monitor.monitor_type is given, too: expected all of them "
+            "in one, for example callbacks=['tensorboard', 'wandb', my_function]"
+        )
+    for used in used_tasksets(config) if tools else ():
+        if used.workflow != TOOLS_WORKFLOW:
+            raise ValueError(
+                f"tools are for conversations that tool_call_scheduler leads, and {used.key} has "
+                f"the workflow {used.workflow}: expected one of them (a workflow passes its own to "
+                "model.chat)"
+            )
+        others = used.config.workflow_args.get("tools")
+        if others != tools:
+            raise ValueError(
+                f"tools are given, and {used.key}.workflow_args.tools is {others}: expected all of "
+                "them in tools=[...]"
+            )
 
 
 def _use_tools(inputs: dict[str, Any], workflow: Any, names: Sequence[str | None]) -> None:
@@ -201,20 +234,13 @@ def _use_tools(inputs: dict[str, Any], workflow: Any, names: Sequence[str | None
             "tools are for conversations that tool_call_scheduler leads, and a workflow is given: "
             "expected one of them (a workflow passes its own to model.chat)"
         )
-    inputs["default_workflow_type"] = "multi_turn_scheduler"
+    inputs["default_workflow_type"] = TOOLS_WORKFLOW
     for taskset in filter(None, [inputs.get("taskset"), *inputs.get("eval_tasksets", [])]):
         taskset["workflow_args"] = {"scheduler": "tool_call_scheduler", "tools": [*names]}
 
 
-def _trackers(
-    callbacks: Sequence[str | Callable[..., Any]], overrides: Mapping[str, Any]
-) -> list[str | None]:
-    """`monitor.monitor_type` with the callbacks. Raises ValueError where it is given, too."""
-    if "monitor.monitor_type" in overrides or "monitor_type" in overrides.get("monitor", {}):
-        raise ValueError(
-            "callbacks are trackers, and monitor.monitor_type is given, too: expected all of them "
-            "in one, for example callbacks=['tensorboard', 'wandb', my_function]"
-        )
+def _trackers(callbacks: Sequence[str | Callable[..., Any]]) -> list[str | None]:
+    """`monitor.monitor_type` with the callbacks."""
     names = [_named(TRACKERS, _as_function(callback)) for callback in callbacks]
     return names if "tensorboard" in names else ["tensorboard", *names]
 

@@ -103,8 +103,9 @@ async def with_reflection(workflow: EpisodeWorkflow, play: Play) -> list[Experie
         note = NOTE.format(noted.text.strip())
         second = await play(note)
         episode = await without_note(model, note, second, per_call=workflow.per_step)
+    reflected = float(episode is not first)  # a blank note is no reflection: nothing was tried
     for experience in episode:
-        experience.metrics |= {"first_success": float(success), "reflected": float(again)}
+        experience.metrics |= {"first_success": float(success), "reflected": reflected}
     return successes(episode)
 
 
