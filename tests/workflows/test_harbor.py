@@ -145,6 +145,7 @@ def test_what_an_agent_leaves_for_the_verifier_does_not_count(open_: bool, tmp_p
     [
         ("exit 0", NoReward, "left no reward"),
         ("kill -9 $$", ProgramFailed, "was killed by SIGKILL"),
+        (f'echo 0 > {VERDICT}reward.txt"; exit 137', ProgramFailed, "exit code 137"),
         ("sleep 60", ProgramFailed, r"longer than verifier.timeout_sec \(0.5 s\)"),
         (f'echo fine > {VERDICT}reward.txt"', NoReward, "'fine': expected a number"),
         (f'echo nan > {VERDICT}reward.txt"', NoReward, "finite"),
@@ -163,8 +164,9 @@ def test_a_verifier_without_a_reward_is_a_failure(
     assert not failed.fault.lasting
 
 
-def test_how_a_verifier_exits_does_not_matter(tmp_path: Path) -> None:
-    script = f'echo \'{{"a": 0.25, "b": 0.5}}\' > {VERDICT}reward.json"; exit 3'
+@pytest.mark.parametrize("code", [3, 143, 200, 255])
+def test_how_a_verifier_exits_does_not_matter(code: int, tmp_path: Path) -> None:
+    script = f'echo \'{{"a": 0.25, "b": 0.5}}\' > {VERDICT}reward.json"; exit {code}'
     parts = earned(folder_of(tmp_path, tests__test_sh=script), solve=False)
     assert parts == {"a": 0.25, "b": 0.5} and total(parts) == 0.75
     assert total({"reward": 1.0, "a": 7.0}) == 1.0
@@ -198,6 +200,17 @@ def test_behind_bubblewrap_there_is_no_other_file_and_nothing_stays(tmp_path: Pa
         ({"task_toml": "[agent]\ntimeout_sec = 0"}, "agent.timeout_sec is 0"),
         ({"task_toml": "[agent"}, "task.toml cannot be read"),
         ({"task_toml": "[environment]\ndocker_image = 'a'"}, "docker_image"),
+        ({"task_toml": "agent = 3"}, "task-0: task.toml has agent = 3: expected a table"),
+        ({"task_toml": "[verifier]\nenv = 3"}, "has verifier.env = 3"),
+        ({"task_toml": "[verifier]\nenv = {K = true}"}, "verifier.env.K is True"),
+        ({"task_toml": "[verifier]\nenv = {K = '${A}'}"}, "expected the value itself"),
+        ({"task_toml": "[environment]\nenv = {K = '${A}'}"}, "environment.env.K is"),
+        ({"environment__Dockerfile": "FROM a\nENV A=1 B"}, "line 2, `ENV A=1 B`: 'B' is no"),
+        ({"environment__Dockerfile": "FROM a\nENV"}, "line 2, `ENV`: nothing follows"),
+        ({"environment__Dockerfile": "FROM a\nENV A='"}, "line 2, .*No closing quotation"),
+        ({"environment__Dockerfile": 'FROM a\nCOPY ["a", b]'}, "line 2, .* is no JSON"),
+        ({"environment__Dockerfile": 'FROM a\nCOPY ["a", 1]'}, "line 2, .*no list of texts"),
+        ({"environment__Dockerfile": "FROM a\nCOPY **bad /app/"}, r"task-0: .*line 2, .*\*\*"),
     ],
 )
 def test_what_needs_a_container_is_refused(
@@ -271,6 +284,18 @@ def test_the_folders_name_needs_no_quotes(tmp_path: Path) -> None:
     assert not outcome.failures, outcome.failures
     [kept] = (tmp_path / "kept").iterdir()
     assert re.fullmatch(r"a-task-[\w.-]+", kept.name)
+
+
+def test_variables_of_the_environment_and_of_the_verifier(tmp_path: Path) -> None:
+    toml = "[environment]\nenv = {A = 'env', B = 2}\n[verifier]\nenv = {name = 'own'}\n"
+    script = f'[ "$A-$B-$C-$name" = env-2-docker-own ]; echo $? > {VERDICT}reward.txt"'
+    docker = "FROM a\nENV A=docker C=docker\n"
+    texts: dict[str, Any] = {
+        "environment__Dockerfile": docker,
+        "tests__test_sh": script,
+        "task_toml": toml,
+    }
+    assert earned(folder_of(tmp_path, **texts), solve=False) == {"reward": 0.0}
 
 
 def test_absolute_paths_need_bubblewrap(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def read_task(folder: Path, *, skip_run: bool = False) -> TaskFolder:
         raise ValueError(f"{name}: {TOML} cannot be read: {error}") from error
     if said.get("steps"):
         raise ValueError(f"{name}: {TOML} has several steps: expected a task of one")
-    environment, verifier = said.get("environment", {}), said.get("verifier", {})
+    environment, verifier = _table(name, said, "environment"), _table(name, said, "verifier")
     if verifier.get("environment_mode", "shared") != "shared" or "environment" in verifier:
         raise ValueError(f"{name}: its verifier wants a container of its own: there is none here")
     if environment.get("docker_image") and not skip_run:
@@ -103,7 +103,8 @@ def read_task(folder: Path, *, skip_run: bool = False) -> TaskFolder:
         folder,
         _seconds(name, said, "agent"),
         _seconds(name, said, "verifier"),
-        {key: str(value) for key, value in verifier.get("env", {}).items()},
+        _variables(name, verifier, "verifier"),
+        variables=_variables(name, environment, "environment"),
     )
     _links_stay(name, folder / "environment")
     docker = folder / "environment" / "Dockerfile"
@@ -130,8 +131,29 @@ def absolute_path(folder: Path) -> str | None:
     return None
 
 
+def _table(name: str, said: dict[str, Any], key: str, above: str = "") -> dict[str, Any]:
+    value = said.get(key, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: {TOML} has {above}{key} = {value!r}: expected a table")
+    return value
+
+
+def _variables(name: str, said: dict[str, Any], section: str) -> dict[str, str]:
+    """`env` of a section. Raises ValueError for one that asks for variables of this machine."""
+    table = _table(name, said, "env", f"{section}.")
+    for key, value in table.items():
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"{name}: {section}.env.{key} is {value!r}: expected a text")
+        if "${" in str(value):
+            raise ValueError(
+                f"{name}: {section}.env.{key} is '{value}', and no task is given variables of this "
+                "machine: expected the value itself"
+            )
+    return {key: str(value) for key, value in table.items()}
+
+
 def _seconds(name: str, said: dict[str, Any], section: str) -> float:
-    value = said.get(section, {}).get("timeout_sec", 600.0)
+    value = _table(name, said, section).get("timeout_sec", 600.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}: {section}.timeout_sec is {value!r}: expected seconds")
     return float(value)
@@ -166,12 +188,21 @@ def _folded(path: PurePosixPath) -> PurePosixPath:
 
 
 def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
-    """What the instructions of a Dockerfile come to. Raises ValueError for one that cannot be."""
+    """What the instructions of a Dockerfile come to. Raises ValueError for one that cannot be.
+
+    A variable of `task.toml` goes before one of the same name here.
+    """
     workdir = PurePosixPath("/app")
     copies: list[tuple[str, str]] = []
     variables: dict[str, str] = {}
     stages = 0
-    for number, line in _instructions(file.read_text(encoding="utf-8")):
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"task {task.folder.name}: environment/Dockerfile cannot be read: {error}"
+        ) from error
+    for number, line in _instructions(text):
         word, _, rest = line.partition(" ")
         word, rest = word.upper(), rest.strip()
         where = f"task {task.folder.name}: environment/Dockerfile, line {number}, `{line:.60}`"
@@ -184,14 +215,28 @@ def _of_dockerfile(task: TaskFolder, file: Path, skip_run: bool) -> TaskFolder:
                 f"{where}, cannot be done without a container: expected FROM, WORKDIR, COPY and ENV"
                 f"{hint if word == 'RUN' else ''}"
             )
-        if word == "WORKDIR":
-            workdir = _folded(workdir / rest.strip("\"'"))
-        elif word == "ENV":
-            pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
-            variables |= dict(pair.split("=", 1) for pair in pairs)
-        else:
-            copies += _copied(file.parent, rest, workdir, where)
+        try:
+            if not rest:
+                raise ValueError(f"nothing follows {word}")
+            if word == "WORKDIR":
+                workdir = _folded(workdir / rest.strip("\"'"))
+            elif word == "ENV":
+                variables |= _assigned(rest)
+            else:
+                copies += _copied(file.parent, rest, workdir)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    variables |= task.variables
     return _with(task, workdir=str(workdir), copies=tuple(copies), variables=variables)
+
+
+def _assigned(rest: str) -> dict[str, str]:
+    """The variables of an ENV: `NAME=value ...`, or one as `NAME value`."""
+    pairs = shlex.split(rest) if "=" in rest.split()[0] else ["=".join(rest.split(None, 1))]
+    for pair in pairs:
+        if "=" not in pair.lstrip("="):
+            raise ValueError(f"'{pair}' is no variable with its value: expected NAME=value")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str]]:
@@ -207,23 +252,32 @@ def _instructions(text: str) -> Iterator[tuple[int, str]]:
             parts = []
 
 
-def _copied(
-    context: Path, rest: str, workdir: PurePosixPath, where: str
-) -> Iterator[tuple[str, str]]:
+def _copied(context: Path, rest: str, workdir: PurePosixPath) -> Iterator[tuple[str, str]]:
     """Each file or folder that a COPY names, with the path where it goes."""
     words = [word for word in rest.split() if not word.startswith(("--chown", "--chmod"))]
     if " ".join(words).startswith("["):
-        words = json.loads(" ".join(words))
+        words = _listed(" ".join(words))
     if len(words) < 2 or words[0].startswith("--"):
-        raise ValueError(f"{where}: expected COPY with files of the folder and where they go")
+        raise ValueError("expected COPY with files of the folder and where they go")
     *sources, last = words
     target = _folded(workdir / last)
     for source in sources:
         pattern = source.strip("/").removeprefix("./") or "."
         found = [context] if pattern == "." else sorted(context.glob(pattern))
         if not found or any(not p.resolve().is_relative_to(context.resolve()) for p in found):
-            raise ValueError(f"{where}: there is no '{source}' in the task's environment/")
+            raise ValueError(f"there is no '{source}' in the task's environment/")
         inside = last.endswith(("/", ".")) or len(sources) > 1 or len(found) > 1
         for path in found:
             to = target if path.is_dir() or not inside else target / path.name
             yield str(path.relative_to(context)), str(to)
+
+
+def _listed(text: str) -> list[str]:
+    """The words of a COPY in its JSON form."""
+    try:
+        words = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text} is no JSON ({error}): expected a list of texts") from error
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{text} is no list of texts")
+    return words

@@ -13,6 +13,7 @@ import asyncio
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ from trireme.workflows.turns import play
 SYSTEM_PROMPT = """You solve a task on a Linux machine. The tool `shell` runs a command in the \
 task's folder and shows what it prints. Look around, do what is asked, and check it. When you are \
 done, answer without calling a tool."""
+_KILLS = (signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ)
+"""Signals by which a system or a limit ends a program."""
 
 
 class HarborSettings(Limits):
@@ -94,7 +97,9 @@ class Trial:
     limits: Limits
     network: bool
 
-    async def run(self, name: str, words: Sequence[str], seconds: float, **variables: str) -> Ended:
+    async def run(
+        self, name: str, words: Sequence[str], seconds: float, /, **variables: str
+    ) -> Ended:
         """Run a program among the task's files; its output stays in a folder of that name."""
         logs = self.folder / name
         logs.mkdir(parents=True, exist_ok=True)
@@ -121,12 +126,14 @@ class Trial:
         """Run the tests: the reward by its parts.
 
         Raises ProgramFailed where they are killed or late, and NoReward where they leave none. How
-        else they exit does not matter.
+        else they exit does not matter, also where it is with the code of a signal: that of a server
+        that they stopped and waited for, say.
         """
         await asyncio.to_thread(self.box.show_tests)
         script, seconds = self.box.script("tests/test.sh"), self.task.verifier_seconds
         ended = await self.run("verifier", script, seconds, **self.task.verifier_env)
-        if ended.code is None or ended.code < 0 or ended.code > 128:
+        # bubblewrap ends with the code of the signal that killed the script behind it
+        if ended.code is None or ended.code < 0 or ended.code - 128 in _KILLS:
             end = how(ended.code, seconds, "verifier.timeout_sec")
             said = shown(ended.errors or ended.output)
             raise ProgramFailed(f"the verifier of task {self.task.folder.name} {end}; {said}")

@@ -96,7 +96,7 @@ class TaskBox:
         """The words that run a script of the task, `tests/test.sh` say."""
         return ["bash", f"/{name}" if self.sandbox else str(self.root / name)]
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self, /, **more: str) -> dict[str, str]:
         """The variables of a program of the task: none of this process's but PATH."""
         system = os.environ.get("PATH", "/usr/bin:/bin")
         path = f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin" if self.sandbox else system
