@@ -57,8 +57,12 @@ class Registry:
         """Names that are not a user's, in the order of the files that give them."""
         return list(dict.fromkeys([*self._at_home, *self._built_in]))
 
-    def get(self, key: str | None) -> Any:
-        """What `key` names; None for None. Raises ValueError (unknown) or ImportError (broken)."""
+    def get(self, key: str | None, *, kind: str = "") -> Any:
+        """What `key` names; None for None. Raises ValueError (unknown) or ImportError (broken).
+
+        `kind`: what messages call it, where several keys of the YAML share this registry.
+        """
+        kind = kind or self.name
         if key is None:
             return None
         if key in self._registered:
@@ -68,14 +72,14 @@ class Registry:
         if key in self._built_in:
             thing = self._built_in[key]
             if isinstance(thing, str):
-                thing = self._registered[key] = _import_path(thing, kind=self.name)
+                thing = self._registered[key] = _import_path(thing, kind=kind)
             return thing
         if "." not in key and ":" not in key:
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."
-            raise ValueError(f"unknown {self.name} '{key}'{hint} Known: {known}")
+            raise ValueError(f"unknown {kind} '{key}'{hint} Known: {known}")
         if key not in self._of_paths:  # a path is no name
-            self._of_paths[key] = _import_path(key, kind=self.name)
+            self._of_paths[key] = _import_path(key, kind=kind)
         return self._of_paths[key]
 
     def register_module(

@@ -254,6 +254,18 @@ def test_what_is_normal_in_an_algorithm_is_no_cause(
     assert bool(old) != any_age
 
 
+def test_beside_a_teacher_equal_rewards_stop_the_rewards_gradient_alone(tmp_path: Path) -> None:
+    [plan] = make_plans(config_of(tmp_path, values(tmp_path)))
+    recipe = get_recipe(AlgorithmConfig(algorithm_type="grpo", teacher_kl_fn="k2"))
+    idle: dict[str, float] = {"experience_pipeline__idle_groups": 0.95}
+    for given in (ZERO, idle):
+        rows = list(course("explorer", 1, given, 9))
+        [one] = said(Watchdog(Facts.of(plan, recipe)), rows)
+        [plain] = said(Watchdog(), rows)
+        assert "only the teacher is learned from" in one.text
+        assert "teacher" not in plain.text
+
+
 def test_a_reply_of_one_token_is_always_cut() -> None:
     cut = course("explorer", 1, {"rollout__truncated__mean": 1.0}, 9)
     assert said(Watchdog(), cut)

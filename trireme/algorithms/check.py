@@ -41,7 +41,8 @@ def check(recipe: Recipe) -> None:
             "so that there is none to be refilled"
         )
     _check_resampling(recipe)
-    for column, kind in _LABELLED.values():
+    for schema, (column, kind) in _LABELLED.items():
+        _check_labelled(recipe, schema, column, kind)
         if recipe.asks(column) and recipe.loss_agg_mode != "seq-mean-token-mean":
             raise ValueError(
                 f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} "
@@ -54,12 +55,21 @@ def check(recipe: Recipe) -> None:
             f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
             "expert's rows, which 'mix' brings"
         )
-    for schema, (column, kind) in _LABELLED.items():
-        if recipe.asks(column) != (recipe.schema == schema):
-            raise ValueError(
-                f"algorithm.policy_loss_fn is '{recipe.policy_loss_fn}': a loss of {kind} is of "
-                f"algorithm_type {schema}, and of no other"
-            )
+
+
+def _check_labelled(recipe: Recipe, schema: str, column: str, kind: str) -> None:
+    """Raise ValueError for rows of this schema without its loss, and for the loss without them."""
+    asks, key = recipe.asks(column), "algorithm.policy_loss_fn"
+    if asks and recipe.schema != schema:
+        raise ValueError(
+            f"{key} is '{recipe.policy_loss_fn}': a loss of {kind} is of algorithm_type {schema}, "
+            "and of no other"
+        )
+    if not asks and recipe.schema == schema:
+        raise ValueError(
+            f"{key} is '{recipe.policy_loss_fn}', which is no loss of {kind}: '{recipe.name}' "
+            f"learns from these, expected a loss such as '{schema}'"
+        )
 
 
 def _check_resampling(recipe: Recipe) -> None:

@@ -118,11 +118,12 @@ def kto(
     sign = torch.where(desirable, 1.0, -1.0).to(gains.dtype)
     weight = torch.where(desirable, desirable_weight, undesirable_weight).to(gains.dtype)
     loss = weight * torch.sigmoid(-beta * sign * (gains - reference_point))
+    first = sample_ids.diff(prepend=sample_ids.new_tensor([-1])) != 0  # one entry of each reply
     rewards = beta * gains.detach()
     reported = {
         "kto_reference_point": reference_point,
-        "kto_reward_desirable": rewards[desirable],
-        "kto_reward_undesirable": rewards[~desirable],
+        "kto_reward_desirable": rewards[first & desirable],
+        "kto_reward_undesirable": rewards[first & ~desirable],
     }
     return loss, reported
 

@@ -182,11 +182,10 @@ class KtoFormat(SftFormat):
         super().__init__(rows, tokenizer, format_args=format_args, **options)
         if len(self._seen) == 1:
             label = next(iter(self._seen))
+            other = ", or algorithm_type sft, which imitates all" if label else ""
             raise ValueError(
                 f"{rows.source}: column '{self._label}' is {str(label).lower()} in every row: "
-                "expected desirable replies and undesirable ones, which KTO sets apart"
-                + ", or algorithm_type sft, which imitates all"
-                * label
+                f"expected desirable replies and undesirable ones, which KTO sets apart{other}"
             )
 
     def __call__(self, index: int, *, eid: EID) -> Experience | None:

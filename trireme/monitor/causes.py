@@ -24,6 +24,8 @@ class Facts:
 
     rewards_teach: bool = True
     """False: a teacher does, and rewards only measure."""
+    teacher_beside: bool = False
+    """A teacher is learned from as well, whatever the rewards are."""
     staleness: float | None = 0.0
     """How many pushes old tokens are by the synchronizer's plan; None: they may be of any age."""
     replies_may_end: bool = True
@@ -37,6 +39,7 @@ class Facts:
         planned = 1 + plan.sync_offset / plan.sync_interval
         return cls(
             rewards_teach=not recipe.asks("teacher_logprobs"),
+            teacher_beside=recipe.teacher is not None,
             staleness=None if any_age else planned,
             replies_may_end=plan.max_response_tokens > 1,
         )
@@ -71,7 +74,8 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     if course.best > limit:
         return None  # rewards that were there and went away are another cause
-    return f"every reward of {_span(rows)} is 0"
+    beside = ": only the teacher is learned from" if facts.teacher_beside else ""
+    return f"every reward of {_span(rows)} is 0{beside}"
 
 
 def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
@@ -82,9 +86,11 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     if _all_zero(course, 0.0, facts) or any(values(rows, "experience_pipeline/not_finite")):
         return None
     reward = mean(rows, "rollout/reward/mean")
+    beside = " from the rewards: there only the teacher is learned from"
     return (
         f"in {fmean(idle):.0%} of the groups of {_span(rows)} all rollouts have the same reward "
         f"(the mean is {reward:.3g}), which gives no gradient"
+        + (beside if facts.teacher_beside else "")
     )
 
 

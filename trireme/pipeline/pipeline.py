@@ -84,8 +84,8 @@ class Pipeline:
         missing = self.resampling.missing if self.resampling is not None else 0
         kept, measured = self.recipe.advantages(kept, at_least=missing)
         if self.resampling is not None:
-            refilled = int(measured.get("refilled_count", 0))
-            measured |= self.resampling.add(len(kept), refilled)
+            refilled = measured.setdefault("refilled_count", 0.0)
+            measured |= self.resampling.add(len(kept), int(refilled))
         metrics |= measured | {"made": float(len(experiences)), "kept": float(len(kept))}
         groups = group_by(kept, "task")
         if self.operators:

@@ -53,7 +53,7 @@ class Resampling:
         total = self._collected + kept
         full = total >= self._batch_size
         self._after = (0, total % self._batch_size) if full else (self._steps + 1, total)
-        return {"resample_times": float(times), "refilled_count": float(refilled)}
+        return {"resample_times": float(times)}
 
     def put(self) -> None:
         """What was added is in the buffer."""
