@@ -189,6 +189,24 @@ def test_what_cannot_score_is_refused_before_anything_is_loaded(
     assert "\n" not in str(error.value)
 
 
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    judge = Judge.of([{"name": "reward_model", "model_path": "no-such-model"}])
+    said = r"model_path \(no-such-model\) is no folder here, and cannot be downloaded: [^\n]+$"
+    with pytest.raises(ValueError, match=said):
+        judge.examine(TASK)
+
+
+def test_the_same_group_gets_the_same_scores_again(tmp_path: Path) -> None:
+    folder = str(make_reward_model(tmp_path))
+    first = rewards({"model_path": folder}, TEXTS)
+    rewards({"model_path": folder, "max_length": 20}, TEXTS[::-1])
+    assert rewards({"model_path": folder}, TEXTS) == first
+
+
 def test_the_model_must_be_named() -> None:
     with pytest.raises(ValueError, match="needs the option 'model_path'"):
         Judge.of(["reward_model"])

@@ -69,7 +69,7 @@ class RewardModel(ORM):
             path = cached_file(self._path, "config.json")
         except OSError as error:
             raise ValueError(
-                f"{whose} cannot be downloaded: {str(error).splitlines()[0]}"
+                f"{whose} is no folder here, and cannot be downloaded: {str(error).splitlines()[0]}"
             ) from error
         config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
         _refuse_config(whose, config, self._max_length)
