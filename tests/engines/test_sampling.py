@@ -144,6 +144,21 @@ def test_draws_follow_the_distribution_and_the_running_sum_by_hand() -> None:
     assert inverse_cdf(logprobs.expand(2, -1), ends).tolist() == [0, 1289]
 
 
+@pytest.mark.parametrize("count", [10, 1300])
+def test_a_row_that_is_not_finite_gives_a_token_that_exists_and_leaves_the_others_alone(
+    count: int,
+) -> None:
+    """What is made of its log-probability names it: an index error here would name nothing."""
+    torch.manual_seed(0)
+    logprobs = torch.randn(3, count).log_softmax(-1)
+    uniform = torch.full((3,), 0.5, dtype=torch.float64)
+    whole = inverse_cdf(logprobs, uniform)
+    logprobs[1] = torch.nan
+    tokens = inverse_cdf(logprobs, uniform)
+    assert 0 <= tokens[1] < count
+    assert tokens[[0, 2]].equal(whole[[0, 2]])
+
+
 def test_a_few_rows_at_a_time_are_drawn_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     logprobs = torch.randn(50, 1000).log_softmax(-1)
     made = of_requests(50, 1)[:, 0]

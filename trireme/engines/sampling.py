@@ -191,16 +191,17 @@ def _drawn(logprobs: Tensor, uniform: Tensor) -> Tensor:
     block, rest = _passed(sums, uniform[:, None] * sums[:, -1:])
     inside = p.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(-1)
     token, _ = _passed(inside, rest)
-    return (block * _BLOCK + token)[:, 0]
+    return (block * _BLOCK + token)[:, 0].clamp_max(count - 1)
 
 
 def _passed(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """[B, 1] where running sums [B, N] first pass `target` [B, 1], and how far it lies beyond the
     sum before. A target that rounding has put at the last sum, or past it, is put just below: what
-    comes where the sums have ended has no probability.
+    comes where the sums have ended has no probability. Sums that are NaN, which nothing passes,
+    give the last place: the token's log-probability is NaN too, and those who read it say so.
     """
     last = sums[:, -1:]
     target = target.minimum(last.nextafter(torch.zeros_like(last)))
-    at = torch.searchsorted(sums, target, right=True)
+    at = torch.searchsorted(sums, target, right=True).clamp_max(sums.shape[1] - 1)
     before = torch.where(at > 0, sums.gather(1, (at - 1).clamp_min(0)), 0.0)
     return at, target - before
