@@ -363,7 +363,9 @@ class Taught(Models):
 
     def __call__(self, task: Any, key: Any) -> Any:
         model = super().__call__(task, key)
-        model.auxiliary = [Models(self.teacher)(task, key)]
+        teacher = Models(self.teacher)(task, key)
+        teacher.model_path = "big/model"
+        model.auxiliary = [teacher]
         return model
 
 
@@ -407,4 +409,21 @@ def test_a_teacher_that_fails_fails_the_rollout_and_is_not_blamed_on_the_workflo
 
     models = Taught(Broken([], tokenizer=TOKENIZER))
     [failed] = outcome_of(ask, models=models, teacher=True).failures
-    assert "the teacher reads at most 8 tokens" in str(failed) and failed.kind == "error"
+    assert failed.kind == "error" and str(failed.fault).startswith(
+        "the teacher (explorer.auxiliary_models[0], big/model) failed: "
+        "ValueError: the teacher reads at most 8 tokens\n"
+    )
+
+
+def test_a_teacher_that_is_too_slow_is_named_and_not_the_workflow() -> None:
+    class Silent(Scores):
+        async def logprobs(self, ids: Any, *, temperature: float = 1.0) -> list[list[float]]:
+            await asyncio.Event().wait()
+            return []
+
+    models = Taught(Silent([], tokenizer=TOKENIZER))
+    [failed] = outcome_of(ask, models=models, teacher=True, max_timeout=0.5).failures
+    assert failed.kind == "timeout" and str(failed.fault) == (
+        "the teacher (explorer.auxiliary_models[0], big/model) failed: it was not done when the "
+        "rollout had taken longer than explorer.max_timeout (0.5 s)"
+    )

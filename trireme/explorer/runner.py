@@ -189,17 +189,20 @@ class Runner:
         """One try: experiences with their ids, or why there are none. `attempts` gets its times."""
         model = self.make_model(task, key)
         name = rollout_name(task, runs[0])
-        call = asyncio.ensure_future(self._call(task, spec, model, runs))
+        turns = [spec.label]  # whose it is comes last: the workflow's, then the teacher's
+        call = asyncio.ensure_future(self._call(task, spec, model, runs, turns))
         seconds = self.limit.seconds
         begun = time.monotonic()
         try:
             await self._wait(call, key[:3], seconds)
             if not call.done():
                 whose = "max_timeout" if seconds == self.limit.most else "dynamic_timeout"
-                late = f"it took longer than explorer.{whose} ({seconds:g} s)"
-                return Failed(name, "timeout", Fault(spec.label, late, "", lasting=False))
+                alone = turns[-1] == spec.label
+                took = "it took" if alone else "it was not done when the rollout had taken"
+                late = f"{took} longer than explorer.{whose} ({seconds:g} s)"
+                return Failed(name, "timeout", Fault(turns[-1], late, "", lasting=False))
             if call.cancelled():  # by its own code: this runner has not cancelled it yet
-                itself = Fault(spec.label, "it cancelled itself", "", lasting=False)
+                itself = Fault(turns[-1], "it cancelled itself", "", lasting=False)
                 return Failed(name, "error", itself)
             return stamp(call.result(), task, runs, spec)
         except Exception as error:  # foreign code: the one place where anything may come
@@ -226,9 +229,11 @@ class Runner:
             left = seconds - (time.monotonic() - begun - held)
 
     async def _call(
-        self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
+        self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int], turns: list[str]
     ) -> list[Experience]:
-        """The workflow's own code, in its own daemon thread where it blocks, and the teacher."""
+        """The workflow's own code, in its own daemon thread where it blocks, and the teacher, whose
+        name is added to `turns` when its turn comes.
+        """
         with UserCode(spec.label, spec.code) as _:
             if spec.blocking:
                 blocking = model.blocking(asyncio.get_running_loop())
@@ -239,7 +244,10 @@ class Runner:
             else:
                 experiences = await spec.call(task, model, len(runs), runs[0])
         if self.teacher and not task.is_eval:
-            await scored(experiences, model.auxiliary[0])
+            teacher = model.auxiliary[0]
+            turns.append(f"the teacher (explorer.auxiliary_models[0], {teacher.model_path})")
+            with UserCode(turns[-1]):  # not the workflow's fault
+                await scored(experiences, teacher)
         return experiences
 
 
