@@ -66,15 +66,25 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     return Config.model_validate(values), problems
 
 
-def config_of(values: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
+def config_of(
+    values: Mapping[str, Any], more: Mapping[str, Any], arguments: Sequence[str] = ()
+) -> Config:
     """The configuration of plain values, with `more` laid over them: sections, or keys `a.b.c`.
 
-    Relative paths start in the working directory. Raises ConfigError with every problem.
+    Relative paths start in the working directory. `arguments` are names that stand beside the keys
+    of `more`: a misspelt one may mean them. Raises ConfigError with every problem.
     """
     problems: list[Problem] = []
     try:
         tree = OmegaConf.create(dict(values))
         for key, value in more.items():
+            name = re.split(r"[.\[]", key, maxsplit=1)[0]
+            if name not in Config.model_fields:  # its value may be a function, which is no YAML
+                near = get_close_matches(name, arguments, n=1, cutoff=0.8)
+                unknown = _Misfit((name,), name, None, Config, "", False)
+                text = f"did you mean '{near[0]}'?" if near else _meant(unknown)
+                problems.append(Problem(name, f"is not a known key; {text}"))
+                continue
             OmegaConf.update(tree, key, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError([Problem("", f"is no configuration: {error}")]) from error

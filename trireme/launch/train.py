@@ -125,6 +125,7 @@ def train(
             *(model, tasks, reward, workflow, algorithm, eval_tasks, overrides),
             tools=tools,
             callbacks=callbacks,
+            arguments=[*inspect.signature(train).parameters],
         )
     ).plans
     local = _has_function(reward) or any(map(callable, [workflow, *tools, *callbacks]))
@@ -149,8 +150,9 @@ def config_from(
     *,
     tools: Sequence[str | Callable[..., Any]] = (),
     callbacks: Sequence[str | Callable[..., Any]] = (),
+    arguments: Sequence[str] = (),
 ) -> Config:
-    """What a YAML with these keys says."""
+    """What a YAML with these keys says; `arguments` are the caller's, which a key may mean."""
     for what, several in (("tools", tools), ("callbacks", callbacks)):
         if isinstance(several, str) or callable(several):
             one = getattr(several, "__name__", repr(several))
@@ -198,7 +200,7 @@ def config_from(
             f"'{algorithm}' trains on data: a reward, a workflow and tools are used only where "
             "eval_tasks are given"
         )
-    config = config_of(values | {"buffer": buffer}, overrides)
+    config = config_of(values | {"buffer": buffer}, overrides, arguments)
     _refuse_lost(config, values.get("monitor"), names)
     return config
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import logging
 import tempfile
@@ -73,7 +74,10 @@ def try_workflow(
     """
     with tempfile.TemporaryDirectory() as root:
         settings = overrides | {"checkpoint_root_dir": root}
-        config = config_from(model, [task], reward, workflow, "grpo", None, settings)
+        config = config_from(
+            *(model, [task], reward, workflow, "grpo", None, settings),
+            arguments=[*inspect.signature(try_workflow).parameters],
+        )
         trial = try_plan(checked(config).plans[-1], replies=replies, rollouts=rollouts)
     if show:
         print(trial)
