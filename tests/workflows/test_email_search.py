@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tests.model.fake import make
 from trireme.envs.mailbox import Mailbox, make_mail, write_mailbox
 from trireme.experience import Experience
+from trireme.launch.data import examine_taskset
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 
@@ -130,6 +133,21 @@ def test_an_option_that_would_change_nothing_is_refused(
     examine(task)
     with pytest.raises(ValueError, match=said):
         examine(replace(task, **options))
+
+
+def test_a_judge_that_there_is_not_is_refused(mailbox: Path) -> None:
+    task = Task(
+        ROW,
+        workflow="email_search_workflow",
+        workflow_args={"mailbox": str(mailbox)},
+        reward_fn_args={"llm_as_a_judge": True},
+    )
+    tasks: Any = SimpleNamespace(kinds=lambda: [task])
+    for models in ([], ["one"]):
+        explorer = SimpleNamespace(auxiliary_models=models)
+        plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
+        with nullcontext() if models else pytest.raises(ValueError, match="add a model"):
+            examine_taskset(tasks, plan)
 
 
 @pytest.mark.parametrize(

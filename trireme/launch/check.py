@@ -413,7 +413,7 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
             parts.evaluation = list(parts.tried(lambda: make_eval_tasksets(plan)) or ())
     tasksets = [one for one in (parts.training, *parts.evaluation) if one is not None]
     for taskset in tasksets:
-        parts.tried(partial(examine_taskset, taskset, greedy_run=recipe.greedy_run))
+        parts.tried(partial(examine_taskset, taskset, plan, greedy_run=recipe.greedy_run))
     if data and plan.buffer_type == "file":
         rows = plan.config.buffer.trainer_input.experience_buffer
         parts.tried(

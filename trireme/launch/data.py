@@ -174,7 +174,7 @@ def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
     return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
 
 
-def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> None:
+def examine_taskset(taskset: Taskset | Mixture, plan: Plan, *, greedy_run: bool = False) -> None:
     """Raise ValueError where a workflow or reward of the tasks has other options, or cannot work.
 
     `greedy_run`: one of a task's rollouts samples otherwise than the rest.
@@ -185,6 +185,12 @@ def examine_taskset(taskset: Taskset | Mixture, *, greedy_run: bool = False) -> 
             raise ValueError(
                 f"workflow '{spec.name}' makes all rollouts of a task in one call, and the "
                 "algorithm needs a greedy one among them: take another algorithm than remax"
+            )
+        asks = getattr(spec.code, "asks_a_model", None)
+        if asks is not None and asks(task) and not plan.config.explorer.auxiliary_models:
+            raise ValueError(
+                f"workflow '{spec.name}' asks the first of explorer.auxiliary_models, which is "
+                "empty: add a model"
             )
         refuse_missing(spec.needs(task))
         if spec.examine is not None:

@@ -111,7 +111,7 @@ def _validate(stage: Stage) -> None:
         examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
         for taskset in (stage.taskset, *stage.eval_tasksets):
             if taskset is not None:
-                examine_taskset(taskset, greedy_run=stage.recipe.greedy_run)
+                examine_taskset(taskset, stage.plan, greedy_run=stage.recipe.greedy_run)
         if stage.reads_file:  # a malformed row is named now
             _ = stage.buffer
     except (ValueError, ImportError) as error:

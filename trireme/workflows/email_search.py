@@ -141,6 +141,11 @@ class EmailSearchWorkflow(Workflow):
         if task.reward_fn is not None:
             raise ValueError("email_search_workflow judges answers by itself: name no reward")
 
+    @classmethod
+    def asks_a_model(cls, task: Task) -> bool:
+        """Whether the YAML wants a judge, which is one of `explorer.auxiliary_models`."""
+        return task.reward_fn_args.get("llm_as_a_judge") is True
+
     async def _correct(self, answer: str, same_sources: bool) -> bool:
         """What the judge says, or whether the sources are the right ones."""
         models = self.auxiliary_model_wrappers
