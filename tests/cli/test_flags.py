@@ -179,6 +179,10 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
     [
         (("run.yaml", "--trainer.grad_clip", "0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
         (("run.yaml", "--trainer.grad_clip=0.5"), "as KEY=VALUE: trainer.grad_clip=0.5"),
+        (
+            ("run.yaml", "--num_genrations", "4"),
+            "no such option: --num_genrations; did you mean --num_",
+        ),
         (("run.yaml", "--kl_in_reward", "true"), "no such option: --kl_in_reward. Set algorithm"),
         (
             ("run.yaml", "--num_iterations", "2", "--max_steps", "5"),
@@ -450,6 +454,11 @@ def test_rlhf_kto_reads_labelled_replies(rlhf: Any) -> None:
     assert (data.path, data.split) == ("a.jsonl", "train[:500]")
     assert (config.buffer.train_batch_size, config.buffer.total_epochs) == (8, 3)
     assert rlhf("--rlhf_type kto --model m --dataset a").buffer.train_batch_size == 16
+
+
+def test_a_misspelt_flag_is_told_the_nearest(rlhf: Any) -> None:
+    said = rlhf("--rlhf_type kto --model m --dataset a --desireable_weight 1")
+    assert "did you mean --desirable_weight?" in said
 
 
 def test_rlhf_overwrites_no_yaml_by_flags_that_cannot_be(rlhf: Any, tmp_path: Path) -> None:

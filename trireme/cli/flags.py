@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ class WithFlags(TyperCommand):
                     f"no such option: --{name}. Keys of the YAML are set as KEY=VALUE: "
                     f"{name}={value}"
                 )
+            flags = {*options, *KEYS, *TASKSETS, *TRANSLATED, *self.own_flags}
+            if near := get_close_matches(name, flags, n=1, cutoff=0.75):
+                raise typer.BadParameter(f"no such option: --{name}; did you mean --{near[0]}?")
         return super().parse_args(ctx, rest)
 
 
