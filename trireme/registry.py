@@ -74,7 +74,7 @@ class Registry:
             if isinstance(thing, str):
                 thing = self._registered[key] = _import_path(thing, kind=kind)
             return thing
-        if "." not in key and ":" not in key:
+        if not is_path(key):
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."
             raise ValueError(f"unknown {kind} '{key}'{hint} Known: {known}")
@@ -156,6 +156,11 @@ class Registry:
                 return True
             frame = frame.f_back
         return False
+
+
+def is_path(key: str) -> bool:
+    """Whether a key is `package.module.Name` or `module:name`; a hub id with a dot is neither."""
+    return ":" in key or ("." in key and "/" not in key)
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "; did you mean '{}'?") -> str:

@@ -120,6 +120,7 @@ def test_what_cannot_be_is_named() -> None:
     for given, says in [
         ([{"name": "math_reward", "weight": "much"}], "weight of reward 'math_reward' is 'much'"),
         ([{"weight": 1}], "expected a name, or a section with a `name`"),
+        (["hub/Reward-0.6B"], "unknown reward function 'hub/Reward-0.6B'. Known: "),
         (["math_rewrd"], "unknown reward function 'math_rewrd'; did you mean 'math_reward'"),
         ([{"name": "math_reward", "coef": 1}], "reward 'math_reward' has no option 'coef'"),
     ]:

@@ -21,7 +21,7 @@ from typing import Any
 from trireme.aio import call_user
 from trireme.config.options import accepted, fitting_options, parameters_of
 from trireme.experience import Experience
-from trireme.registry import ORMS, REWARDS, did_you_mean
+from trireme.registry import ORMS, REWARDS, did_you_mean, is_path
 from trireme.rewards.orm import ORM, Value
 from trireme.rewards.reward import number, score
 from trireme.rewards.reward import resolve as resolve_single
@@ -254,9 +254,9 @@ def of_groups(reward: Any) -> bool:
     if isinstance(reward, str):
         if reward in ORMS:
             return True
-        if reward not in REWARDS and not {".", ":"} & set(reward):
+        if reward not in REWARDS and not is_path(reward):
             known = [*REWARDS.names(), *ORMS.names()]
-            hint = did_you_mean(reward, known)
+            hint = did_you_mean(reward, known) or "."
             raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")
         reward = REWARDS.get(reward)
     if isinstance(reward, ORM) or (inspect.isclass(reward) and issubclass(reward, ORM)):
