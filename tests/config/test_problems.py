@@ -197,6 +197,8 @@ def test_an_unknown_workflow_reward_or_algorithm_lists_the_known(tmp_path):
         "unknown algorithm.policy_loss_fn 'nope'.", "unknown algorithm.kl_loss_fn 'k22';"
         " did you mean 'k2'?",
     ]  # fmt: skip
+    found = only_problem(tmp_path, "algorithm.teacher_kl_fn=k22")
+    assert found.startswith("unknown algorithm.teacher_kl_fn 'k22'")  # not its registry's key
 
 
 def test_a_users_own_workflow_is_found_by_name_or_path(tmp_path, monkeypatch):

@@ -235,7 +235,7 @@ def _make_recipe(parts: Parts) -> None:
         stage.config = stage.config.model_copy(update={"algorithm": algorithm})
     before = len(stage.problems)
     for kind, registry in PARTS.items():
-        parts.tried(lambda kind=kind, registry=registry: registry.get(getattr(algorithm, kind)))
+        parts.tried(partial(registry.get, getattr(algorithm, kind), kind=f"algorithm.{kind}"))
     if len(stage.problems) > before:
         return
     parser = stage.config.explorer.rollout_model.tool_call_parser
