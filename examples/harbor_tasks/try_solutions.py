@@ -28,9 +28,13 @@ def main() -> None:
     """A line a task; exit code 1 where one is not as it should be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--no-sandbox", action="store_true")
+    named = "workflow_args.no_sandbox: true of a run"
+    parser.add_argument("--no-sandbox", action="store_true", help=named)
     given = parser.parse_args()
-    rows = asyncio.run(tried(given.folder, HarborSettings(no_sandbox=given.no_sandbox)))
+    try:
+        rows = asyncio.run(tried(given.folder, HarborSettings(no_sandbox=given.no_sandbox)))
+    except ValueError as error:
+        sys.exit(str(error))
     for name, solved, nothing in rows:
         print(f"{name}: solution {solved:g}, nothing {nothing:g}")
     sys.exit(not rows or any(abs(s - 1) > 1e-9 or n for _, s, n in rows))

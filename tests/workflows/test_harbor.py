@@ -313,6 +313,8 @@ def test_without_bubblewrap_nothing_runs_unasked(
     monkeypatch.setattr("trireme.workflows.harbor.wall", lambda: ())
     with pytest.raises(ValueError, match="install bubblewrap"):
         play(folder_of(tmp_path), [], open_=False)
+    with pytest.raises(ValueError, match="install bubblewrap"):
+        earned(tmp_path / "tasks", solve=True, open_=False)
     with pytest.raises(ValueError, match=r"no option 'comand'.*did you mean 'command'"):
         play(folder_of(tmp_path), [], comand="ls")
 

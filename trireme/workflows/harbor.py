@@ -186,11 +186,7 @@ class HarborWorkflow(Workflow):
             )
         if task.reward_fn is not None:
             raise ValueError("harbor_workflow takes the reward of the task's tests: name no other")
-        if not settings.no_sandbox and not wall():
-            raise ValueError(
-                "harbor_workflow runs scripts of tasks and commands of a model: install bubblewrap "
-                "(bwrap), or set workflow_args.no_sandbox: true on a machine that may be lost"
-            )
+        _refuse_without_wall(settings)
         if settings.command is not None:
             inner = _inner(settings, "/app")
             fill(inner, holes_of(task, NOWHERE, Path("workdir")), NOWHERE)
@@ -264,6 +260,14 @@ class HarborWorkflow(Workflow):
         return samples(model, ended, "default", uuid)
 
 
+def _refuse_without_wall(settings: HarborSettings) -> None:
+    if not settings.no_sandbox and not wall():
+        raise ValueError(
+            "harbor_workflow runs scripts of tasks and commands of a model: install bubblewrap "
+            "(bwrap), or set workflow_args.no_sandbox: true on a machine that may be lost"
+        )
+
+
 def open_trial(task: TaskFolder, folder: Path, watch: IO[bytes], settings: HarborSettings) -> Trial:
     """A rollout's copy of a task, below its folder."""
     box = TaskBox(task, folder / "box", sandbox=not settings.no_sandbox, visible=settings.visible)
@@ -279,6 +283,7 @@ async def reward_of_task(
     Raises what a rollout would fail with.
     """
     settings = settings or HarborSettings()
+    _refuse_without_wall(settings)
     task = read_task(folder.absolute(), skip_run=settings.skip_run)
     with tempfile.TemporaryDirectory() as place, watching(None) as watch:
         trial = open_trial(task, Path(place), watch, settings)
