@@ -185,9 +185,12 @@ class PlacementGroups:
         return self._options(self._groups[0], index // self._ranks_per_bundle, 1)
 
     def explorer(self) -> dict[str, Any]:
-        """Options of the explorer's actor: a place where it holds auxiliary models."""
+        """Options of the explorer's actor: a place where it holds auxiliary models, else beside the
+        trainer, so that the loss of an engine's machine is not the explorer's end too.
+        """
         if not self._plan.auxiliary_places:
-            return {"num_cpus": 0}
+            beside = self._plan.trainer_ranks > 0
+            return self._options(self._groups[0], 0, 0) if beside else {"num_cpus": 0}
         return self._options(self._groups[bool(self._plan.trainer_ranks)], 0, 1)
 
     def release(self) -> None:
