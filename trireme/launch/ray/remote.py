@@ -230,6 +230,8 @@ async def watch(workers: Sequence[Watched], timeout: float) -> None:
             await worker.beat(timeout)
             await asyncio.sleep(timeout / BEATS)
 
+    if not workers:  # a server of agents whose engines are started again watches none
+        await asyncio.Event().wait()
     await first_failure(*(one(worker) for worker in workers))
 
 
@@ -238,6 +240,8 @@ async def who_died(workers: Sequence[Watched], timeout: float) -> WorkerDied | N
 
     Of who is out of reach Ray has to say within `timeout` whether it is dead.
     """
+    if not workers:
+        return None
     beats = [asyncio.ensure_future(worker.beat(timeout)) for worker in workers]
     await asyncio.wait(beats, timeout=LOOK_S)
     late = [beat for worker, beat in zip(workers, beats, strict=True) if worker.out_of_reach]
