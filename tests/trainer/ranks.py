@@ -36,7 +36,8 @@ def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) ->
     for process in processes:
         process.join(LIMIT)
         process.kill()
-    assert [process.exitcode for process in processes] == [0] * world
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * world, f"exit codes {codes}: -9 is a rank that took over {LIMIT:g} s"
     return [torch.load(file, weights_only=True) for file in files]
 
 

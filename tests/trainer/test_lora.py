@@ -35,8 +35,8 @@ def _trained(
 ) -> Backend:
     torch.manual_seed(0)
     backend = backend_of(
-        model, optimizer=optimizer_of(lr=1e-2), max_token_len=60, reference=True, dtype=dtype,
-        lora=Lora(rank=4, alpha=8, **given),
+        model, ranks, optimizer=optimizer_of(lr=1e-2), max_token_len=60, reference=True,
+        dtype=dtype, lora=Lora(rank=4, alpha=8, **given),
     )  # fmt: skip
     for number in range(steps):
         train_step(backend, RECIPE, experiences(number), version=0)
