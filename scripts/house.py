@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 274,
-    "trireme lines": 57_930,
+    "trireme files": 290,
+    "trireme lines": 62_000,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
