@@ -1,7 +1,7 @@
 """First rows: prints how long a plan's rows are, and what of the first is asked or trained.
 
 For `trireme check`: of each data set some rows are encoded by the model's own tokenizer, where it
-lies on this machine, for some seconds at most; prompts are, for a run too, in launch/check.py.
+lies on this machine, for some seconds at most; prompts are, for a run too, in launch/prompts.py.
 What a user's own workflow asks is not known.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from trireme.cli.view import bracketed, of_data
 from trireme.config import Plan
 from trireme.config.lookup import located
-from trireme.launch.check import (
+from trireme.launch.check import Parts
+from trireme.launch.prompts import (
     ROWS,
     SECONDS,
-    Parts,
     Prompts,
     longest_prompt,
     prompt_problems,
@@ -40,7 +40,7 @@ def first_rows(plan: Plan, parts: Parts) -> Told:
         lines.append(unread(parts.unread))
     for name, prompts in parts.prompts:
         lines += _of_prompts(plan, name, prompts)
-    return lines, [*problems, *map(str, prompt_problems(plan, parts))]
+    return lines, [*problems, *map(str, prompt_problems(plan, parts.prompts))]
 
 
 def unread(why: str) -> tuple[str, str]:

@@ -167,7 +167,7 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     """The engine, its tokenizer. Raises ValueError for a scheduler or model that there is not."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from trireme.config.plan import num_gpus
+    from trireme.config.gpus import num_gpus
     from trireme.model.tool_calls import format_of
     from trireme.workflows.scheduled import make_scheduler
 

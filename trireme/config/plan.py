@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from trireme.config.gpus import gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
 from trireme.config.placement import (
     EngineKind,
@@ -21,22 +19,21 @@ from trireme.config.placement import (
     note_places,
     places_of,
 )
-from trireme.config.schema import Config, SynchronizerConfig
+from trireme.config.schema import Config
 from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
+from trireme.config.sync import (
+    SyncMethod,
+    SyncStyle,
+    check_beat,
+    check_whole_steps,
+    is_exact,
+    method_of,
+    style_of,
+    takes_lock_step,
+)
 
-SyncMethod = Literal["memory", "checkpoint", "nccl"]
-SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
 BufferType = Literal["queue", "sql", "file"]
-_STYLES: dict[str, SyncStyle] = {
-    "fixed": "fixed",
-    "explorer_driven": "explorer_driven",
-    "dynamic_by_explorer": "explorer_driven",
-    "trainer_driven": "trainer_driven",
-    "dynamic_by_trainer": "trainer_driven",
-    "fully_async": "fully_async",
-}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_OLDER_METHODS = {"online": "nccl", "offline": "checkpoint"}
 _KEY = "buffer.trainer_input.experience_buffer"
 
 
@@ -158,14 +155,14 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     check_fates(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
     note_places(stage, places, gpus)
     lengths, steps = lengths_of(stage), steps_of(stage)
-    style = _style(stage, steps.own_batch)
-    method = _method(stage, on_ray, hosts)
-    lock_step = not on_ray and not hosts and _lock_step(stage, steps.own_batch, method)
+    style = style_of(stage, steps.own_batch)
+    method = method_of(stage, on_ray, hosts)
+    lock_step = not on_ray and not hosts and takes_lock_step(stage, steps.own_batch, method)
     device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
     # the trainer's tensors are float32: an engine in bfloat16 would multiply in float32 with them
     shares = lock_step and not config.model.lora_configs and dtype == "float32"
-    _check_whole_steps(stage)
-    _check_beat(stage, style, _is_exact(stage, lock_step))
+    check_whole_steps(stage)
+    check_beat(stage, style, is_exact(stage, lock_step))
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
     _note_engine(stage, on_ray or hosts > 0)
@@ -211,7 +208,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         sync_offset=sync.sync_offset,
         lock_step=lock_step,
         share_tensors=shares,
-        deterministic=(_is_exact(stage, lock_step) or (stage.reads_file and not on_ray))
+        deterministic=(is_exact(stage, lock_step) or (stage.reads_file and not on_ray))
         and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
@@ -232,45 +229,6 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         **lengths._asdict(),
         **steps._asdict(),
     )
-
-
-def num_gpus() -> int:
-    """GPUs that the installed torch can use, told without loading it."""
-    try:
-        cpu_build = metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        cpu_build = True
-    if cpu_build:
-        return 0
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    listed = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
-    return min(present, len(listed))
-
-
-def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine that a run may use, by its driver; None where that
-    does not say.
-    """
-    what = "--query-gpu=index,uuid,memory.total"
-    asked = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = [part.strip() for part in (visible or "").split(",") if part.strip()]
-    sizes = [
-        int(row[2])
-        for row in rows
-        if len(row) == 3
-        and row[2].isdigit()  # listed are indices, or how ids begin
-        and (visible is None or row[0] in listed or row[1].startswith(tuple(listed)))
-    ]
-    return min(sizes) * 2**20 if sizes else None
 
 
 def _dtype(stage: StageConfig, gpus: int) -> str:
@@ -328,117 +286,6 @@ def _listen_address(stage: StageConfig) -> str:
             f"is {address}: other machines need explorer.rollout_model.api_key, or {_LOOPBACK[0]}",
         )
     return _LOOPBACK[0]
-
-
-def _style(stage: StageConfig, train_batch_size: int) -> SyncStyle:
-    """The style by its one name; a fixed beat that would stop for ever is a problem."""
-    config, made = stage.config, stage.rollouts
-    style = _STYLES[config.synchronizer.sync_style]
-    apart = config.mode == "explore" and not stage.reads_file  # else a starving trainer is seen
-    if style == "fixed" and apart and stage.one_experience and made < train_batch_size:
-        stage.problem(
-            "buffer.train_batch_size",
-            f"({train_batch_size}) is more than the {made} rollouts of an explore step (batch_size "
-            f"{config.buffer.batch_size} x repeat_times {config.algorithm.repeat_times}): with "
-            f"synchronizer.sync_style fixed both sides would wait for ever; expected at most "
-            f"{made}, or sync_style dynamic_by_explorer",
-        )
-    if style == "fully_async" and config.mode in ("explore", "train"):
-        stage.notes.append(
-            f"synchronizer.sync_style (fully_async): in mode {config.mode} the explorer looks for "
-            f"new weights every sync_interval steps and waits for none"
-        )
-        return "explorer_driven"
-    return style
-
-
-def _method(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
-    """How weights travel here: inside the process where both sides live in it, else by files; to
-    engines in other processes as asked, or by HTTP.
-    """
-    mode, method = stage.config.mode, stage.config.synchronizer.sync_method
-    asked = _OLDER_METHODS.get(method, method)
-    if stage.colocated and not stage.reads_file:
-        return "memory"
-    if stage.reads_file or mode == "bench" or asked == "checkpoint":
-        return "checkpoint"
-    if mode == "both" and (hosts or (on_ray and not stage.remote)):
-        return "nccl" if asked == "nccl" else "memory"
-    how = "explorer and trainer share one process, so weights are handed over in memory"
-    if stage.remote:
-        how = "the trainer sends weights to the servers by HTTP"
-    if mode != "both":
-        how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
-    asked_for = method != SynchronizerConfig().sync_method  # the default is no wish of the user's
-    if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
-        stage.notes.append(f"synchronizer.sync_method ({method}): {how}")
-    return "memory" if mode == "both" else "checkpoint"
-
-
-def _lock_step(stage: StageConfig, train_batch_size: int, method: SyncMethod) -> bool:
-    """Whether explorer and trainer take turns, so that what each has done is all that the other
-    sees. Not where time brings experiences back: a trainer that is always given more never ends
-    its turn. Nor with replay in a database, which cannot take back what it has dropped.
-    """
-    sync, store = stage.config.synchronizer, stage.config.buffer.trainer_input.experience_buffer
-    replay = store.replay_buffer
-    if replay.enable and (replay.reuse_cooldown_time is not None or store.storage_type == "sql"):
-        return False
-    return (
-        stage.config.mode == "both"
-        and not stage.reads_file
-        and not stage.remote
-        and _STYLES[sync.sync_style] == "fixed"
-        and sync.sync_interval == 1
-        and sync.sync_offset == 0
-        and method == "memory"
-        and (stage.whole_steps or train_batch_size == stage.rollouts)
-    )
-
-
-def _is_exact(stage: StageConfig, lock_step: bool) -> bool:
-    """Whether nothing but the seed decides what is learned: no clock, and no other program."""
-    explorer = stage.config.explorer
-    external = any(model.base_urls for model in explorer.auxiliary_models)
-    return lock_step and not explorer.dynamic_timeout.enable and not external
-
-
-def _check_whole_steps(stage: StageConfig) -> None:
-    """A batch that is an explore step has no other size, and needs the queue of one process."""
-    config, key = stage.config, "algorithm.sample_strategy"
-    if not stage.whole_steps:
-        return
-    if config.buffer.train_batch_size:
-        stage.problem(
-            "buffer.train_batch_size",
-            f"is {config.buffer.train_batch_size}: with {key} explore_step a batch is what an "
-            f"explore step left; leave it out",
-        )
-    buffer = config.buffer.trainer_input.experience_buffer
-    if config.mode != "both" or stage.reads_file or buffer.storage_type == "sql":
-        stage.problem(key, "is explore_step: expected mode both and a queue as store")
-    elif buffer.replay_buffer.enable:
-        stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
-
-
-def _check_beat(stage: StageConfig, style: SyncStyle, exact: bool) -> None:
-    """Over-rollout needs a beat that is not fixed, and determinism one that is."""
-    config = stage.config
-    ratio = config.explorer.over_rollout.ratio
-    if ratio > 0 and config.mode in ("both", "explore") and style == "fixed":
-        stage.problem(
-            "explorer.over_rollout.ratio",
-            f"is {ratio:g}: with synchronizer.sync_style fixed a step without its slowest tasks "
-            f"leaves the trainer waiting; expected another style",
-        )
-    if config.deterministic and not exact and not stage.reads_file:
-        stage.problem(
-            "deterministic",
-            "is true: expected one process (cluster.launcher local), mode both, sync_style fixed, "
-            "sync_interval 1, sync_offset 0, sync_method nccl or memory, a train_batch_size of "
-            "batch_size x repeat_times, and neither explorer.dynamic_timeout, models on other "
-            "servers, nor a replay_buffer in a database or with a reuse_cooldown_time",
-        )
 
 
 def store_of(stage: StageConfig, job_dir: Path) -> tuple[BufferType, str]:

@@ -1,0 +1,96 @@
+"""Encodes the first prompts of a taskset, and says where they are longer than the model takes."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from trireme.config import Plan, Problem
+from trireme.data.tasksets import Taskset
+from trireme.launch.data import Text
+from trireme.log import get_logger
+from trireme.task import Task
+from trireme.workflows.scheduled import ScheduledWorkflow, conversation
+from trireme.workflows.single_turn import SimpleWorkflow
+from trireme.workflows.workflow import resolve
+
+logger = get_logger("launcher")
+ROWS = 64
+SECONDS = 10.0
+"""For the rows of a data set that are encoded beforehand; one that takes long is the last."""
+
+
+class Prompts(NamedTuple):
+    """The first call's prompts of some rows of a taskset."""
+
+    sizes: list[int]
+    first: str
+    drops_tools: bool
+    """Whether rows have tools of which the chat template writes nothing."""
+
+
+def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
+    """Those of `ROWS` rows, evenly spread; None where only the workflow knows what it asks."""
+    rendered: list[str] = []
+    sizes: list[int] = []
+    deadline = time.monotonic() + SECONDS
+    drops_tools = False
+    for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
+        asked = first_messages(taskset.task(0, 0, row))
+        if asked is None:
+            return None
+        messages, tools = asked
+        rendered.append(text.chat.render(messages, tools))
+        sizes.append(len(text.chat.encode(rendered[-1])))
+        drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
+        if len(sizes) == ROWS or time.monotonic() > deadline:
+            break
+    return Prompts(sizes, rendered[0], drops_tools) if sizes else None
+
+
+def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
+    """The messages and tools of a task's first call; None where only its workflow knows."""
+    code = resolve(task.workflow).code
+    if isinstance(code, ScheduledWorkflow):
+        return conversation(task), task.raw_task.get("tools")
+    simple = inspect.isclass(code) and issubclass(code, SimpleWorkflow)
+    if not simple or task.workflow_args.get("use_base"):
+        return None
+    make: Any = code
+    try:
+        return make(task=task, model=None).format_messages(), None
+    except Exception:  # a user's class may need the model: only the run can say what it asks
+        logger.debug("what %s asks is not known without a model", code, exc_info=True)
+        return None
+
+
+def longest_prompt(plan: Plan) -> int:
+    """Tokens that a prompt may have, with room for one of the reply."""
+    return min(plan.max_prompt_tokens, plan.max_model_len - 1)
+
+
+def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:
+    """How many of a taskset's prompts are longer than a prompt may be; None where none is."""
+    limit = longest_prompt(plan)
+    long = sum(size > limit for size in prompts.sizes)
+    if not long:
+        return None
+    return (
+        f"{name}: {long} of {len(prompts.sizes)} prompts have more than {limit} tokens "
+        "(model.max_prompt_tokens, below model.max_model_len), so that nothing is asked"
+    )
+
+
+def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:
+    """A problem for each taskset of which nothing is asked: all of its prompts are too long."""
+    return [
+        Problem(
+            "",
+            f"{too_long(plan, name, prompts)}: expected at least {max(prompts.sizes)}",
+            plan.stage_name,
+        )
+        for name, prompts in encoded
+        if min(prompts.sizes) > longest_prompt(plan)
+    ]
