@@ -28,7 +28,7 @@ from trireme.algorithms.policy_loss import (
     sppo,
     topr,
 )
-from trireme.algorithms.sequence_loss import dpo, gspo, kto, rec
+from trireme.algorithms.sequence_loss import dpo, gspo, kto, rec, vespo
 
 
 def _slope(loss, ratio: float, advantage: float, **options) -> tuple[float, float]:
@@ -77,6 +77,11 @@ def _lp(ratio: float) -> float:
         (gspo, 1.01, 2.0, {}, -2.0008, 0),
         (gspo, 0.99, -2.0, {}, 1.9994, 0),
         (gspo, 1.01, -2.0, {}, 2.02, 2.02),
+        (vespo, 1.0, 2.0, {}, -2 * _lp(1), -2),
+        (vespo, 2.0, 3.0, {}, -12 * math.exp(-3) * _lp(2), -12 * math.exp(-3)),
+        (vespo, 2.0, -3.0, {}, 24 * math.exp(-2) * _lp(2), 24 * math.exp(-2)),
+        (vespo, 0.5, 1.0, {"k_pos": 1.0, "lambda_pos": 0.5}, -0.5 * math.exp(0.25) * _lp(0.5),
+         -0.5 * math.exp(0.25)),
         (rec, 1.1, 2.0, {}, -2 * _lp(1.1), -2),
         (rec, 1.3, 2.0, {}, -2 * _lp(1.3), -2),  # nothing is clipped unless asked for
         (rec, 1.3, 2.0, {"clip_mode": "one-side"}, 0, 0),
@@ -122,6 +127,18 @@ def test_segments_are_summed_and_averaged_by_sample():
     values, ids = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 2])
     assert segment_sum(values, ids).tolist() == [3, 3, 6]
     assert segment_mean(values, ids).tolist() == [1.5, 1.5, 6]
+
+
+def test_vespos_weight_is_of_the_product_of_a_samples_ratios():
+    old = torch.zeros(3, dtype=torch.float64)
+    logprobs = torch.tensor([math.log(2), math.log(1.5), 60.0], dtype=torch.float64)
+    logprobs.requires_grad_()
+    loss, reported = vespo(logprobs, old, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1]))
+    phi = 9 * math.exp(-6)  # w = 3: w^2 exp(3 (1 - w))
+    assert reported["vespo_weight"].tolist() == pytest.approx([phi, phi, 0.0])  # and finite
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-phi, -phi, 0.0])
 
 
 def test_gspos_ratio_is_the_samples_and_its_gradient_is_spread_over_it():

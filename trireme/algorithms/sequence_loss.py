@@ -7,6 +7,7 @@ See policy_loss.py for the form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
@@ -61,6 +62,35 @@ def gspo(
         "ppo_kl": (old_logprobs - logprobs).detach(),
     }
     return torch.maximum(plain, clipped), reported
+
+
+@policy_loss("vespo")
+@idle_at_zero_advantage
+def vespo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    *,
+    k_pos: AtLeast0 = 2.0,
+    lambda_pos: Above0 = 3.0,
+    k_neg: AtLeast0 = 3.0,
+    lambda_neg: Above0 = 2.0,
+) -> Reported:
+    """-sg(w^k exp(l (1 - w))) A log p, w = exp(sum log r) of the sample (VESPO, arXiv:2602.10693).
+
+    A smooth weight in place of a clip: 1 on policy, and near 0 where the sample has become much
+    likelier or less likely. `k_pos` and `lambda_pos` are k and l where A >= 0, the others where
+    A < 0. log r of a token is kept within +-20, log w between log 1e-8 and 20.
+    """
+    log_ratio = log_ratio_of(logprobs.detach(), old_logprobs)
+    log_w = segment_sum(log_ratio, sample_ids).clamp(math.log(1e-8), MAX_LOG_RATIO)
+    positive = advantages >= 0
+    k = torch.where(positive, k_pos, k_neg)
+    scale = torch.where(positive, lambda_pos, lambda_neg)
+    weight = (k * log_w + scale * (1 - log_w.exp())).exp()
+    reported = {"vespo_weight": weight, "ppo_kl": (old_logprobs - logprobs).detach()}
+    return -weight * advantages * logprobs, reported
 
 
 @policy_loss("dpo")
