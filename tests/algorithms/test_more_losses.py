@@ -13,6 +13,7 @@ from trireme.algorithms.kl import own_entropy, segment_mean, segment_sum, top_en
 from trireme.algorithms.policy_loss import (
     chord_mu,
     cispo,
+    dppo,
     importance_sampling,
     m2po,
     mix,
@@ -28,7 +29,7 @@ from trireme.algorithms.policy_loss import (
     sppo,
     topr,
 )
-from trireme.algorithms.sequence_loss import dpo, gspo, kto, rec, vespo
+from trireme.algorithms.sequence_loss import dpo, geo_mean, gspo, kto, rec, vespo
 
 
 def _slope(loss, ratio: float, advantage: float, **options) -> tuple[float, float]:
@@ -77,6 +78,17 @@ def _lp(ratio: float) -> float:
         (gspo, 1.01, 2.0, {}, -2.0008, 0),
         (gspo, 0.99, -2.0, {}, 1.9994, 0),
         (gspo, 1.01, -2.0, {}, 2.02, 2.02),
+        (geo_mean, 1.2, 2.0, {}, -2.4, -2.4),
+        (geo_mean, 2.0, 2.0, {}, -2 * math.exp(0.4), 0),
+        (geo_mean, 0.5, 2.0, {}, -1, -1),
+        (geo_mean, 0.5, -2.0, {"clip_range_low": 0.1}, 2 * math.exp(-0.1), 0),
+        (geo_mean, 2.0, -2.0, {}, 4, 4),
+        # p_old is 1 / e: p - p_old is 0.184 at r = 1.5, 0.294 at 1.8, -0.294 at 0.2
+        (dppo, 1.5, 2.0, {"kl_tau": 0.0}, -3, -3),
+        (dppo, 1.8, 2.0, {"kl_tau": 0.0}, 0, 0),
+        (dppo, 1.8, -2.0, {"kl_tau": 0.0}, 3.6, 3.6),
+        (dppo, 0.2, -2.0, {"kl_tau": 0.5}, 0.5 * math.log(0.2) ** 2, math.log(0.2)),
+        (dppo, 0.2, -2.0, {"dppo_mask_low": 0.3, "kl_tau": 0.0}, 0.4, 0.4),
         (vespo, 1.0, 2.0, {}, -2 * _lp(1), -2),
         (vespo, 2.0, 3.0, {}, -12 * math.exp(-3) * _lp(2), -12 * math.exp(-3)),
         (vespo, 2.0, -3.0, {}, 24 * math.exp(-2) * _lp(2), 24 * math.exp(-2)),
@@ -139,6 +151,16 @@ def test_vespos_weight_is_of_the_product_of_a_samples_ratios():
     loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-phi, -phi, 0.0])
+
+
+def test_a_geometric_mean_is_of_clipped_ratios_and_the_clipped_have_no_gradient():
+    logprobs = torch.tensor([0.2, 1.0, -0.3], dtype=torch.float64, requires_grad=True)
+    loss, _ = geo_mean(logprobs, torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.long))
+    s = math.exp((0.2 + 0.4 - 0.3) / 3)
+    assert loss.tolist() == pytest.approx([-s] * 3)
+    loss.mean().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-s / 3, 0.0, -s / 3])
 
 
 def test_gspos_ratio_is_the_samples_and_its_gradient_is_spread_over_it():

@@ -49,7 +49,7 @@ def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experienc
     [
         (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 29),
         (ADVANTAGES, {"grpo", "rloo", "ppo", "clipv"}, 21),
-        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord", "vespo"}, 18),
+        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord", "vespo"}, 20),
         (KLS, {"none", "k2", "abs"}, 7),
         (ENTROPIES, {"none", "default", "mix"}, 3),
         (SAMPLES, {"default", "warmup", "mix"}, 5),

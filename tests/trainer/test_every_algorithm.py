@@ -93,6 +93,8 @@ def test_layout_changes_neither_loss_nor_gradient(name, tiny_dir):
         {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
         {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
         {"policy_loss_fn": "vespo"},
+        {"policy_loss_fn": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
+        {"policy_loss_fn": "dppo"},
         {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
         {"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
     ],

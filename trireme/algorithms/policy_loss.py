@@ -186,6 +186,29 @@ def m2po(
     return -advantages * log_ratio.exp(), {"ppo_kl": -log_ratio.detach()}
 
 
+@policy_loss("dppo")
+def dppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    dppo_mask_low: AtLeast0 = 0.2,
+    dppo_mask_high: AtLeast0 = 0.2,
+    kl_tau: AtLeast0 = 1e-3,
+) -> Reported:
+    """-A r + tau (log r)^2, the first term where p - p_old stays within bounds (arXiv:2602.04879).
+
+    It is left out where A > 0 and p is more than `dppo_mask_high` above p_old, or A < 0 and p more
+    than `dppo_mask_low` below it: the trust region is one of probabilities, so that a rare token,
+    whose ratio is soon large, may still move. tau is `kl_tau`.
+    """
+    log_ratio = log_ratio_of(logprobs, old_logprobs)
+    moved = logprobs.detach().exp() - old_logprobs.exp()
+    masked = torch.where(advantages > 0, moved > dppo_mask_high, moved < -dppo_mask_low)
+    loss = -advantages * log_ratio.exp() * ~masked + kl_tau * log_ratio.square()
+    return loss, {"masked": masked.float(), "ppo_kl": -log_ratio.detach()}
+
+
 @policy_loss("cispo")
 @idle_at_zero_advantage
 def cispo(

@@ -64,6 +64,34 @@ def gspo(
     return torch.maximum(plain, clipped), reported
 
 
+@policy_loss("geo_mean")
+@of_sequences
+@idle_at_zero_advantage
+def geo_mean(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    *,
+    clip_range_low: AtLeast0 = 0.4,
+    clip_range_high: AtLeast0 = 0.4,
+) -> Reported:
+    """-A exp(mean c), c = log r, at most `high` where A > 0, at least -`low` where A < 0 (GMPO,
+    arXiv:2507.20673).
+
+    The geometric mean of a sample's ratios, each clipped before it enters: no single token moves
+    the sample far.
+    """
+    log_ratio = log_ratio_of(logprobs, old_logprobs)
+    clipped = torch.where(
+        advantages > 0, log_ratio.clamp(max=clip_range_high), log_ratio.clamp(min=-clip_range_low)
+    )
+    mean = segment_mean(clipped.detach(), sample_ids)
+    loss = -advantages * (clipped - clipped.detach() + mean).exp()
+    changed = (clipped != log_ratio).float()
+    return loss, {"pg_clipfrac": changed, "ppo_kl": -log_ratio.detach()}
+
+
 @policy_loss("vespo")
 @idle_at_zero_advantage
 def vespo(
