@@ -177,23 +177,25 @@ def overrides(flags: Given, config: Source) -> list[str]:
     ]
     if "multi_turn_scheduler" in flags:
         out.append(f"{INPUT}.default_workflow_type=multi_turn_scheduler")
-    each = _each_batch(flags)
+    each, keys = _each_batch(flags), _chosen(flags)
     out += [
         f"{KEYS[name]}={_value(name, each.get(name, values))}"
         for name, values in flags.items()
         if name in KEYS and name not in _SERVERS
     ]
-    if steps := _explore_steps(flags, each):
+    if steps := _explore_steps(flags, each, keys.get(_RESAMPLES, 0)):
         out.append(f"buffer.total_steps={steps}")
-    out += translated(flags, config)
+    out += _translated(flags, config, keys)
     if urls := list(_urls(flags)):
         out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={_text(urls)}"]
     return out
 
 
-def translated(flags: Given, config: Source) -> list[str]:
-    """`key=value` of the flags that become several keys. Raises BadParameter for other values."""
-    keys = _chosen(flags)
+def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list[str]:
+    """`key=value` of the flags that become several keys, after those that are `chosen`. Raises
+    BadParameter for other values.
+    """
+    keys = dict(chosen)
     number = {name: number_of(name, flags[name][0]) for name in NUMBERS if name in flags}
     loss = "algorithm.policy_loss_fn_args."
     if (beta := number.get("beta")) is not None:
@@ -222,8 +224,6 @@ def translated(flags: Given, config: Source) -> list[str]:
         for name in ("lora_rank", "lora_alpha"):
             _needs(flags, name, "train_type", "lora", "model.lora_configs")
     _needs(flags, "max_resample_times", "dynamic_sample", "true", f"{_RESAMPLES} with dapo")
-    if _RESAMPLES in keys and "max_resample_times" in number:
-        keys[_RESAMPLES] = int(number["max_resample_times"])
     keys |= _teacher(flags, config, number)
     if flags.get("overlong_filter", ["false"])[0].lower() == "true":
         key = "data_processor.experience_pipeline.operators"
@@ -253,7 +253,11 @@ def _chosen(flags: Given) -> dict[str, Any]:
                     "expected one of them"
                 )
             keys[key], whose[key] = item, word
-    return {f"algorithm.{key}": item for key, item in keys.items()}
+    chosen = {f"algorithm.{key}": item for key, item in keys.items()}
+    if _RESAMPLES in chosen and "max_resample_times" in flags:
+        times = number_of("max_resample_times", flags["max_resample_times"][0])
+        chosen[_RESAMPLES] = int(times)
+    return chosen
 
 
 def _rewards(flags: Given) -> dict[str, list[Any]]:
@@ -334,16 +338,13 @@ def _each_batch(flags: Given) -> dict[str, list[str]]:
     return out
 
 
-def _explore_steps(flags: Given, each: Given) -> int:
+def _explore_steps(flags: Given, each: Given, resamples: int) -> int:
     """The most explore steps that `--max_steps` train steps take, which go before the epochs; 0:
-    the flag sets no limit. `each` has the flag in train steps.
+    the flag sets no limit. `each` has the flag in train steps, each of which `resamples` repeat.
     """
     text = each.get("max_steps", flags.get("max_steps", ["0"]))[0]
     steps = 0.0 if text == "null" else number_of("max_steps", text)
-    again = float(_chosen(flags).get(_RESAMPLES, 0))
-    if again and "max_resample_times" in flags:
-        again = number_of("max_resample_times", flags["max_resample_times"][0])
-    return int(steps * (1 + again)) if steps >= 1 else 0
+    return int(steps * (1 + resamples)) if steps >= 1 else 0
 
 
 def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
