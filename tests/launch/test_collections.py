@@ -6,7 +6,8 @@ import gc
 
 import pytest
 
-from trireme.launch.stages import THRESHOLDS, rare_collections
+from trireme.launch import GC_THRESHOLDS
+from trireme.launch.stages import rare_collections
 
 
 class Link:
@@ -19,7 +20,7 @@ class Link:
 def test_all_is_as_before_at_the_end_of_a_run_that_fails() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     with pytest.raises(KeyError), rare_collections():
-        assert gc.get_threshold() == THRESHOLDS and gc.get_freeze_count() > frozen
+        assert gc.get_threshold() == GC_THRESHOLDS and gc.get_freeze_count() > frozen
         raise KeyError
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
@@ -27,6 +28,6 @@ def test_all_is_as_before_at_the_end_of_a_run_that_fails() -> None:
 def test_what_a_run_makes_is_still_collected() -> None:
     with rare_collections():
         there = sum(isinstance(o, Link) for o in gc.get_objects())
-        for _ in range(3 * THRESHOLDS[0]):
+        for _ in range(3 * GC_THRESHOLDS[0]):
             Link()
-        assert sum(isinstance(o, Link) for o in gc.get_objects()) - there <= THRESHOLDS[0]
+        assert sum(isinstance(o, Link) for o in gc.get_objects()) - there <= GC_THRESHOLDS[0]

@@ -35,6 +35,7 @@ from trireme.cli.arguments import (
 )
 from trireme.cli.flags import WithEngineFlags, WithFlags, yaml_and_keys
 from trireme.cli.rlhf import WithAllFlags
+from trireme.launch import GC_THRESHOLDS
 from trireme.log import LEVELS
 
 app = typer.Typer(
@@ -487,8 +488,8 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character must not end a run of hours
     # What a command imports are so many objects that looking at all of them, several times, would
-    # take a sixth of the time of `check`. Runs keep these numbers: see launch/stages.py.
-    gc.set_threshold(100_000, 50, 20)
+    # take a sixth of the time of `check`.
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         app()
     finally:

@@ -25,6 +25,7 @@ from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.explorer.explorer import Evaluation
 from trireme.files import write_json
+from trireme.launch import GC_THRESHOLDS
 from trireme.launch.local import run_plan
 from trireme.launch.stage import StageResult
 from trireme.launch.stop import Stop
@@ -33,8 +34,6 @@ from trireme.monitor.figures import Summary, values
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 NAME = "more_sft"
-THRESHOLDS = (100_000, 50, 20)
-"""Objects made until the youngest are looked at, and collections until the older ones are."""
 
 
 def more_supervised(
@@ -70,7 +69,7 @@ def rare_collections() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         yield
     finally:
