@@ -47,7 +47,7 @@ def test_the_task_is_said_again_where_that_is_asked_for(remind: bool) -> None:
 
 
 class Room:
-    """Done by the second look."""
+    """Done by the second look in an episode."""
 
     def reset(self) -> Any:
         self.looks = 0

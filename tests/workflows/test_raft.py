@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import TOKENIZER, engine_of, make
+from tests.workflows.test_alfworld import Room
 from trireme.experience import Experience
 from trireme.model.model import Model
 from trireme.task import Task
@@ -17,18 +18,6 @@ from trireme.workflows.raft import NOTE, REFLECT
 from trireme.workflows.workflow import resolve
 
 LOOK, WAIT = "<action>look</action>", "<action>wait</action>"
-
-
-class Room:
-    """Done by the second look in an episode."""
-
-    def reset(self) -> Any:
-        self.looks = 0
-        return "a room. Your task is to: look twice.", {}
-
-    def step(self, action: str) -> Any:
-        self.looks += action == "look"
-        return "a room", float(self.looks == 2), self.looks == 2, {}
 
 
 def play(

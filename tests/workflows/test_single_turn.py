@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.model.fake import TOKENIZER, FakeEngine, make
 from trireme import Experience, Task
+from trireme.launch.data import examine_taskset
 from trireme.workflows.single_turn import BOXED, THINK_ANSWER, MathWorkflow, SimpleWorkflow
 from trireme.workflows.workflow import resolve
 
@@ -196,3 +199,15 @@ def test_what_is_no_text_is_refused_before_the_run(
     assert examine is not None
     with pytest.raises(ValueError, match=said):
         examine(Task(raw_task=row, reward_fn="accuracy_reward"))
+
+
+@pytest.mark.parametrize("is_eval", [False, True])
+def test_distillation_without_a_teacher_is_refused_where_it_trains(is_eval: bool) -> None:
+    task = Task({"prompt": "1"}, workflow="on_policy_distill_workflow", is_eval=is_eval)
+    tasks: Any = SimpleNamespace(kinds=lambda: [task])
+    for models in ([], ["one"]):
+        explorer = SimpleNamespace(auxiliary_models=models)
+        plan: Any = SimpleNamespace(config=SimpleNamespace(explorer=explorer))
+        refused = not models and not is_eval
+        with pytest.raises(ValueError, match="add a model") if refused else nullcontext():
+            examine_taskset(tasks, plan)

@@ -131,6 +131,8 @@ def reference_point(backend: Backend, experiences: Sequence[Experience]) -> floa
 
     A row is cut at the length of the longest one, which the model can read.
     """
+    if len(experiences) < 2:
+        return 0.0
     longest = max(len(e.tokens) for e in experiences)
     rows = []
     for e, other in zip(experiences, [*experiences[-1:], *experiences[:-1]], strict=True):
@@ -139,7 +141,7 @@ def reference_point(backend: Backend, experiences: Sequence[Experience]) -> floa
         mask = torch.cat([torch.zeros(begin, dtype=torch.bool), other.mask[theirs:]])[:longest]
         rows.append(Experience(tokens, mask=mask, temperature=e.temperature, eid=e.eid))
     batch = flatten(rows)
-    if len(experiences) < 2 or not batch.num_tokens:
+    if not batch.num_tokens:
         return 0.0
     gains = backend.logprobs(batch) - backend.logprobs(batch, reference=True)
     return max(float(gains.double().sum()) / batch.num_samples, 0.0)

@@ -10,13 +10,11 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal, TypeVar
@@ -32,12 +30,14 @@ from trireme.task import Task, as_text
 from trireme.workflows.classes import Workflow
 from trireme.workflows.program import (
     TAIL,
+    Ended,
     Limits,
     ProgramFailed,
     how,
+    refuse_unasked,
+    rollout_folder,
     run_program,
     shown,
-    watching,
 )
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -92,23 +92,11 @@ class CommandWorkflow(Workflow):
         model = self.model.model
         model.keeps_sampling = settings.sampling == "run"
         name = address.base_url.split("/")[-2]
-        parent = None if settings.keep is None else Path(settings.keep).expanduser()
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        prefix = f"trireme-{name}-" if parent is None else f"{name}-"
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
-        with watching(folder if parent is None else None) as watch:
-            try:
-                output = await self._run(settings, address, folder, watch)
-                if not len(model.recorder):
-                    raise ProgramFailed(
-                        "the program never asked the model: expected requests to its "
-                        f"OPENAI_BASE_URL (or ANTHROPIC_BASE_URL); {shown(output)}"
-                    )
-                return await self._judged(output, str(folder))
-            finally:
-                if parent is None:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        prefix = f"trireme-{name}" if settings.keep is None else name
+        async with rollout_folder(prefix, settings.keep) as (folder, watch):
+            ended = await self._run(settings, address, folder, watch)
+            refuse_unasked(model, "the program", ended)
+            return await self._judged(ended.output, str(folder))
 
     @classmethod
     def examine(cls, task: Task) -> None:
@@ -147,7 +135,7 @@ class CommandWorkflow(Workflow):
 
     async def _run(
         self, settings: Settings, address: Address, folder: Path, watch: IO[bytes]
-    ) -> str:
+    ) -> Ended:
         """What the program printed. Raises ProgramFailed where it did not end with 0."""
         holes = holes_of(self.task, address, folder, self.model.model_path)
         words, environment, cwd = fill(settings, holes, address)
@@ -163,7 +151,7 @@ class CommandWorkflow(Workflow):
         )
         if end := how(ended.code, settings.timeout, "workflow_args.timeout"):
             raise ProgramFailed(f"the program {end}; {shown(ended.errors or ended.output)}")
-        return ended.output
+        return ended
 
     async def _judged(self, output: str, folder: str) -> list[Experience]:
         """The experiences, with their reward where each rollout gets one by itself."""

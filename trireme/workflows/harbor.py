@@ -44,6 +44,8 @@ from trireme.workflows.program import (
     ProgramFailed,
     how,
     middle_out,
+    refuse_unasked,
+    rollout_folder,
     run_program,
     shown,
     watching,
@@ -152,22 +154,14 @@ class HarborWorkflow(Workflow):
         task = read_task(Path(self.raw_task["folder"]), skip_run=settings.skip_run)
         model = self.model.model
         # scripts of tasks take the folder from variables, perhaps without quotes
-        prefix = re.sub(r"[^\w.]+", "-", f"{task.folder.name}-{'-'.join(map(str, model.key))}-")
-        parent = None if settings.keep is None else Path(settings.keep).expanduser()
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
-        with watching(folder if parent is None else None) as watch:
-            try:
-                trial = await asyncio.to_thread(open_trial, task, folder, watch, settings)
-                if settings.command is None:
-                    experiences = await self._shell(trial, settings)
-                else:
-                    experiences = await self._program(trial, settings)
-                parts = await trial.verify()
-            finally:
-                if parent is None:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        name = re.sub(r"[^\w.]+", "-", f"{task.folder.name}-{'-'.join(map(str, model.key))}")
+        async with rollout_folder(name, settings.keep) as (folder, watch):
+            trial = await asyncio.to_thread(open_trial, task, folder, watch, settings)
+            if settings.command is None:
+                experiences = await self._shell(trial, settings)
+            else:
+                experiences = await self._program(trial, settings)
+            parts = await trial.verify()
         for experience in experiences:
             experience.reward = total(parts)
             experience.metrics.update({f"verifier/{name}": part for name, part in parts.items()})
@@ -218,11 +212,7 @@ class HarborWorkflow(Workflow):
         ended = await replace(trial, network=True).run("agent", words, seconds, **given)
         if end := how(ended.code, seconds, "agent.timeout_sec"):
             raise ProgramFailed(f"the agent {end}; {shown(ended.errors or ended.output)}")
-        if not len(model.recorder):
-            raise ProgramFailed(
-                "the agent never asked the model: expected requests to its OPENAI_BASE_URL (or "
-                f"ANTHROPIC_BASE_URL); {shown(ended.output)}"
-            )
+        refuse_unasked(model, "the agent", ended)
         return self.model.experiences()
 
     async def _shell(self, trial: Trial, settings: HarborSettings) -> list[Experience]:

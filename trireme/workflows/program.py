@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
@@ -20,6 +22,7 @@ from typing import IO, Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from trireme.log import FILE_ONLY, get_logger
+from trireme.model.model import Model
 from trireme.usercode import Refused
 
 logger = get_logger("explorer")
@@ -148,6 +151,33 @@ def watching(folder: Path | None) -> Iterator[IO[bytes]]:
             yield process.stdin
         finally:
             process.kill()  # before its pipe closes: there is nothing left to clear up
+
+
+@asynccontextmanager
+async def rollout_folder(name: str, keep: str | None) -> AsyncIterator[tuple[Path, IO[bytes]]]:
+    """A rollout's own folder, whose name begins with `name`, and the pipe that `watching` yields.
+
+    It lies in the folder `keep` and stays there; None: it is deleted, also where this process dies.
+    """
+    parent = None if keep is None else Path(keep).expanduser()
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent)).absolute()
+    with watching(folder if parent is None else None) as watch:
+        try:
+            yield folder, watch
+        finally:
+            if parent is None:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def refuse_unasked(model: Model, program: str, ended: Ended) -> None:
+    """Raise ProgramFailed where a program has ended without a request to the model."""
+    if not len(model.recorder):
+        raise ProgramFailed(
+            f"{program} never asked the model: expected requests to its OPENAI_BASE_URL (or "
+            f"ANTHROPIC_BASE_URL); {shown(ended.output)}"
+        )
 
 
 @contextmanager

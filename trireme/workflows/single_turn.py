@@ -311,11 +311,9 @@ def agreement(scores: Sequence[float] | None, rewards: Sequence[float]) -> float
 
 @workflow("on_policy_distill_workflow")
 class OnPolicyDistillWorkflow(SimpleWorkflow):
-    """One prompt, one reply, judged token by token.
-
-    A teacher, the first of `explorer.auxiliary_models`, says how likely it finds each token of the
-    reply. Its log-probabilities are the experience's `teacher_logprobs`, which on_policy_distill
-    and jsd learn from. A reward, where there is one, only measures.
+    """One prompt, one reply, judged token by token: by a teacher, the first of
+    `explorer.auxiliary_models`, from which on_policy_distill and jsd learn. A reward, where there
+    is one, only measures.
     """
 
     def reset(self, task: Task) -> None:
@@ -327,20 +325,16 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
             self.bind(task)
 
     async def run(self) -> list[Experience]:
-        """Ask, measure, and have the teacher score what was said."""
-        if not self.auxiliary_model_wrappers:
-            raise ValueError(
-                "explorer.auxiliary_models is empty: this workflow needs a teacher, the first of "
-                "them"
-            )
-        teacher = self.auxiliary_model_wrappers[0]
+        """Ask, and measure; the runner has the teacher score what was said."""
         experiences = await (super().run() if self.measures else self.ask())
         for experience in experiences:
             experience.reward = experience.reward or 0.0
-            experience.teacher_logprobs = await teacher.logprobs_async(
-                experience.tokens.tolist(), experience.temperature or 1.0
-            )
         return experiences
+
+    @classmethod
+    def asks_a_model(cls, task: Task) -> bool:
+        """Whether the task has to have a teacher: where it is trained."""
+        return not task.is_eval
 
 
 @workflow("on_policy_distill_math_workflow")
