@@ -47,7 +47,11 @@ def test_opmd_refuses_an_unknown_baseline():
 def test_rec_balances_the_two_sides_of_the_mean():
     rewards = torch.tensor([0.0, 0.0, 0.0, 4.0])
     out = rec(rewards, torch.zeros(4), drop="balance")
-    assert sorted(out.tolist()) == [-1, 0, 0, 3]
+    assert sorted(out.tolist()) == [-2, 0, 0, 2]  # one of three stays: the mean is 2
+    normed = rec(rewards, torch.zeros(4), drop="balance", std_normalize=True)
+    assert sorted(normed.tolist()) == pytest.approx([-1, 0, 0, 1], abs=1e-5)
+    even = rec(torch.tensor([0.0, 1.0, 2.0]), torch.zeros(3), drop="balance")
+    assert even.tolist() == [-1, 0, 1]  # the mean itself is not below it: nothing is dropped
     with pytest.raises(ValueError, match="'balance'"):
         rec(rewards, torch.zeros(4), drop="half")  # pyright: ignore
 

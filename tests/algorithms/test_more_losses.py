@@ -94,6 +94,10 @@ def _lp(ratio: float) -> float:
         (vespo, 2.0, -3.0, {}, 24 * math.exp(-2) * _lp(2), 24 * math.exp(-2)),
         (vespo, 0.5, 1.0, {"k_pos": 1.0, "lambda_pos": 0.5}, -0.5 * math.exp(0.25) * _lp(0.5),
          -0.5 * math.exp(0.25)),
+        (gspo, 1.3, 2.0, {"clip_range": 0.25}, -2.5, 0),
+        (gspo, 0.7, -2.0, {"clip_range": 0.25}, 1.5, 0),
+        (gspo, 1.3, 2.0, {"clip_range": 0.25, "clip_range_high": 0.5}, -2.6, -2.6),
+        (gspo, 0.7, -2.0, {"clip_range": 0.25, "clip_range_low": 0.5}, 1.4, 1.4),
         (rec, 1.1, 2.0, {}, -2 * _lp(1.1), -2),
         (rec, 1.3, 2.0, {}, -2 * _lp(1.3), -2),  # nothing is clipped unless asked for
         (rec, 1.3, 2.0, {"clip_mode": "one-side"}, 0, 0),
@@ -116,6 +120,7 @@ def _lp(ratio: float) -> float:
         (ppo, 3.0, 2.0, {"fallback_to_policy_gradient": True}, -2, -2),
         (ppo, 0.5, -1.0, {"enable_sequence_masking": True}, 0, 0),
         (ppo, 0.5, 1.0, {"enable_sequence_masking": True}, -0.5, -0.5),
+        (ppo, 0.5, -1.0, {"enable_sequence_masking": True, "delta_sequence_masking": 0.7}, 0.8, 0),
     ],
 )  # fmt: skip
 def test_a_tokens_loss_and_slope(loss, ratio, advantage, options, value, slope):

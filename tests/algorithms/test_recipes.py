@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trireme.algorithms.advantage import by_group
 from trireme.algorithms.recipes import algorithm, get_recipe
+from trireme.batch import flatten
 from trireme.config.schema import AlgorithmConfig
 from trireme.experience import EID, Experience
 from trireme.registry import (
@@ -426,3 +427,40 @@ def test_the_range_of_an_option_stands_at_the_option_a_users_too(kind):
     for wrong in (0, 2.5):
         with pytest.raises(ValueError, match=r"policy_loss_fn 'ranged': width is .*expected"):
             made(wrong)
+
+
+def test_an_expert_s_and_own_tokens_are_averaged_each_by_a_mode_of_its_own():
+    """Own: 1 and 3 tokens; an expert's: 2 and 4, the longest reply there."""
+    sizes, expert = (1, 3, 2, 4), (False, False, True, True)
+    rollouts = [Experience(range(n + 1), prompt_length=1, eid=EID(0, n)) for n in sizes]
+    flags = torch.tensor([e for n, e in zip(sizes, expert, strict=True) for _ in range(n)])
+    batch = flatten(rollouts).with_fields(expert=flags)
+    options = {"sft_loss_agg_mode": "seq-mean-token-mean"}
+
+    def weights(**others: str) -> list[float]:
+        config = _config(algorithm_type="mix", policy_loss_fn_args=options | others)
+        return get_recipe(config).weights(batch).tolist()
+
+    theirs = [1 / 4] * 2 + [1 / 8] * 4
+    assert weights() == pytest.approx([1 / 4] * 4 + theirs)
+    own = weights(grpo_loss_agg_mode="seq-mean-token-sum")
+    assert own == pytest.approx([1 / 2] * 4 + theirs)
+    with pytest.raises(
+        ValueError, match=r"sft_loss_agg_mode.*one of token-mean, seq-mean-token-sum"
+    ):
+        weights(sft_loss_agg_mode="mean")
+
+
+def test_how_a_batch_is_cut_is_no_option_of_a_loss():
+    layout = {"use_dynamic_bsz": True, "ppo_mini_batch_size": 8, "train_batch_size_expert": 2}
+    recipe = get_recipe(_config(algorithm_type="mix", policy_loss_fn_args={"mu": 0.3, **layout}))
+    assert recipe.policy_loss.options == {"mu": 0.3}
+    with pytest.raises(ValueError, match="has no option 'ppo_batch_size'"):
+        get_recipe(_config(algorithm_type="mix", policy_loss_fn_args={"ppo_batch_size": 8}))
+
+
+def test_raft_learns_from_the_only_rollout_of_a_task():
+    recipe = get_recipe(_config(algorithm_type="raft"))
+    assert not recipe.needs_groups
+    kept, _ = recipe.advantages(_rollouts({(0, 0): 1.0, (1, 0): 0.0}))
+    assert [e.eid.task for e in kept] == [0]

@@ -88,3 +88,13 @@ def test_steps_and_states_come_from_the_experiences() -> None:
     # returns 1 and 0: +-0.5; in "start" 1 and 0 to go: +-0.5 times omega
     found = [float(e.advantages[-1]) for e in kept]  # type: ignore[index]
     assert found == pytest.approx([1.5, 0.5, -1.5])
+
+
+def test_a_run_that_says_what_some_steps_earned_earned_nothing_in_the_others() -> None:
+    experiences = episode(0, [0.5, 1.0], ["a", "b"]) + episode(1, [0.0, 1.0], ["c", "d"])
+    del experiences[1].info["step_reward"]  # the last step of run 0: 0, not its reward of 1
+    for silent in experiences[2:]:
+        del silent.info["step_reward"]  # run 1 never says: its last step has the reward
+    kept, _ = assign_advantages(make_part("advantage_fn", ADVANTAGES, "gigpo", {}), experiences)
+    found = [float(e.advantages[-1]) for e in kept]  # type: ignore[index]
+    assert found == pytest.approx([-0.25, -0.25, 0.25, 0.25])  # returns 0.5 and 1

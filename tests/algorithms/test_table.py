@@ -75,7 +75,7 @@ ROWS: dict[str, tuple[tuple[str | None, dict], tuple[str, dict], dict[str, Any]]
     # arXiv:2507.18071
     "gspo": (
         ("grpo", GRPO),
-        ("gspo", {"clip_range_low": 3e-4, "clip_range_high": 4e-4}),
+        ("gspo", dict.fromkeys(("clip_range", "clip_range_low", "clip_range_high"))),
         K2 | {"loss_agg_mode": "seq-mean-token-mean"},
     ),
     # arXiv:2510.01161

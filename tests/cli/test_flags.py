@@ -308,7 +308,7 @@ def test_reward_models_are_rewards_behind_the_functions(keys: Any) -> None:
         ("--loss_type sapo --tau_pos 2 --tau_neg 1.5",
          {"policy_loss_fn_args": {"tau_pos": 2.0, "tau_neg": 1.5}}),
         ("--off_policy_sequence_mask_delta 0.2",
-         {"policy_loss_fn_args": {"enable_sequence_masking": True, "delta": 0.2}}),
+         {"policy_loss_fn_args": {"enable_sequence_masking": True, "delta_sequence_masking": 0.2}}),
         ("--log_rollout_offpolicy_metrics true", {"rollout_correction": {"rollout_is": None}}),
         ("--log_rollout_offpolicy_metrics true --rollout_importance_sampling_mode token_truncate",
          {"rollout_correction": {"rollout_is": "token"}}),

@@ -130,3 +130,19 @@ def test_options_of_verl_that_are_switched_off_change_nothing(
 ) -> None:
     loaded(base, tmp_path / "run.yaml", f"{{trainer: {{trainer_config: {option}}}}}")
     assert examine(tmp_path / "run.yaml").problems == []
+
+
+def test_how_a_mixed_batch_is_cut_is_noted(base: dict[str, Any], tmp_path: Path) -> None:
+    loaded(base, tmp_path / "run.yaml", DOCUMENTS["mix_with_the_layout_of_its_batches"])
+    [plan] = examine(tmp_path / "run.yaml").plans
+    [note] = [note for note in plan.notes if note.startswith("without effect here: ")]
+    args = "algorithm.policy_loss_fn_args"
+    assert f"{args}.train_batch_size_expert=16" in note and f"{args}.use_dynamic_bsz=True" in note
+    assert f"{args}.mu" not in note
+
+
+def test_a_refused_section_is_named_by_what_it_says(base: dict[str, Any], tmp_path: Path) -> None:
+    text = "{service: {data_juicer: {auto_start: true}}}"
+    loaded(base, tmp_path / "run.yaml", text)
+    [problem] = examine(tmp_path / "run.yaml").problems
+    assert str(problem).startswith("service.data_juicer ({'auto_start': True}) is not supported: ")

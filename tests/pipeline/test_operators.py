@@ -233,11 +233,21 @@ def test_what_an_operator_must_not_return(name: str, message: str) -> None:
         apply(f"{HERE}:{name}", [one(1.0, 0), one(0.5, 1)])
 
 
-def test_dynamic_sampling_drops_groups_of_equal_rewards() -> None:
-    given = [one(1.0, 0), one(1.0, 1), one(0.0, 0, task=1), one(1.0, 1, task=1)]
+def test_dynamic_sampling_drops_groups_that_are_all_right_or_all_wrong() -> None:
+    given = [one(1.0, 0), one(0.5, 1), one(0.0, 0, task=1), one(1.0, 1, task=1), one(1.0, 0, 2)]
     kept, metrics = apply("dapo_dynamic_sampling", given)
-    assert {e.eid.task for e in kept} == {1} and metrics == {"dropped": 2.0}
-    assert apply("dapo_dynamic_sampling", given, std_threshold=0.5)[0] == []
+    assert {e.eid.task for e in kept} == {1} and metrics == {"dropped": 3.0}
+    kept, _ = apply("dapo_dynamic_sampling", given, correct_threshold=0.5)
+    assert {e.eid.task for e in kept} == {0, 1}
+
+
+def test_dynamic_sampling_looks_at_correctness_and_not_at_a_reward_that_length_shaped() -> None:
+    given = [one(1.0, 0), one(0.3, 1), one(-0.5, 0, task=1), one(0.1, 1, task=1)]
+    for experience, right in zip(given, (1.0, 1.0, 0.0, 1.0), strict=True):
+        experience.metrics["accuracy"] = right
+    assert {e.eid.task for e in apply("dapo_dynamic_sampling", given)[0]} == {1}
+    kept, _ = apply("dapo_dynamic_sampling", given, metric_key="other")
+    assert {e.eid.task for e in kept} == {1}  # of task 0 both rewards are above 0
 
 
 def test_replies_that_the_length_cut_are_not_trained_and_keep_their_rewards() -> None:

@@ -122,6 +122,13 @@ def test_own_and_expert_tokens_are_averaged_apart(tiny_dir):
     assert whole["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-5)
 
 
+def test_the_first_train_step_is_number_1_of_a_schedule(tiny_dir):
+    args = {"mu_warmup_steps": 10, "mu_peak": 1.0}
+    recipe = _recipe("mix_chord", kl_loss_fn="none", policy_loss_fn_args=args)
+    _, metrics = _step(tiny_dir, recipe, share=True, length=10_000)
+    assert metrics["actor/mu"] == pytest.approx(0.1)
+
+
 def test_a_loss_of_sequences_refuses_weights_of_tokens(tiny_dir):
     samples = experiences()
     for e in samples:

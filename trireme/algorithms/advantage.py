@@ -361,7 +361,8 @@ def rec(
     """A = R - mean, over the population's std + epsilon where asked (REC, arXiv:2509.24203).
 
     `drop: balance` gives A = 0 to as many below-mean rollouts, drawn at random, as there are more
-    of them than above-mean ones. A group of one has A = 0: there is nothing to compare it with.
+    of them than of the others; mean and std are then those of the rest, so that it sums to 0. A
+    group of one has A = 0: there is nothing to compare it with.
     """
     if drop not in (None, "balance"):
         raise ValueError(f"algorithm.advantage_fn_args.drop is '{drop}': 'balance' or none")
@@ -369,14 +370,17 @@ def rec(
     draws = torch.Generator().manual_seed(0)
 
     def score(member: Tensor, group_rewards: Tensor) -> Tensor:
-        out = member - group_rewards.mean()
-        if std_normalize:
-            out = out / (group_rewards.std(correction=0) + epsilon)
+        dropped = torch.zeros(len(member), dtype=torch.bool)
+        rest = group_rewards
         if drop == "balance":
-            below = (out < 0).nonzero().flatten()
-            surplus = max(len(below) - int((out > 0).sum()), 0)
-            out[below[torch.randperm(len(below), generator=draws)[:surplus]]] = 0
-        return out
+            below = (member < group_rewards.mean()).nonzero().flatten()
+            surplus = max(2 * len(below) - len(member), 0)
+            dropped[below[torch.randperm(len(below), generator=draws)[:surplus]]] = True
+            rest = member[~dropped] if surplus else group_rewards
+        out = member - rest.mean()
+        if std_normalize:
+            out = out / (rest.std(correction=0) + epsilon)
+        return out.masked_fill(dropped, 0)
 
     return _each_group(rewards, groups, runs, score)
 
@@ -397,6 +401,7 @@ def remax(rewards: Tensor, groups: Tensor, runs: Tensor) -> Tensor:
 
 
 @advantage("raft")
+@takes_one_rollout
 def raft(rewards: Tensor, groups: Tensor, *, min_reward: float = 0.0) -> Tensor:
     """A = 1 for a group's best, if R > `min_reward`; the rest is left out (arXiv:2304.06767)."""
     out = torch.full_like(rewards, torch.nan)

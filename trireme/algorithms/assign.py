@@ -188,12 +188,17 @@ def _mean_logprob(e: Experience) -> float:
 
 
 def _step_rewards(experiences: list[Experience]) -> list[float]:
-    """What each step earned: `info["step_reward"]`, else the episode's reward in its last step."""
+    """What each step earned: `info["step_reward"]`, 0 where its run says it of other steps only; of
+    a run that never says, the episode's reward in its last step.
+    """
     last: dict[str, int] = {}
     for e in experiences:
         last[e.eid.rid] = max(last.get(e.eid.rid, 0), e.eid.step)
+    said = {e.eid.rid for e in experiences if "step_reward" in e.info}
     return [
-        float(e.info.get("step_reward", (e.reward or 0.0) * (e.eid.step == last[e.eid.rid])))
+        float(e.info.get("step_reward", 0.0))
+        if e.eid.rid in said
+        else (e.reward or 0.0) * (e.eid.step == last[e.eid.rid])
         for e in experiences
     ]
 

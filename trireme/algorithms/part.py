@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from trireme.algorithms.classes import as_function
 from trireme.config.options import checked_options, checked_value
+from trireme.config.verl import LAYOUT
 from trireme.registry import Registry, refuse_unknown_options
 from trireme.usercode import UserCode
 
@@ -101,6 +102,8 @@ def part_of(
     inherited = _own_options(first) if first else []
     allowed = [*_own_options(function), *inherited]
     settings = dict(SETTINGS.get(kind, {}))
+    if kind == "policy_loss_fn":
+        options = {k: v for k, v in options.items() if k in allowed or k not in LAYOUT}
     whose = f"algorithm.{kind} '{name}'"
     refuse_unknown_options(whose, options, [*allowed, *settings])
     for key, default in settings.items():

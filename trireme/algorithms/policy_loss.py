@@ -3,7 +3,8 @@
 Functions of flat tokens `(logprobs, old_logprobs, advantages, ..., *, options) -> loss [M]`, or a
 pair of it and a dict of [M] tensors whose means are reported as `actor/<name>`. Masking and
 averaging are not theirs. They may name any field of the batch (`batch.FIELD_NAMES`), `sample_ids`,
-`positions`, `ref_logprobs`, `expert` (which tokens are an expert's) and `step` (train steps done).
+`positions`, `ref_logprobs`, `expert` (which tokens are an expert's) and `step` (the train step's
+number, from 1).
 
 Notation: r = p / p_old, sg(x) is x without a gradient.
 
@@ -20,7 +21,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from trireme.algorithms.kl import segment_mean, segment_sum
+from trireme.algorithms.kl import LossAggMode, segment_mean, segment_sum
 from trireme.algorithms.part import Above0, AtLeast0
 from trireme.config.options import Share
 from trireme.registry import policy_loss
@@ -70,7 +71,7 @@ def ppo(
     clip_range_high: Annotated[float | None, Ge(0)] = None,
     clip_ratio_c: Annotated[float, Ge(1)] = 3.0,
     enable_sequence_masking: bool = False,
-    delta: AtLeast0 = 0.1,
+    delta_sequence_masking: AtLeast0 = 0.1,
     fallback_to_policy_gradient: bool = False,
 ) -> Reported:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, arXiv:1707.06347).
@@ -78,7 +79,7 @@ def ppo(
     Where A < 0 it is at most -A c (dual clip, arXiv:1912.09729). `clip_range` stands for the low
     and the high one where they are not given; a higher high one is DAPO's (arXiv:2503.14476).
     `enable_sequence_masking` leaves out tokens with A < 0 of samples whose mean of -log r is above
-    `delta`. `fallback_to_policy_gradient` takes p itself for p_old.
+    `delta_sequence_masking`. `fallback_to_policy_gradient` takes p itself for p_old.
     """
     if clip_ratio_c <= 1:
         raise ValueError(
@@ -102,7 +103,7 @@ def ppo(
     }
     if enable_sequence_masking:
         assert sample_ids is not None, "every batch has sample_ids"
-        far = segment_mean(-drift.detach(), sample_ids) > delta
+        far = segment_mean(-drift.detach(), sample_ids) > delta_sequence_masking
         masked = far & (advantages < 0)
         loss = loss * ~masked
         reported["masked"] = masked.float()
@@ -287,15 +288,18 @@ def mix(
     advantages: Tensor,
     expert: Tensor,
     *,
-    mu: AtLeast0 = 0.1,
+    mu: Share = 0.1,
     clip_range: AtLeast0 = 0.2,
     clip_range_low: Annotated[float | None, Ge(0)] = None,
     clip_range_high: Annotated[float | None, Ge(0)] = None,
+    sft_loss_agg_mode: LossAggMode | None = None,
+    grpo_loss_agg_mode: LossAggMode | None = None,
 ) -> Reported:
     """(1 - mu) PPO on own tokens, mu (-log p) on an expert's (arXiv:2505.17826).
 
     Experts' and own tokens are averaged each over their own kind (`Recipe.weights`), so that mu
-    says how the two weigh whatever their numbers are.
+    says how the two weigh whatever their numbers are: an expert's by `sft_loss_agg_mode`, own ones
+    by `grpo_loss_agg_mode`, each not given: `loss_agg_mode`.
     """
     loss, reported = ppo(
         logprobs,
@@ -325,6 +329,8 @@ def mix_chord(
     clip_range: AtLeast0 = 0.2,
     clip_range_low: Annotated[float | None, Ge(0)] = None,
     clip_range_high: Annotated[float | None, Ge(0)] = None,
+    sft_loss_agg_mode: LossAggMode | None = None,
+    grpo_loss_agg_mode: LossAggMode | None = None,
 ) -> Reported:
     """mix with a mu that rises to its peak and falls to its valley (CHORD, arXiv:2508.11408).
 
@@ -347,7 +353,7 @@ def mix_chord(
 def chord_mu(
     step: int, warmup_steps: int, decay_steps: int, *, mu_peak: float, mu_valley: float
 ) -> float:
-    """Linear from 0 to the peak, then half a cosine to the valley; `step` counts from 0."""
+    """Linear from 0 to the peak, then half a cosine to the valley; `step` counts from 1."""
     if step < warmup_steps:
         return mu_peak * step / warmup_steps
     if step >= warmup_steps + decay_steps:

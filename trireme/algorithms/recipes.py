@@ -260,12 +260,11 @@ class Recipe:
             )
         else:
             out = torch.empty(batch.num_tokens)
-            for kind in (expert, ~expert):
+            for option, kind in (("sft_loss_agg_mode", expert), ("grpo_loss_agg_mode", ~expert)):
                 samples = batch.sample_ids[kind].unique()
                 part = batch.select(samples.tolist())
-                out[kind] = weights(
-                    self.loss_agg_mode, part.sample_ids, part.num_samples, width=part.width
-                )
+                mode = self.policy_loss.options.get(option) or self.loss_agg_mode
+                out[kind] = weights(mode, part.sample_ids, part.num_samples, width=part.width)
         return out if loss_weight is None else out * loss_weight
 
     async def take(

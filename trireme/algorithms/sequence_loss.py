@@ -50,13 +50,21 @@ def gspo(
     advantages: Tensor,
     sample_ids: Tensor,
     *,
-    clip_range_low: AtLeast0 = 3e-4,
-    clip_range_high: AtLeast0 = 4e-4,
+    clip_range: Annotated[float | None, Ge(0)] = None,
+    clip_range_low: Annotated[float | None, Ge(0)] = None,
+    clip_range_high: Annotated[float | None, Ge(0)] = None,
 ) -> Reported:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean log r) (GSPO, arXiv:2507.18071)."""
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean log r) (GSPO, arXiv:2507.18071).
+
+    low is `clip_range_low`, not given: `clip_range`, without either 0.0003; high is
+    `clip_range_high`, else `clip_range`, else 0.0004.
+    """
+    low, high = (3e-4, 4e-4) if clip_range is None else (clip_range, clip_range)
+    low = low if clip_range_low is None else clip_range_low
+    high = high if clip_range_high is None else clip_range_high
     ratio = sequence_log_ratio(logprobs, old_logprobs, sample_ids).exp()
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     reported = {
         "pg_clipfrac": (clipped > plain).float(),
         "ppo_kl": (old_logprobs - logprobs).detach(),

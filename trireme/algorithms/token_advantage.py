@@ -12,7 +12,6 @@ are passed over: the next token is the next trained one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -188,8 +187,8 @@ def clipv(
 
     As `clipb`, with S compared to its mean E[S] over the vocabulary under the policy: what a step
     of the policy gradient changes the entropy by, to first order. Std (of the population) is of
-    S - E[S] over all trained tokens of the batch. Of more than ceil(`max_frac` tokens) those with
-    the lowest are left out.
+    S - E[S] over all trained tokens of the batch. At most the share `max_frac` of them is left out,
+    and one at least: those with the lowest.
     """
     difference = logprobs.exp() * (entropies + logprobs) - mean_discriminators
     spread = difference.std(correction=0)
@@ -198,5 +197,5 @@ def clipv(
     clipped = (advantages < 0) & (difference < -mu * spread)
     lowest = torch.where(clipped, difference, torch.inf).argsort()
     out = advantages.clone()
-    out[lowest[: min(int(clipped.sum()), math.ceil(max_frac * len(advantages)))]] = 0
+    out[lowest[: min(int(clipped.sum()), max(int(max_frac * len(advantages)), 1))]] = 0
     return out

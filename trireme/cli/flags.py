@@ -210,7 +210,7 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
     for name, key in (("delta", "clip_ratio_c"), *zip(same, same, strict=True)):
         keys |= {f"{loss}{key}": number[name]} if name in number else {}
     if (delta := number.get("off_policy_sequence_mask_delta")) is not None:
-        keys |= {f"{loss}enable_sequence_masking": True, f"{loss}delta": delta}
+        keys |= {f"{loss}enable_sequence_masking": True, f"{loss}delta_sequence_masking": delta}
     if (most := number.get("rollout_importance_sampling_threshold")) is not None:
         mode = "rollout_importance_sampling_mode"
         correction = "algorithm.rollout_correction"

@@ -195,10 +195,14 @@ class ModelConfig(Section):
         float | None, Gt(0), Refused("is not supported yet: set it in the model's config.json")
     ] = None
     """Replaces the model's own rotary base."""
-    tinker: Annotated[dict[str, Any], Refused()] = {}
+    tinker: Annotated[
+        dict[str, Any],
+        Refused("is not supported: leave it out, and this machine or your cluster trains"),
+    ] = {}
     """Options of the Tinker service."""
     external_model: Annotated[
-        dict[str, Any], Refused("is not read here: trireme eval --model NAME@URL measures it")
+        dict[str, Any],
+        Refused("is not read here: trireme eval --config FILE --model NAME@URL measures it"),
     ] = {}
     """A model behind someone else's API, for `bench`."""
 
@@ -395,7 +399,10 @@ class DataJuicerConfig(Section):
 class ServiceConfig(Section):
     """Services beside the run."""
 
-    data_juicer: Annotated[DataJuicerConfig, Refused()] = DataJuicerConfig()
+    data_juicer: Annotated[
+        DataJuicerConfig,
+        Refused("is not supported: write its operators as Python functions (docs/pipeline.md)"),
+    ] = DataJuicerConfig()
     """Data-Juicer."""
 
 

@@ -473,7 +473,8 @@ class TaskPipelineConfig(Section):
     ] = None
     """Rows that stay, by their scores."""
     inputs: Annotated[
-        list[str], Refused("is not read here: the operators get the rows of the tasksets")
+        list[str],
+        Refused("is not read here: operators get the rows of taskset.path, name the data there"),
     ] = []
     """Other data to read."""
     output: Annotated[
@@ -481,7 +482,7 @@ class TaskPipelineConfig(Section):
     ] = None
     """Another place to write to."""
     target_fields: Annotated[
-        list[str], Refused("is not supported yet: operators get whole rows")
+        list[str], Mapped("operators get whole rows, and look at what they want")
     ] = []
     """Columns to look at."""
     priority_weights: Annotated[

@@ -212,6 +212,9 @@ def given_keys(value: Section, prefix: str = "") -> Iterator[tuple[str, Fate | N
         if key.endswith(verl.KEY):
             yield from ((f"{key}.{at}", fate, part) for at, part, fate in verl.options(held))
             continue
+        if name == "policy_loss_fn_args":
+            layout = verl.LAYOUT.intersection(held)
+            yield from ((f"{key}.{at}", NoEffect(), held[at]) for at in sorted(layout))
         inside = [(key, held)]
         if isinstance(held, list):
             inside = [(f"{key}[{index}]", part) for index, part in enumerate(held)]
@@ -248,7 +251,7 @@ def check_fates(stage: StageConfig, *, on_ray: bool = False, on_vllm: bool = Fal
                 stage.problem(
                     key, "(tinker) is not supported yet: expected torch, external or remote"
                 )
-        elif isinstance(fate, Refused):
+        elif isinstance(fate, Refused) and not _is_off(value):
             if refused := fate.values.get(value) if fate.values else fate.text:
                 idle += (key,)
                 stage.problem(key, f"({_short(value)}) {refused}")
@@ -277,9 +280,14 @@ def _idle(stage: StageConfig) -> tuple[str, ...]:
     return () if stage.config.mode == "both" else ("trainer",)
 
 
+def _is_off(value: Any) -> bool:
+    """Whether a section says of itself that it is not used."""
+    return isinstance(value, dict) and value.get("enable") is False
+
+
 def _short(value: Any) -> str:
     made = value[0] if isinstance(value, list) and value else value
-    text = "given" if isinstance(made, Section) else str(value)
+    text = str(made.model_dump(exclude_unset=True) if isinstance(made, Section) else value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

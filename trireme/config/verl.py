@@ -14,6 +14,19 @@ from trireme.config.section import Fate, Moved, NoEffect, Refused
 from trireme.registry import did_you_mean
 
 KEY = "trainer.trainer_config"
+LAYOUT = frozenset(
+    (
+        "use_dynamic_bsz",
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ngpus_trainer",
+        "train_batch_size_usual",
+        "train_batch_size_expert",
+    )
+)
+"""Options of Trinity-RFT's `mix` losses that say how a batch is cut. Averages here are of the whole
+batch, however it is cut.
+"""
 _OPTIM = {
     "lr": "lr",
     "lr_warmup_steps": "lr_warmup_steps",

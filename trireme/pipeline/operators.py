@@ -168,11 +168,19 @@ def reward_std_filter(experiences: list[Experience], *, threshold: float = 0.0) 
 
 
 @operator("dapo_dynamic_sampling")
-def dapo_dynamic_sampling(experiences: list[Experience], *, std_threshold: float = 0.0) -> Operated:
-    """Drops groups that teach nothing, as `reward_std_filter` does; the trainer waits until others
-    fill its batch (DAPO, arXiv:2503.14476).
+def dapo_dynamic_sampling(
+    experiences: list[Experience], *, metric_key: str = "accuracy", correct_threshold: float = 0.0
+) -> Operated:
+    """Drops groups in which all are right or all are wrong, and those of one experience; the
+    trainer waits until others fill its batch (DAPO, arXiv:2503.14476). An experience is right if
+    its metric `metric_key`, or its reward where it has none, is above `correct_threshold`.
     """
-    return reward_std_filter(experiences, threshold=std_threshold)
+    kept = set()
+    for group, members in group_by(experiences, "task").items():
+        scores = (e.metrics[metric_key] if metric_key in e.metrics else _reward(e) for e in members)
+        if len({score > correct_threshold for score in scores}) == 2:
+            kept.add(group)
+    return _keep(experiences, [e for e in experiences if e.eid.tid in kept])
 
 
 @operator("mask_response_truncated")
@@ -193,7 +201,7 @@ def reward_shaping_mapper(
 ) -> Operated:
     """Reward (ADD, SUB, MUL, DIV) weight * info[stats_key], one configuration after the other."""
     for config in reward_shaping_configs:
-        key, op = config.get("stats_key"), str(config.get("op_type")).upper()
+        key, op = config.get("stats_key"), str(config.get("op_type", "ADD")).upper()
         if op not in ("ADD", "SUB", "MUL", "DIV"):
             raise ValueError(f"op_type is {op!r}: expected ADD, SUB, MUL or DIV")
         if not isinstance(key, str):
