@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 Words = Annotated[
-    Optional[list[str]],  # noqa: UP045 (typer evaluates it on Python 3.10)
+    list[str] | None,
     typer.Argument(
         metavar="[YAML] [KEY=VALUE]...",
         help="The run's YAML, and keys to override, such as trainer.grad_clip=0.5.",
     ),
 ]
 Keys = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the YAML to override."),
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the YAML to override.")
 ]
 PluginDirs = Annotated[
-    Optional[list[Path]],  # noqa: UP045
+    list[Path] | None,
     typer.Option("--plugin-dir", help="A folder of *.py files to load first; may be repeated."),
 ]
 OptionalConfig = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option("--config", "-c", help="The YAML of the run; without it, the built-in demo."),
 ]
 EvalConfig = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option("--config", "-c", help="A YAML with eval_tasksets, in place of --tasks."),
 ]
 ServerKey = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
         "--api-key",
         "--api_key",
@@ -39,15 +38,13 @@ ServerKey = Annotated[
     ),
 ]
 ServerKeyFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key."),
+    Path | None, typer.Option("--api-key-file", "--api_key_file", help="A file that holds the key.")
 ]
 EngineType = Annotated[
-    str,
-    typer.Option("--dtype", "--torch_dtype", help="auto, float32, bfloat16 or float16."),
+    str, typer.Option("--dtype", "--torch_dtype", help="auto, float32, bfloat16 or float16.")
 ]
 ModelLength = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option(
         "--max-model-len",
         "--max_model_len",
@@ -57,7 +54,7 @@ ModelLength = Annotated[
     ),
 ]
 ToolCallParser = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
         "--tool-call-parser",
         "--tool_call_parser",
@@ -73,28 +70,26 @@ AsyncEngine = Annotated[
     ),
 ]
 PageFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--html", help="Write the page and its data to one file, and exit."),
+    Path | None, typer.Option("--html", help="Write the page and its data to one file, and exit.")
 ]
 PageHost = Annotated[
     str, typer.Option("--host", help="The address to bind to; beyond loopback a key is required.")
 ]
 PagePort = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one."),
+    int | None, typer.Option("--port", min=1, max=65535, help="By default 6600, or a free one.")
 ]
 PageKey = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option("--api-key-file", help="A file with the page's key, instead of TRIREME_API_KEY."),
 ]
 OpenBrowser = Annotated[
     bool, typer.Option("--open/--no-open", help="Open the browser, on a machine with a desktop.")
 ]
 TaskFiles = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    list[str] | None,
     typer.Option("--tasks", help="A data set to try, PATH or NAME=PATH; instead of a YAML."),
 ]
 Ks = Annotated[
-    Optional[list[int]],  # noqa: UP045
+    list[int] | None,
     typer.Option("--k", "-k", min=1, help="The k of pass@k; by default 1 and the rollouts."),
 ]

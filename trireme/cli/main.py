@@ -9,7 +9,7 @@ import gc
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -79,8 +79,7 @@ def run(
     config: OptionalConfig = None,
     plugin_dir: PluginDirs = None,
     compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Afterwards, spend RL's time on more SFT and compare."),
+        bool, typer.Option("--compare", help="Afterwards, spend RL's time on more SFT and compare.")
     ] = False,
 ) -> None:
     """Run an experiment, or the built-in demo."""
@@ -129,10 +128,7 @@ def chat(
     place: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="The folder of a run or of a model.")
     ],
-    system: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="The system prompt."),
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="The sampling temperature; 0 is greedy.")
     ] = 0.0,
@@ -166,7 +162,7 @@ def debug(
     task: Annotated[int, typer.Option(min=0, help="The row of the taskset.")] = 0,
     rollouts: Annotated[int, typer.Option(min=1, help="The number of rollouts.")] = 1,
     reply: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(
             "--reply",
             help="A reply to use in place of the model's; one per call. No weights are loaded.",
@@ -198,19 +194,19 @@ def eval_command(
     words: Words = None,
     config: EvalConfig = None,
     tasks: TaskFiles = None,
-    workflow: Annotated[Optional[str], typer.Option(help="With --tasks.")] = None,  # noqa: UP045
-    reward: Annotated[Optional[str], typer.Option(help="With --tasks.")] = None,  # noqa: UP045
+    workflow: Annotated[str | None, typer.Option(help="With --tasks.")] = None,
+    reward: Annotated[str | None, typer.Option(help="With --tasks.")] = None,
     prompt_key: Annotated[str, typer.Option("--prompt-key", help="With --tasks.")] = "question",
     response_key: Annotated[str, typer.Option("--response-key", help="With --tasks.")] = "answer",
     rollouts: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option("--rollouts", "-n", min=1, help="Of each task; by default the YAML's."),
     ] = None,
     k: Ks = None,
-    temperature: Annotated[Optional[float], typer.Option(min=0.0)] = None,  # noqa: UP045
-    max_tokens: Annotated[Optional[int], typer.Option("--max-tokens", min=1)] = None,  # noqa: UP045
+    temperature: Annotated[float | None, typer.Option(min=0.0)] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1)] = None,
     success: Annotated[float, typer.Option(help="The least value that passes.")] = 1.0,
-    out: Annotated[Optional[Path], typer.Option(help="A JSON file.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="A JSON file.")] = None,
     plugin_dir: PluginDirs = None,
 ) -> None:
     """Measure models on task sets, and compare them.
@@ -241,13 +237,13 @@ def convert(
         ),
     ],
     base_model_dir: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             "--base-model-dir", "-b", help="The folder of config.json, if the checkpoint has none."
         ),
     ] = None,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="bfloat16, float16, float32, or auto (as stored). By default shards become "
             "bfloat16, and a model.safetensors keeps its type."
@@ -276,7 +272,7 @@ def rollout(
     api_key_file: ServerKeyFile = None,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
     engine_python: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--engine-python", help="The Python interpreter of an environment with vLLM."),
     ] = None,
     dtype: EngineType = "auto",
@@ -284,19 +280,17 @@ def rollout(
     tool_call_parser: ToolCallParser = None,
     use_async_engine: AsyncEngine = "true",
     multi_turn_scheduler: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--multi_turn_scheduler", help="A registered name, or a path."),
+        str | None, typer.Option("--multi_turn_scheduler", help="A registered name, or a path.")
     ] = None,
     max_turns: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option("--max_turns", "--multi_turns", min=0, help="The most turns; 0: no limit."),
     ] = None,
     external_plugins: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option("--external_plugins", help="Python files to load first."),
+        list[Path] | None, typer.Option("--external_plugins", help="Python files to load first.")
     ] = None,
     plugins: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        list[Path] | None,
         typer.Argument(metavar="FILE...", help="Further files of --external_plugins."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 42,
@@ -358,15 +352,13 @@ def workflows(plugin_dir: PluginDirs = None) -> None:
 @app.command()
 def log(
     folder: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Argument(help="The job's folder, as by --log-dir.", show_default=False),
+        Path | None, typer.Argument(help="The job's folder, as by --log-dir.", show_default=False)
     ] = None,
     log_dir: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--log-dir", "-d", help="The job's folder, or its log folder."),
+        Path | None, typer.Option("--log-dir", "-d", help="The job's folder, or its log folder.")
     ] = None,
     config: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--config", "-c", help="The YAML of the run, instead of --log-dir."),
     ] = None,
     keyword: Annotated[
@@ -395,7 +387,7 @@ def log(
 @app.command()
 def view(
     rest: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Argument(
             metavar="[FOLDER] [N] [KEY=VALUE]...",
             help="The folder of a run or of several. To print samples, also a store, their number "
@@ -409,29 +401,27 @@ def view(
     api_key_file: PageKey = None,
     open_browser: OpenBrowser = True,
     config: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             "--config", "-c", help="A run's YAML: print its data set, or what it has stored."
         ),
     ] = None,
     url: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--url", help="A database (sqlite:///x.db, x.db) or a .jsonl of a run."),
     ] = None,
     table: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--table", help="The database's table; by default its first."),
+        str | None, typer.Option("--table", help="The database's table; by default its first.")
     ] = None,
     tokenizer: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             "--tokenizer",
             help="The tokenizer of stored experiences; by default that of the run's model.",
         ),
     ] = None,
     step: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--step", min=0, help="Only experiences of this explore step."),
+        int | None, typer.Option("--step", min=0, help="Only experiences of this explore step.")
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
