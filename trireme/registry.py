@@ -224,14 +224,12 @@ def _import_path(path: str, *, kind: str) -> Any:
 
 
 def _source(module: str) -> str:
-    """The text of a module's file."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _where(thing: Any) -> str:
-    """`file:name` of a class or function."""
     code = getattr(thing, "__code__", None)
     name = getattr(thing, "__qualname__", repr(thing))
     return f"{code.co_filename if code else getattr(thing, '__module__', '?')}:{name}"

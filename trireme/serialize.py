@@ -181,7 +181,6 @@ def _lengths(starts: list[int], size: int) -> list[int]:
 
 
 def _unpacked(name: str, form: str, words: Words) -> torch.Tensor:
-    """The row that `_packed` packed."""
     if form == "runs":
         words = np.repeat(words[: len(words) // 2], words[len(words) // 2 :])
     elif form == "some":

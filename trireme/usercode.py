@@ -163,7 +163,6 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _defined(code: Any) -> str:
-    """Where a function, class or object of the user's is written."""
     for thing in _unwrapped(code):
         try:
             file = inspect.getsourcefile(thing)

@@ -363,7 +363,6 @@ def chord_mu(
 
 
 def _own(reported: dict[str, Tensor], expert: Tensor) -> dict[str, Tensor]:
-    """What is reported of own tokens alone."""
     return {name: values[~expert] for name, values in reported.items()}
 
 

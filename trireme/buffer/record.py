@@ -250,7 +250,6 @@ def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: boo
 
 
 def _file_of(engine: Engine) -> Path | None:
-    """The file that a database is."""
     path = engine.url.database if engine.dialect.name == "sqlite" else None
     return Path(path) if path else None
 
@@ -279,7 +278,6 @@ def what_is_cut(copy_: Path) -> str | None:
 
 
 def _bytes_of(row: dict[str, Any]) -> int:
-    """What a row takes, as `_trim` counts it."""
     texts = (row["prompt_text"], row["response_text"])
     return len(row["experience_bytes"]) + sum(len(text or "") for text in texts) + ROW_BYTES
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
-    URL,
     Column,
     Connection,
     Engine,
@@ -126,7 +125,9 @@ def open_database(
     """
     known_as = hide_passwords(url)
     try:
-        parsed = _with_driver(make_url(url))
+        parsed = make_url(url)
+        if parsed.drivername in ("postgresql", "postgres"):  # else the URL names its driver
+            parsed = parsed.set(drivername="postgresql+psycopg")
         sqlite = parsed.get_backend_name() == "sqlite"
         engine = create_engine(parsed, pool_pre_ping=not sqlite)
     except (ArgumentError, NoSuchModuleError) as error:
@@ -181,12 +182,6 @@ def one_at_a_time(connection: Connection, what: str) -> None:
     if connection.dialect.name == "postgresql":
         key = zlib.crc32(what.encode())
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
-
-
-def _with_driver(url: URL) -> URL:
-    """PostgreSQL is spoken by psycopg 3, where the URL names no driver."""
-    plain = url.drivername in ("postgresql", "postgres")
-    return url.set(drivername="postgresql+psycopg") if plain else url
 
 
 def _make_tables(engine: Engine, metadata: MetaData) -> None:

@@ -313,7 +313,6 @@ def _copy_base(base: Path, hf: Path) -> None:
 
 
 def _no_weights(actor: Path) -> str:
-    """Why there is nothing to export."""
     if not actor.is_dir():
         return "there is no actor folder"
     return (

@@ -126,7 +126,6 @@ def write_index(folder: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
 
 
 def _header(specs: Mapping[str, Spec]) -> bytes:
-    """What a safetensors file begins with."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, spec in specs.items():
@@ -212,7 +211,6 @@ def _size(spec: Spec) -> int:
 
 
 def _shards(specs: dict[str, Spec], most: float) -> list[dict[str, Spec]]:
-    """Tensors by file, in their order."""
     shards: list[dict[str, Spec]] = [{}]
     filled = 0
     for name, spec in specs.items():

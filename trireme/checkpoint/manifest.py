@@ -127,7 +127,6 @@ def _refuse_outside(name: Any, manifest: Path) -> None:
 
 
 def _named_files(value: Any) -> list[Any]:
-    """What stands where bytes were."""
     if isinstance(value, dict):
         if set(value) == {"$file"}:
             return [value["$file"]]
@@ -155,7 +154,6 @@ def _checksum(path: Path) -> str:
 
 
 def _checksum_of(manifest: Mapping[str, Any]) -> str:
-    """Of the values, however they are laid out as text."""
     return _digest(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -175,7 +173,6 @@ def _plain(value: Any, folder: Path, name: str) -> Any:
 
 
 def _with_bytes(value: Any, root: Path) -> Any:
-    """The reverse of `_plain`."""
     if isinstance(value, dict):
         if set(value) == {"$file"}:
             return (root / value["$file"]).read_bytes()

@@ -163,7 +163,6 @@ def _engines(plan: Plan) -> str:
 
 
 def _places(plan: Plan) -> str:
-    """Ray's: how many, where, and who gets them."""
     taken = plan.num_engines * plan.engine_size
     engines = f"{taken} for engines ({plan.num_engines} x {plan.engine_size})"
     trainer = f"{plan.trainer_ranks} for the trainer"

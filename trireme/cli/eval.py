@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from trireme.config import ConfigError, Plan
+from trireme.config import ConfigError, Plan, Problem
 from trireme.explorer.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
 
@@ -138,7 +138,6 @@ def _api_of(model: str) -> tuple[str, str]:
 
 
 def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
-    """What tries one model. Raises ConfigError with all that is wrong."""
     from trireme.cli.chat import model_in
     from trireme.config.load import load_config
     from trireme.launch.check import checked
@@ -178,7 +177,9 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
         keys += [f"{rollout_model}.engine_type=torch", f"{rollout_model}.base_urls=[]"]
         config = load_config(path, [*keys, *options.keys])
     if not config.buffer.explorer_input.eval_tasksets:
-        raise ConfigError([_no_tasks(options)])
+        where = f"{options.config} has no" if options.config else "there are no --tasks, and no"
+        what = f"{where} buffer.explorer_input.eval_tasksets: expected tasks to try"
+        raise ConfigError([Problem("", what)])
     for taskset in config.buffer.explorer_input.eval_tasksets:
         n = options.rollouts or taskset.repeat_times
         if options.ks and max(options.ks) > n:
@@ -188,15 +189,7 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
     return checked(config).plans[-1]
 
 
-def _no_tasks(options: EvalOptions) -> Any:
-    from trireme.config import Problem
-
-    where = f"{options.config} has no" if options.config else "there are no --tasks, and no"
-    return Problem("", f"{where} buffer.explorer_input.eval_tasksets: expected tasks to try")
-
-
 def _tree(options: EvalOptions) -> dict[str, Any]:
-    """The configuration that the flags say."""
     columns = {"prompt_key": options.prompt_key, "response_key": options.response_key}
     names = [name.partition("=")[::2] if "=" in name else ("", name) for name in options.tasks]
     inputs: dict[str, Any] = {
@@ -266,7 +259,6 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _values(options: EvalOptions, measured: Measured) -> list[Mapping[str, Any]]:
-    """Everything that was measured, for --out."""
     return [
         {
             "model": model,

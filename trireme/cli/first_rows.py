@@ -49,7 +49,6 @@ def unread(why: str) -> tuple[str, str]:
 
 
 def _of_prompts(plan: Plan, name: str, prompts: Prompts) -> list[tuple[str, str]]:
-    """The prompts of a taskset."""
     lines = [("prompts", f"{name}: {_range(prompts.sizes)}"), ("first prompt", _end(prompts.first))]
     if prompts.drops_tools:
         lines.append(("warning", f"{name}: the chat template writes nothing of the rows' tools"))
@@ -60,7 +59,6 @@ def _of_prompts(plan: Plan, name: str, prompts: Prompts) -> list[tuple[str, str]
 
 
 def _of_data(plan: Plan) -> Told:
-    """The rows of a data set that is trained on."""
     deadline = time.monotonic() + SECONDS
     samples = []
     for sample in of_data(plan, ROWS):

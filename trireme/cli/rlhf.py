@@ -173,7 +173,6 @@ def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
 
 
 def _taskset(name: str) -> dict[str, Any]:
-    """One data set of tasks."""
     columns = {"prompt_key": "messages", "response_key": "solution"}
     return {**_rows_of(name), "format": columns}
 

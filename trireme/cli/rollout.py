@@ -80,7 +80,6 @@ def rollout(options: RolloutOptions) -> int:
 
 
 def _with_key(options: RolloutOptions) -> RolloutOptions:
-    """The options with the key from the file, the flag or the environment."""
     if options.api_key is not None and options.api_key_file is not None:
         raise ValueError("--api-key and --api-key-file are both given: expected one of them")
     if options.api_key is not None:

@@ -232,7 +232,6 @@ def of_data(plan: Plan, count: int) -> Iterator[Sample]:
 
 
 def _of_experience(title: str, e: Any, tokenizer: Any) -> Iterator[Sample]:
-    """One sample, or of a pair one for each reply."""
     if e.chosen is not None and e.rejected is not None:
         for name, reply in (("chosen", e.chosen), ("rejected", e.rejected)):
             ids, weights = [*e.tokens.tolist(), *reply.tolist()], [0.0] * len(e.tokens)

@@ -244,7 +244,6 @@ def _mend(values: dict[str, Any], problems: list[Problem]) -> None:
 
 
 def _misfits(values: dict[str, Any]) -> Iterator[_Misfit]:
-    """What pydantic finds wrong."""
     try:
         Config.model_validate(values)
     except ValidationError as error:

@@ -160,7 +160,6 @@ def _split(kind: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _range(ge: float | None = None, gt: float | None = None, le: float | None = None) -> str:
-    """A range in words."""
     if ge is not None and le is not None:
         return f"{ge:g} to {le:g}"
     limits = {"at least": ge, "more than": gt, "at most": le}

@@ -272,7 +272,6 @@ def check_fates(stage: StageConfig, *, on_ray: bool = False, on_vllm: bool = Fal
 
 
 def _idle(stage: StageConfig) -> tuple[str, ...]:
-    """Sections that the mode does not use."""
     if stage.config.mode == "train":
         return () if stage.evaluates else ("explorer", "buffer.explorer_input")
     if stage.config.mode == "serve":

@@ -186,7 +186,6 @@ def _load(datasets: Any, files: Sequence[str]) -> Any:
 
 
 def _count(file: str) -> int:
-    """How many rows a file has."""
     if file.endswith(".parquet"):
         import pyarrow.parquet
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trireme.data.formats import Columns, SftFormat, check_messages, messages_in
-from trireme.data.reply_mask import Rendered
+from trireme.data.reply_mask import Rendered, common_length
 from trireme.data.rows import Rows
 from trireme.experience import EID, Experience
 
@@ -54,7 +54,8 @@ class DpoFormat(SftFormat):
         self.counts["rows"] += 1
         with self._naming(index):
             better, worse = (self._with_reply(row, column) for column in self._columns.replies)
-        start = _same(better.ids[: better.mask.index(True)], worse.ids[: worse.mask.index(True)])
+        prompts = (reply.ids[: reply.mask.index(True)] for reply in (better, worse))
+        start = common_length(*prompts)
         self.counts["cut"] += max(len(better.ids), len(worse.ids)) > self._max_len
         prompt = better.ids[:start]
         chosen, rejected = (r.ids[start : self._max_len] for r in (better, worse))
@@ -107,7 +108,6 @@ class DpoFormat(SftFormat):
         return messages
 
     def _with_reply(self, row: Mapping[str, Any], column: str) -> Rendered:
-        """The prompt with the reply of this column behind it."""
         prompt, reply = self._prompt_of(row), self._reply_of(row, column)
         if not self._has_template:
             return self._render(
@@ -219,12 +219,6 @@ def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
     content = message.get("content") or ""
     said = content.strip() if isinstance(content, str) else content
     return message["role"], said, message.get("tool_calls") or None
-
-
-def _same(first: list[int], second: list[int]) -> int:
-    """How many ids both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class CptFormat(SftFormat):

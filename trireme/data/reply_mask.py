@@ -116,7 +116,7 @@ def _by_comparing(
     for number, weight in wanted.items():
         last = number == len(messages) - 1
         after = full if last else _text(tokenizer, messages[: number + 1], settings)
-        start = _common_length(_text(tokenizer, messages[:number], settings, prompt=True), after)
+        start = common_length(_text(tokenizer, messages[:number], settings, prompt=True), after)
         if not full.startswith(after) or start < done:
             out.rewritten += 1
             continue
@@ -155,8 +155,8 @@ def render_plain(tokenizer: Any, prompt: str, response: str, *, eos: int | None)
     return out
 
 
-def _common_length(first: str, second: str) -> int:
-    """How many characters both begin with."""
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many characters, or ids, both begin with."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

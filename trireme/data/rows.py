@@ -278,7 +278,6 @@ def _local(source: str, files: Sequence[Path], progress: bool, on_error: OnError
 
 
 def _saved_files(folder: Path) -> list[str]:
-    """The Arrow files that `save_to_disk` wrote, in the order of their rows."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     return [entry["filename"] for entry in state["_data_files"]]
 
@@ -322,7 +321,6 @@ def _why_no_json(error: Exception) -> str:
 
 
 def _object(entry: str, where: str) -> dict[str, Any]:
-    """A row from a line."""
     try:
         row = json.loads(entry)
     except (ValueError, RecursionError) as error:

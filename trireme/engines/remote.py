@@ -336,7 +336,6 @@ def _without_repeats(on_token: OnToken) -> Restarts:
 
 
 def _completion(wire: Mapping[str, Any]) -> Completion:
-    """From JSON, whose keys are texts."""
     rows = wire["alternatives"]
     alternatives = [{int(token): p for token, p in row.items()} for row in rows]
     return Completion(**{**wire, "alternatives": alternatives})

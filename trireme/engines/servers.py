@@ -129,7 +129,6 @@ class RequestBatcher:
 
 
 def _batches(waiting: Asked) -> Iterator[Asked]:
-    """In their order, no more at once than a server takes."""
     batch: Asked = []
     samples = tokens = 0
     for asked in waiting:
@@ -398,12 +397,10 @@ class Servers:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake all that wait for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def _look(self, url: str) -> None:
-        """Find out whether a server is well."""
         instance = self.instances.get(url)
         try:
             response = await self._client.get(f"{url}/health", timeout=LOOK_S)
@@ -445,7 +442,6 @@ class Servers:
 
 
 def _message(response: httpx.Response) -> str:
-    """What an answer says is wrong."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -83,7 +83,6 @@ class EnvPool:
             return worker, next(self._numbers)
 
     def _leave(self, key: str, worker: _Worker, fate: str) -> None:
-        """An environment is over, and how."""
         with self._lock:
             self.counts[fate] += 1
             worker.live -= 1
@@ -251,7 +250,6 @@ class _Worker:
         return answer["value"]
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and wait for its reply."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         what = f"'{request['do']}' of {self._factory} on environment worker {self._index}"

@@ -226,7 +226,6 @@ class Explorer:
         return state | ({"feedback": self.feedback.state()} if self.taskset.learns else {})
 
     async def _begin_step(self) -> bool:
-        """Submit the next batch; False where there is none."""
         assert self.taskset is not None
         for rates in self.feedback.take():
             self.taskset.feedback(rates)
@@ -335,7 +334,6 @@ class Explorer:
             await self.scheduler.submit(f"{step}/{taskset.name}", taskset.all())
 
     async def _finish_evaluation(self, step: int) -> Evaluation:
-        """Collect and report an evaluation that was submitted."""
         evaluation, example = {}, None
         started = self._evaluation_started.pop(step)
         for taskset in self.eval_tasksets:

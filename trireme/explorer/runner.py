@@ -260,7 +260,6 @@ async def scored(experiences: Sequence[Experience], teacher: Model) -> None:
 
 
 def _told(name: str, experiences: Sequence[Experience]) -> str:
-    """A rollout in one line."""
     rewards = ", ".join("none" if e.reward is None else f"{e.reward:.3g}" for e in experiences[:8])
     more = " …" if len(experiences) > 8 else ""
     sampled = sum(e.trained_tokens for e in experiences)

@@ -192,13 +192,11 @@ class Scheduler:
         ]
 
     async def _report(self) -> None:
-        """Log the runners' states, for ever."""
         while True:
             await asyncio.sleep(self._report_interval)
             logger.info("%d tasks wait\n%s", len(self._heap), "\n".join(self.states()))
 
     async def _work(self, index: int, runner: Runner) -> None:
-        """One runner's life: next share, run it, hand over the outcome."""
         # a rollout that fails of the engine while it is being cancelled raises its own error
         while not self._closing:
             async with self._wake:

@@ -168,7 +168,6 @@ def rows_of(config: TasksetConfig) -> Rows:
 
 
 def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
-    """What the task pipeline leaves of the rows."""
     tasks = plan.config.data_processor.task_pipeline
     operators = [(item.name, item.args) for item in tasks.operators] if tasks else []
     return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
@@ -270,7 +269,6 @@ def make_priority(replay: ReplayBufferConfig, seed: int) -> Priority:
 
 
 def _reuse(replay: ReplayBufferConfig) -> Reuse | None:
-    """Priority replay in a database."""
     from trireme.buffer.claims import Reuse
 
     if not replay.enable:

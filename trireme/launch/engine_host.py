@@ -355,7 +355,6 @@ class EngineHost:
             return b""
 
     def _log_tail(self) -> str:
-        """The last lines that it has written."""
         lines = self._log_file.read_text(errors="replace").strip().splitlines()
         last = "\n  ".join(lines[-LOG_LINES:])
         return f"; the end of {self._log_file}:\n  {last}" if last else ""

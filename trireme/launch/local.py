@@ -112,7 +112,6 @@ async def _run_trainer(
 
 
 async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
-    """Mode `explore`, from the newest weights."""
     sync = make_polled_sync(stage.plan, engine, stage.folder)
     restarts_by(sync, engine)
     explorer = ExplorerSide(stage, engine, stage.buffer, sync)
@@ -125,7 +124,6 @@ async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
 
 
 async def _run_bench(stage: Stage, engine: Engine) -> StageResult:
-    """Mode `bench`."""
     sync = make_polled_sync(stage.plan, engine, stage.folder)
     explorer = ExplorerSide(stage, engine, None, sync, prefix="bench")
     try:

@@ -91,7 +91,6 @@ async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
 
 
 def _rollouts(stage: Stage, engine: Engine) -> Rollouts:
-    """What is done with requests, by the model section's defaults and limits."""
     plan, model = stage.plan, stage.plan.config.model
     limits = {"enable_prompt_truncation": model.enable_prompt_truncation}
     return Rollouts(

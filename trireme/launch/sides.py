@@ -253,7 +253,6 @@ class TrainerSide:
         return buffers
 
     def _trainer(self) -> Trainer:
-        """The trainer, where the checkpoint left it."""
         stage, plan = self.stage, self.stage.plan
         trainer = Trainer(
             backend=self.models.backend,
@@ -282,7 +281,6 @@ class TrainerSide:
         return trainer
 
     def _profile(self) -> Profile | None:
-        """Which train steps are watched."""
         steps = frozenset(self.stage.plan.config.trainer.profile.steps)
         stage = self.stage
         return Profile(steps, stage.folder.profile, stage.console.note) if steps else None

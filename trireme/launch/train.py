@@ -242,7 +242,6 @@ def _use_tools(inputs: dict[str, Any], workflow: Any, names: Sequence[str | None
 
 
 def _trackers(callbacks: Sequence[str | Callable[..., Any]]) -> list[str | None]:
-    """`monitor.monitor_type` with the callbacks."""
     names = [_named(TRACKERS, _as_function(callback)) for callback in callbacks]
     return names if "tensorboard" in names else ["tensorboard", *names]
 
@@ -332,7 +331,6 @@ def _named(registry: Registry, thing: str | Callable[..., Any] | None) -> str | 
 
 
 def _rewards(reward: Reward) -> Any:
-    """The reward as a YAML says it: a name, or a list of names and sections."""
     if isinstance(reward, list | tuple):
         return [_reward(one) for one in reward]
     return [_reward(reward)] if isinstance(reward, Mapping) else _reward(reward)
@@ -345,7 +343,6 @@ def _reward(one: Any) -> Any:
 
 
 def _has_function(reward: Reward | None) -> bool:
-    """Whether a reward, or one of several, is a function of this process."""
     several = reward if isinstance(reward, list | tuple) else [reward]
     return any(callable(r.get("name") if isinstance(r, Mapping) else r) for r in several)
 

@@ -84,7 +84,6 @@ def make_backend(
 
 
 def _settings(plan: Plan) -> TrainSettings:
-    """How the plan trains its policy."""
     config = plan.config
     lora = None
     if loras := config.model.lora_configs or []:

@@ -293,7 +293,6 @@ def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:
 
 
 def _cut(experience: Experience, length: int) -> Experience:
-    """At most `length` tokens."""
     if len(experience.tokens) <= length:
         return experience
     for name in ("tokens", "mask", "logprobs", "versions", "sampler_logprobs"):

@@ -282,7 +282,6 @@ def _kind(message: Message) -> str:
 
 
 def _placeholder(kind: str) -> dict[str, Any]:
-    """A short message of a kind."""
     role = kind.rstrip("<>")
     thinking = (
         ("<think>\n" if "<" in kind else "") + "T" + ("\n</think>\n\nA" if ">" in kind else "")

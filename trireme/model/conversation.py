@@ -195,7 +195,6 @@ def with_metrics(experiences: Sequence[Experience], metrics: dict[str, Any]) -> 
 
 
 def _truncation(call: Call) -> str | None:
-    """Whether the conversation ended because there was no more room."""
     if call.truncated:
         return "prompt_truncated"
     return "response_truncated" if call.completion.stop_reason == "length" else None

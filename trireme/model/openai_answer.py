@@ -152,7 +152,9 @@ async def _ask(
     on_token: OnToken | None,
 ) -> list[Reply]:
     if not chat:
-        prompts = _prompts(body["prompt"])
+        prompts = body["prompt"]
+        if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
+            prompts = [prompts]  # a text, or ids
         refuse_many(len(prompts), options.get("n", 1))
         if len(prompts) > 1 and on_token is not None:
             raise ValueError("'stream' is served for one prompt only")
@@ -172,15 +174,7 @@ async def _ask(
     return replies
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One or several prompts, each a text or ids."""
-    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return prompt if several else [prompt]
-
-
 class _Chunks:
-    """The chunks of one response."""
-
     def __init__(
         self, model: Model, body: Mapping[str, Any], chat: bool, stop: Sequence[str]
     ) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -57,27 +57,19 @@ def async_client(model: Model) -> AsyncOpenAI:
     """For coroutines, on the engine's event loop or on another."""
     import openai
 
-    client = openai.AsyncOpenAI(
-        api_key="EMPTY",
-        base_url=BASE_URL,
-        max_retries=0,
-        http_client=cast(Any, httpx.AsyncClient(transport=_AsyncTransport(model))),
-    )
-    client.model_path = model.model_path  # type: ignore[attr-defined]
-    return client
+    return _client(openai.AsyncOpenAI, httpx.AsyncClient(transport=_AsyncTransport(model)), model)
 
 
 def sync_client(model: Model) -> OpenAI:
     """For code in a thread of its own."""
     import openai
 
-    client = openai.OpenAI(
-        api_key="EMPTY",
-        base_url=BASE_URL,
-        max_retries=0,
-        http_client=cast(Any, httpx.Client(transport=_SyncTransport(model))),
-    )
-    client.model_path = model.model_path  # type: ignore[attr-defined]
+    return _client(openai.OpenAI, httpx.Client(transport=_SyncTransport(model)), model)
+
+
+def _client(make: Callable[..., Any], http: Any, model: Model) -> Any:
+    client = make(api_key="EMPTY", base_url=BASE_URL, max_retries=0, http_client=http)
+    client.model_path = model.model_path
     return client
 
 

@@ -331,15 +331,12 @@ def _of_json(name: str, arguments: str) -> ToolCall:
     try:
         value, _ = json.JSONDecoder().raw_decode(arguments.strip())
     except NO_JSON as error:
-        unfinished = getattr(error, "pos", 0) >= len(arguments.strip()) or not _balanced(arguments)
+        at_end = getattr(error, "pos", 0) >= len(arguments.strip())
+        unfinished = at_end or arguments.count("{") > arguments.count("}")
         return ToolCall(name, {}, error=CUT if unfinished else f"the call is no JSON: {error}")
     if not isinstance(value, dict):
         return ToolCall(name, {}, error="the call's arguments must be a JSON object")
     return ToolCall(name, value)
-
-
-def _balanced(text: str) -> bool:
-    return text.count("{") <= text.count("}")
 
 
 def _of_texts(

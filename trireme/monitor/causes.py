@@ -105,7 +105,6 @@ def _rewards_gone(course: Course, limit: float, facts: Facts) -> str | None:
 
 
 def _cut(rows: Sequence[Figures]) -> float:
-    """The share of rollouts with a reply that was cut."""
     too_long = mean(rows, "rollout/prompt_truncated/mean")
     return mean(rows, "rollout/truncated/mean") - too_long
 

@@ -209,7 +209,6 @@ class Console:
         return pace
 
     def _render(self) -> RenderableType:
-        """The live display as it is now."""
         elapsed = clock_time(self.clock() - self._started)
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._total, completed=self._step or 0, width=30)

@@ -44,9 +44,7 @@ def usual_names() -> dict[str, str]:
 def metric_of(name: str) -> Metric | None:
     """What is known of a metric; None: nothing. Of several patterns that fit, the first counts."""
     exact = [metric for metric in known_metrics() if metric.name == name]
-    fitting = (m for m in exact or known_metrics() if _pattern(m.name).fullmatch(name))
-    return next(fitting, None)
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(".+".join(map(re.escape, name.split("*"))))
+    for metric in exact or known_metrics():
+        if re.fullmatch(".+".join(map(re.escape, metric.name.split("*"))), name):
+            return metric
+    return None

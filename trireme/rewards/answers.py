@@ -152,7 +152,6 @@ def _tower(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _verify(answer: str, truth: str) -> bool:
-    """Whether math-verify takes them for equal."""
     from math_verify import parse, verify
 
     # it warns once that it runs without time-outs, which is meant

@@ -84,7 +84,10 @@ class Judge:
             )
         split = [_options(reward) for reward in funcs]
         names = [f if isinstance(f, str) else getattr(f, "__name__", repr(f)) for f, _ in split]
-        own_weights = [_weight(name, opts) for name, (_, opts) in zip(names, split, strict=True)]
+        own_weights = [
+            _number_of(name, options.pop("weight", 1.0))
+            for name, (_, options) in zip(names, split, strict=True)
+        ]
         used = own_weights if weights is None else [*map(_number_of, names, weights)]
         if used and not any(used):
             raise ValueError(
@@ -234,11 +237,6 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _weight(name: str, options: dict[str, Any]) -> float:
-    """The weight among a reward's options, which it is taken from; 1 where there is none."""
-    return _number_of(name, options.pop("weight", 1.0))
-
-
 def _number_of(name: str, weight: Any) -> float:
     real = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not real or not math.isfinite(weight):
@@ -305,7 +303,6 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
 
 
 def _columns(task: Task, rows: Sequence[Row]) -> dict[str, Any]:
-    """The keyword arguments of a call."""
     row = {k: v for k, v in task.raw_task.items() if k not in ("messages", "data_dict")}
     row |= task.raw_task.get("data_dict") or {}
     row.setdefault("solution", task.truth)

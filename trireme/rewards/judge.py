@@ -145,7 +145,8 @@ class RubricJudge(Asking):
 
     async def _ask(self, messages: Any, reply: str, rubric: Any, models: Sequence[Any]) -> Value:
         criteria = _criteria(rubric or self._criteria)
-        prompt = _dialogue(messages[: _before_last_reply(messages)])
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompt = _dialogue(messages[: replies[-1]] if replies else messages)
         text = self._prompt.format(prompt=prompt, reply=reply, criteria=criteria)
         answer = await self._asker.ask([{"role": "user", "content": text}], models)
         rating = _rating(answer)
@@ -169,11 +170,6 @@ def _shared(dialogues: Sequence[Sequence[Any]]) -> int:
     return next(
         (i for i in range(end) if any(list(d[i : i + 1]) != [first[i]] for d in dialogues)), end
     )
-
-
-def _before_last_reply(messages: Sequence[Mapping[str, Any]]) -> int:
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return places[-1] if places else len(messages)
 
 
 def comparison(

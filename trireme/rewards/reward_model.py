@@ -192,7 +192,6 @@ def scorer_of(model_path: str, device: str | None = None) -> Scorer:
 
 
 def _load(path: str, device: str | None) -> tuple[Any, Any]:
-    """The model, ready to score, and its tokenizer."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -235,7 +234,6 @@ def _encoded(
 
 
 def _score(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[float]:
-    """The scores of one batch, padded on the right."""
     import torch
 
     config = model.config.get_text_config()
@@ -256,7 +254,6 @@ def _score(model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[fl
 
 
 def _conversation(prompt: Any, completion: str) -> list[dict[str, Any]]:
-    """A prompt and its reply as messages, where the rollout has none."""
     if isinstance(prompt, str) or prompt is None:
         prompt = [{"role": "user", "content": prompt or ""}]
     return [*prompt, {"role": "assistant", "content": completion}]

@@ -75,7 +75,6 @@ async def _health(rollouts: Rollouts) -> dict[str, str]:
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
-    """What failed, in one sentence."""
     if isinstance(error, RequestValidationError | ValidationError):
         status = 422 if isinstance(error, RequestValidationError) else 400
         return JSONResponse(error_body(status, what_is_wrong(error.errors())), status)

@@ -198,7 +198,6 @@ def _usage(usage: Mapping[str, int]) -> dict[str, int]:
 
 
 def _end(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a message ended."""
     stop = choice["stop_reason"] if isinstance(choice.get("stop_reason"), str) else None
     reason = "stop_sequence" if stop else _ENDS.get(choice["finish_reason"], "end_turn")
     return {"stop_reason": reason, "stop_sequence": stop}

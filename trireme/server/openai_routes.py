@@ -176,8 +176,6 @@ async def _count(sessions: Sessions, body: dict[str, Any]) -> dict[str, int]:
 def _add_figures(
     router: APIRouter, rollouts: Rollouts, sessions: Sessions, ignored: Counter[str]
 ) -> None:
-    """What may be looked at."""
-
     @router.get("/v1/models")
     @router.get("/s/{name}/v1/models")
     async def models() -> dict[str, Any]:
@@ -213,7 +211,6 @@ async def _body(request: Request, kind: type[Wire]) -> dict[str, Any]:
 
 
 def _whole(path: str, completion: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """A chat completion in the form of the path."""
     if path.endswith("/messages"):
         return messages.message_of(completion)
     return responses.response_of(completion, body) if path.endswith("/responses") else completion

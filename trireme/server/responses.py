@@ -226,7 +226,6 @@ def _message(text: str) -> dict[str, Any]:
 def _call(
     call: Mapping[str, Any], makers: Mapping[str, tuple[str | None, Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """A call as the item that its kind of tool has."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     space, tool = makers.get(name, (None, {"type": "function", "name": name}))
     about = {"status": "completed", "call_id": call["id"], "name": tool["name"]}

@@ -147,8 +147,6 @@ def make_router(rollouts: Rollouts) -> APIRouter:
 
 
 def _add_weights(router: APIRouter, weights: AnnouncedWeights) -> None:
-    """How new weights come."""
-
     @router.post("/init_communicator/")
     async def init_communicator(body: GroupBody, request: Request) -> dict[str, str]:
         reached, _ = request.scope.get("server") or ("127.0.0.1", 0)

@@ -153,7 +153,6 @@ def _output(ended: Ended, experience: Experience, model_path: str) -> dict[str, 
 
 
 def _turns(ended: Ended) -> list[tuple[list[int], list[int], list[float]]]:
-    """Ids, mask and sampled log-probabilities of each turn's reply."""
     out = []
     for _, calls in itertools.groupby(ended.call.path, key=lambda c: len(c.messages or ())):
         ids: list[int] = []

@@ -170,7 +170,7 @@ class Sessions:
         They are forgotten here. A session that was sent already gives none. Raises ValueError for
         one that is not known, or has no reward.
         """
-        if session is not None and session not in self._sessions and self._was_sent(session):
+        if session not in self._sessions and session in self._past and self._past[session].sent:
             return []
         if session is not None:
             task = self._known(session).group
@@ -233,9 +233,6 @@ class Sessions:
             text = "%d sessions without a reward dropped (%s), '%s' first"
             logger.warning(text, len(sessions), why, first)
         return len(sessions)
-
-    def _was_sent(self, name: str) -> bool:
-        return name in self._past and self._past[name].sent
 
     def _known(self, name: str) -> Session:
         if name not in self._sessions:

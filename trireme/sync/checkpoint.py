@@ -88,7 +88,6 @@ class CheckpointPush:
 
 
 async def _prove(engine: Engine, probe: Probe, file: Mapping[str, Any]) -> dict[str, float]:
-    """By what probe.json holds."""
     marks, expected, version = (file[key] for key in ("fingerprint", "logprobs", "version"))
     return await probe.prove(engine, marks, expected, version=version, ids=file["ids"])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +71,8 @@ class MemorySync:
         source, marks, expected = await self._device.run(self._snapshot)
         await self._engine.update_weights(source, version)
         metrics = await self._probe.prove(self._engine, marks, expected, version=version)
-        return metrics | _size((source or {}).values())
+        size = sum(tensor.nbytes for tensor in (source or {}).values())
+        return metrics | {"sync/pushed_bytes": float(size)}
 
     def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
         """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
@@ -101,11 +102,8 @@ class HttpSync:
         probe: Probe,
     ) -> None:
         """`dtype` is the engine's: what is sent."""
-        self._backend = backend
-        self._engine = engine
-        self._device = device
-        self._dtype = dtype
-        self._probe = probe
+        self._backend, self._engine, self._device = backend, engine, device
+        self._dtype, self._probe = dtype, probe
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
@@ -168,10 +166,6 @@ class Sent:
             yield name, tensor
 
 
-def _size(tensors: Iterable[Tensor]) -> dict[str, float]:
-    return {"sync/pushed_bytes": float(sum(tensor.nbytes for tensor in tensors))}
-
-
 class GroupSync:
     """The trainer's side."""
 
@@ -226,7 +220,6 @@ class GroupSync:
         return metrics | {"sync/pushed_bytes": float(size)}
 
     async def _meet(self) -> WeightGroup:
-        """The group, when all have come."""
         self._group = None
         sizes = await self._engine.get_all("/engine/group/size")
         firsts, names = [], {}

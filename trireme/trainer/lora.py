@@ -192,7 +192,6 @@ class Adapter:
         write_weights(folder / "adapter_model.safetensors", weights)
 
     def _layers(self) -> Iterator[tuple[str, Any]]:
-        """The layers with additions, by their names in the model."""
         from peft.tuners.lora import LoraLayer
 
         for name, module in self._model.named_modules():
@@ -213,7 +212,6 @@ class Adapter:
 
 
 def _config(lora: Lora) -> Any:
-    """peft's."""
     from peft import LoraConfig, PeftConfig
 
     if lora.path is not None:

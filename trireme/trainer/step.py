@@ -120,7 +120,6 @@ def _train_step(
     moved: bool,
     skip_idle: bool,
 ) -> dict[str, float]:
-    """What every rank does."""
     if recipe.schema == "dpo":
         experiences = split_pairs(experiences)
     batch = flatten(experiences)
@@ -164,7 +163,6 @@ def _optimizer_step(
     fresh: int | None,
     iteration: int,
 ) -> dict[str, float]:
-    """One optimizer step on a batch that is prepared, with its metrics."""
     totals = MetricTotals()
     options = {"totals": totals, "fresh": fresh, "iteration": iteration}
     loss = partial(batch_loss, recipe=recipe, train_state=train_state, **options)

@@ -203,7 +203,6 @@ class Trainer:
 
     @property
     def _version(self) -> int:
-        """Of the engine's weights."""
         return self.sync.version if self.sync is not None else 0
 
     def _enough(self) -> bool:
@@ -285,7 +284,6 @@ class Trainer:
             self.checkpointer.end_save()
 
     async def _write(self, step: int, begin: Awaitable[None], behind: bool) -> None:
-        """See a checkpoint through that begins, and commit what it has learned from."""
         await begin
         if behind:
             await in_thread(self.checkpointer.await_save, name="checkpoint")

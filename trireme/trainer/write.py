@@ -132,7 +132,6 @@ def shared_files(
 
 
 def _on_host(value: Any, *, copy: bool) -> Any:
-    """A tensor, or all in a dictionary or a list, in the CPU's memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=copy)
     if isinstance(value, dict):

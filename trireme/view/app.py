@@ -211,19 +211,14 @@ def _unreadable(error: Exception) -> str:
 
 
 def _as_json(value: Any, request: Request, status: int = 200) -> Response:
-    body = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain).encode()
+    body = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()  # dates
     headers = {"Cache-Control": "no-store"}
     if len(body) > LEAST_GZIP and "gzip" in request.headers.get("accept-encoding", ""):
         body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
     return Response(body, status, headers, "application/json")
 
 
-def _plain(value: Any) -> Any:
-    return str(value)  # dates of YAML
-
-
 def _export(page: Page, request: Request) -> Response:
-    """The selection as a file to keep."""
     query = request.query_params
     form = query.get("format", "jsonl")
     try:

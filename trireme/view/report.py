@@ -43,7 +43,6 @@ def write_report(root: Path, path: Path) -> Path:
 
 
 def _held(page: Page, run: RunFolder) -> dict[str, Any]:
-    """What the page asks of one run."""
     rollouts = page.rollouts(run)
     rollouts.refresh()
     rows = _selected(rollouts)
@@ -98,14 +97,15 @@ def _selected(rollouts: RolloutIndex) -> list[dict[str, Any]]:
 
 
 def _document(held: dict[str, Any]) -> str:
-    """The page with styles, scripts, chart library and data inside it."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     modules = {
-        f"view/{file.name}": _as_url(_bare(file.read_text(encoding="utf-8")))
+        f"view/{file.name}": _module_url(file.read_text(encoding="utf-8"))
         for file in sorted(STATIC.glob("*.js"))
         if file.name != "theme.js"
     }
     data = json.dumps(held, ensure_ascii=False, default=str).replace("<", "\\u003c")
+    # in a text of the script no tag may end the element that it stands in
+    library = chart_library().decode().replace("</script", "<\\/script")
     parts = {
         '<link rel="stylesheet" href="/static/style.css">': (
             f"<style>{(STATIC / 'style.css').read_text(encoding='utf-8')}</style>"
@@ -116,8 +116,7 @@ def _document(held: dict[str, Any]) -> str:
             f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
         ),
         '<script type="module" src="/static/app.js"></script>': (
-            f"<script>{_unclosed(chart_library().decode())}</script>"
-            '<script type="module">import "view/app.js";</script>'
+            f'<script>{library}</script><script type="module">import "view/app.js";</script>'
         ),
     }
     for old, new in parts.items():
@@ -126,15 +125,7 @@ def _document(held: dict[str, Any]) -> str:
     return page
 
 
-def _bare(module: str) -> str:
-    """A module whose imports the page's import map finds: data URLs have no folder."""
-    return re.sub(r'from "\./([\w-]+\.js)"', r'from "view/\1"', module)
-
-
-def _as_url(module: str) -> str:
+def _module_url(module: str) -> str:
+    """A module as a data URL, which has no folder: its imports become names of the import map."""
+    module = re.sub(r'from "\./([\w-]+\.js)"', r'from "view/\1"', module)
     return "data:text/javascript;base64," + base64.b64encode(module.encode()).decode()
-
-
-def _unclosed(script: str) -> str:
-    """A script in whose texts no tag ends the element that it stands in."""
-    return script.replace("</script", "<\\/script")

@@ -78,8 +78,6 @@ class Filter:
 
 @dataclass
 class _Source:
-    """One file, and how far it has been read."""
-
     path: Path
     kind: str
     inode: int = -1
@@ -90,8 +88,6 @@ class _Source:
 
 @dataclass
 class _Names:
-    """Texts as numbers."""
-
     codes: dict[str, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 

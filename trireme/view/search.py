@@ -89,8 +89,6 @@ class Search:
 
 
 class _Lines:
-    """Single lines of some files, asked for one text."""
-
     def __init__(self, files: Sequence[Path], columns: Columns, text: str) -> None:
         self._files = files
         names = ("kind", "offset", "text", "text_end")

@@ -147,7 +147,6 @@ def _spread(total: int, at: Sequence[int], values: Sequence[Any], rest: Any = No
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
-    """Six digits of each number, null for what is none."""
     return [
         value if isinstance(value, int) else float(f"{value:.6g}") if math.isfinite(value) else None
         for value in values

@@ -81,7 +81,6 @@ class Workflow:
         self.run_id_base = run_id_base
 
     def _client(self, model: Any) -> Any:
-        """The OpenAI client of an auxiliary model."""
         return model.get_openai_async_client() if self.is_async else model.get_openai_client()
 
 

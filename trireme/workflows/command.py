@@ -45,7 +45,6 @@ _HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 def _words(command: Any) -> Any:
-    """A text split into words, and numbers as text; the type is checked after this."""
     if isinstance(command, str):
         return shlex.split(command)
     if not isinstance(command, list):
@@ -154,7 +153,6 @@ class CommandWorkflow(Workflow):
         return ended
 
     async def _judged(self, output: str, folder: str) -> list[Experience]:
-        """The experiences, with their reward where each rollout gets one by itself."""
         task, answer = self.task, output.strip()
         grouped = is_grouped(task.reward_fn, task.reward_fn_args)
         reward = None if grouped else resolve(task.reward_fn, task.reward_fn_args)

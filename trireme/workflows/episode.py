@@ -210,5 +210,4 @@ def parse_action(reply: str) -> str:
 
 
 def _known(**facts: Any) -> dict[str, Any]:
-    """Those that are not None."""
     return {name: value for name, value in facts.items() if value is not None}

@@ -216,7 +216,6 @@ class HarborWorkflow(Workflow):
         return self.model.experiences()
 
     async def _shell(self, trial: Trial, settings: HarborSettings) -> list[Experience]:
-        """The conversation of the model with a shell."""
         calls = 0
 
         async def shell(command: str) -> str:

@@ -147,7 +147,6 @@ def by_keywords(weights: Mapping[str, tuple[float, float]]) -> Scale:
 
 
 def _borders(reply: str, pieces: Pieces, name: Any) -> tuple[list[int], list[float]]:
-    """Where each piece ends, and its weight."""
     if "".join(text for text, _ in pieces) != reply:
         raise ValueError(
             f"loss_scale {name!r} gave pieces that do not add up to the reply {reply!r:.60}: "

@@ -70,7 +70,6 @@ def _load_trinity() -> None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The Python files that a path names."""
     if path.is_dir():
         yield from sorted(file for file in path.glob("*.py") if file.name != "__init__.py")
     elif path.is_file():

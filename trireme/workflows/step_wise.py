@@ -92,7 +92,6 @@ class _Episode(Workflow):
         return episode
 
     def _recorded(self, number: int) -> list[Experience]:
-        """What the model said in this step."""
         recorded = self.model.extract_experience_from_history()
         for experience in recorded:
             experience.eid = EID(step=number)

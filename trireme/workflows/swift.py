@@ -126,8 +126,6 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Fills a module with the names."""
-
     def exec_module(self, module: ModuleType) -> None:
         """All names in every module: see above."""
         vars(module).update({name: type(name, (Absent,), {}) for name in _ABSENT})

@@ -375,7 +375,6 @@ class ToolCallScheduler(MultiTurnScheduler):
 
 
 def _of_message(call_message: Mapping[str, Any]) -> ToolCall:
-    """A call of OpenAI's form."""
     function = call_message.get("function") or call_message
     call = call_of_json(json.dumps(dict(function), default=str))
     if isinstance(call.arguments, str):
@@ -388,7 +387,6 @@ def _of_message(call_message: Mapping[str, Any]) -> ToolCall:
 
 
 def _message(call: ToolCall, answer: str) -> dict[str, Any]:
-    """A result as a message."""
     named = {"name": call.name} if call.name else {}
     named |= {"tool_call_id": call.id} if call.id else {}
     return {"role": "tool", **named, "content": answer}

@@ -362,7 +362,6 @@ def _choice(reply: Reply, model: Model) -> RolloutResponseChoice:
 
 
 def _flat(rows: Any) -> list[Any] | None:
-    """A list of numbers; lists of turns are joined."""
     if rows is None:
         return None
     return [n for row in rows for n in (row if isinstance(row, list | tuple) else [row])]

@@ -166,7 +166,6 @@ class Decoder:
         self._changed()
 
     def _place(self, admitted: Sequence[Request]) -> None:
-        """Give rows to new requests."""
         if not admitted:
             return
         self.active += admitted
@@ -321,7 +320,6 @@ class Decoder:
         )
 
     def _append(self, drawn: Drawn) -> list[Request]:
-        """Hand out the drawn tokens."""
         tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
         sampler = drawn.sampler_logprobs.tolist()
         finished = []

@@ -262,7 +262,6 @@ class TorchEngine:
         return self._holds(len(rows), max(map(_room, rows)))
 
     def _ready(self) -> bool:
-        """Whether an advance may start now."""
         waiting = (
             key
             for key, requests in self._rollouts.items()  # of one request, mostly
@@ -273,7 +272,6 @@ class TorchEngine:
         return not (self._paused or self._updates) and bool(self._waiting or self._decoder.active)
 
     def _pick(self) -> list[Request]:
-        """Waiting requests that fit, in order."""
         if self._barrier is not None:
             self._waiting.sort(key=lambda r: r.order)
         rows = len(self._decoder.active)
@@ -363,5 +361,4 @@ class TorchEngine:
 
 
 def _room(request: Request) -> int:
-    """Tokens that a request may come to hold."""
     return len(request.prompt) + request.max_tokens

@@ -119,7 +119,6 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file or of a folder's safetensors files."""
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")

@@ -259,7 +259,6 @@ class TriremeWorker:
         return fingerprint(known, self._trireme_dtype)
 
     def _trireme_overwrite(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole weights, and remember what came."""
         marks: dict[str, float] = {}
 
         def noted() -> Iterator[tuple[str, Tensor]]:

@@ -251,7 +251,6 @@ class Actors:
             await opening
 
     def _restarts(self) -> int:
-        """How often each engine of this run is started again."""
         return restarts_of(self._plan) if self._engines else 0
 
     async def _kept(self, work: Awaitable[T]) -> T:
