@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -335,8 +336,33 @@ def test_the_default_ratio_already_is_the_truncated_correction_of_each_token():
 
 
 def test_the_correction_refuses_an_unknown_level():
-    with pytest.raises(ValueError, match="rollout_is is 'geometric': expected one of token, seq"):
-        rollout_correction(RATIOS, RATIOS, SAMPLES, rollout_is="geometric")  # pyright: ignore
+    with pytest.raises(ValueError, match="rollout_is is 'word': expected one of token, sequence, "):
+        rollout_correction(RATIOS, RATIOS, SAMPLES, rollout_is="word")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"rollout_is": "geometric", "rollout_is_threshold": 1.5}, [1.5, 1.5, 0.5, 0.5]),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token",
+             "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 1e-9},
+            [1.0, 0.0, 0.25, 1.0],
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": math.inf, "rollout_rs": "geometric",
+             "rollout_rs_threshold": 1.5, "rollout_rs_threshold_lower": 1e-9},
+            [0.0, 0.0, 0.25, 1.0],
+        ),
+    ],
+    ids=["samples truncated", "tokens masked from above", "samples masked from above"],
+)  # fmt: skip
+def test_corrections_from_above_alone(options: dict[str, Any], expected: list[float]) -> None:
+    """Ratios 1, 4 of the first sample (their root 2) and 1/4, 1 of the second (1/2)."""
+    ratios = torch.tensor([1.0, 4.0, 0.25, 1.0], dtype=torch.float64)
+    samples = torch.tensor([0, 0, 1, 1])
+    weights, _ = rollout_correction(ratios.log(), torch.zeros(4), samples, **options)
+    assert weights.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_m2po_leaves_out_the_furthest_tokens_until_the_second_moment_is_low() -> None:

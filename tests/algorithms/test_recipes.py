@@ -48,10 +48,10 @@ def _rollouts(rewards: Mapping[tuple[int, int], float | None]) -> list[Experienc
 @pytest.mark.parametrize(
     ("registry", "some", "count"),
     [
-        (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 29),
-        (ADVANTAGES, {"grpo", "rloo", "ppo", "clipv"}, 21),
-        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord", "vespo"}, 20),
-        (KLS, {"none", "k2", "abs"}, 7),
+        (ALGORITHMS, {"grpo", "grpo_verl", "ppo", "sft"}, 32),
+        (ADVANTAGES, {"grpo", "rloo", "ppo", "clipv"}, 23),
+        (POLICY_LOSSES, {"ppo", "gspo", "dpo", "mix_chord", "vespo"}, 22),
+        (KLS, {"none", "k2", "abs"}, 8),
         (ENTROPIES, {"none", "default", "mix"}, 3),
         (SAMPLES, {"default", "warmup", "mix"}, 5),
     ],

@@ -80,6 +80,24 @@ ROWS: dict[str, tuple[tuple[str | None, dict], tuple[str, dict], dict[str, Any]]
     ),
     # arXiv:2510.01161
     "m2po": (("grpo", GRPO), ("m2po", {"m2_threshold": 0.04}), {}),
+    # arXiv:2602.05630
+    "real": (
+        ("grpo", GRPO),
+        ("real", {"tau": 0.5}),
+        {"kl_loss_fn": "none", "loss_agg_mode": "seq-mean-token-mean", "group_size": 8},
+    ),
+    # arXiv:2603.19835
+    "fipo": (
+        ("grpo", GRPO),
+        ("fipo", {"half_life": 32.0, "influence_clip": 0.2, "safety_threshold": 4.0}),
+        {"kl_loss_fn": "none"},
+    ),
+    # arXiv:2604.03128
+    "rlsd": (
+        ("rlsd", {"lam": 0.5, "weight_clip": 0.2}),
+        ("ppo", PPO),
+        {"kl_loss_fn": "none", "in_trainer": True},
+    ),
     # arXiv:2601.05242
     "gdpo": (("gdpo", {"epsilon": 1e-4}), ("ppo", PPO), K2),
     # arXiv:2506.13585

@@ -89,6 +89,41 @@ def test_three_steps_on_a_batch_are_those_of_a_plain_float64_loop(
         assert not torch.allclose(expected[name], moved[name], atol=1e-5) or "bias" in name
 
 
+@pytest.mark.parametrize("longest", [60, 10_000], ids=["cut", "whole"])
+def test_real_learns_the_same_however_its_groups_are_cut(longest: int, tmp_path: Path) -> None:
+    """SGD, two steps on a batch, against autograd of REAL's own formula in float64."""
+    path = make_model(tmp_path / "tiny", "qwen3")
+    backend = backend_of(path, optimizer=SGD, grad_clip=1e9, max_token_len=longest)
+    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    samples = [e for e in _samples() if bool(e.mask.any())]
+    for n, e in enumerate(samples):
+        e.advantages = e.mask * [1.2, -0.7, 0.0, 0.4][n % 4]
+    groups = {e.eid.tid for e in samples}
+    for _ in range(2):
+        total = torch.zeros((), dtype=torch.float64)
+        for group in groups:
+            sides: dict[bool, list[Tensor]] = {True: [], False: []}
+            for e in samples:
+                own = e.mask.nonzero().squeeze(1).tolist()
+                assert e.logprobs is not None and e.advantages is not None
+                if e.eid.tid == group:
+                    drifts = [_logprob(plain, e, t) - e.logprobs[t].double() for t in own]
+                    s = torch.stack(drifts).mean() / 0.5
+                    sides[bool(e.advantages.sum() > 0)].append(s)
+            if sides[True] and sides[False]:
+                total = total + torch.log1p(torch.stack(sides[True]).neg().exp().sum())
+                total = total + torch.log1p(torch.stack(sides[False]).exp().sum())
+        plain.zero_grad()
+        (total / len(groups)).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= LR * (p.grad if p.grad is not None else 0)
+    train_step(backend, _recipe(algorithm_type="real", num_iterations=2), samples, version=0)
+    expected = dict(plain.named_parameters())
+    for name, p in backend.module.named_parameters():
+        assert torch.allclose(p.double(), expected[name], atol=2e-6, rtol=1e-4), name
+
+
 def test_the_schedule_counts_optimizer_steps(tiny_dir: Path) -> None:
     optimizer = optimizer_of(lr=1.0, lr_warmup_steps=4, lr_scheduler_type="cosine")
     backend = backend_of(tiny_dir, optimizer=optimizer, total_steps=8)

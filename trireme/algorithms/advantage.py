@@ -87,6 +87,25 @@ def grpo(
 advantage("grpo_verl")(grpo)
 
 
+@advantage("reinforceplusplus_baseline")
+def reinforceplusplus_baseline(
+    rewards: Tensor,
+    groups: Tensor,
+    runs: Tensor | None = None,
+    *,
+    epsilon: AtLeast0 = 1e-6,
+    std_threshold: Annotated[float | None, Ge(0)] = None,
+) -> Tensor:
+    """A = (R - mean of the group) / (std over the batch + epsilon) (arXiv:2501.03262).
+
+    REINFORCE++ with a baseline: the std is of these differences, not of the rewards.
+    `std_threshold` is that of `grpo`.
+    """
+    centred = grpo(rewards, groups, runs, std_threshold=std_threshold, norm_by_std=False)
+    measured = centred[counted(rewards, groups, runs) & ~centred.isnan()]
+    return centred / (measured.std() + epsilon) if len(measured) > 1 else centred
+
+
 @advantage("gdpo")
 def gdpo(
     groups: Tensor,

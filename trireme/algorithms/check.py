@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
+from trireme.algorithms.sequence_loss import real
 from trireme.config.options import parameters_of
 from trireme.registry import ADVANTAGES
 
@@ -48,6 +49,11 @@ def check(recipe: Recipe) -> None:
                 f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} "
                 f"is a loss of {kind}, whose mean is 'seq-mean-token-mean'"
             )
+    if recipe.policy_loss.function is real and recipe.loss_agg_mode != "seq-mean-token-mean":
+        raise ValueError(
+            f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
+            "loss of groups of samples, whose mean is 'seq-mean-token-mean'"
+        )
     if recipe.policy_loss.marked("averages"):
         _refuse_switches_of_tokens(recipe)
     if recipe.asks("expert") and recipe.sample_strategy != "mix":

@@ -15,9 +15,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from trireme.registry import ENTROPIES, kl_loss
@@ -78,6 +79,18 @@ def corrected_k3(
     return (logprobs - old_logprobs).exp().clamp(0, 2) * estimate
 
 
+@kl_loss("sdar")
+def sdar(
+    logprobs: Tensor, ref_logprobs: Tensor, *, gate_beta: Annotated[float, Gt(0)] = 5.0
+) -> Tensor:
+    """sg(sigmoid(b d)) d, d = log q - log p (SDAR, arXiv:2605.15155).
+
+    A teacher counts where it is surer of the token than the policy. b is `gate_beta`.
+    """
+    difference = ref_logprobs - logprobs
+    return (gate_beta * difference).sigmoid().detach() * difference
+
+
 def adapted(
     coefficient: float, divergence: float, count: int, *, target_kl: float, horizon: float
 ) -> float:
@@ -117,6 +130,21 @@ def top_entropy(entropies: Tensor, share: float) -> Tensor:
     """Which tokens [M] are among the `share` of them with the highest entropy; at least one is."""
     kept = math.ceil(share * len(entropies))
     return entropies >= entropies.kthvalue(len(entropies) - kept + 1).values
+
+
+def discounted_ahead(values: Tensor, sample_ids: Tensor, positions: Tensor, decay: float) -> Tensor:
+    """Of each entry [M] sum_k decay^(its distance) values over itself and the later ones of its
+    sample; `positions` [M] say how far apart they are.
+    """
+    total, step = values, 1
+    longest = int(torch.bincount(sample_ids).max()) if len(values) else 0
+    while step < longest:  # each pass doubles how far ahead the sums reach
+        distance = (positions[step:] - positions[:-step]).to(values)
+        same = sample_ids[step:] == sample_ids[:-step]
+        further = torch.where(same, decay**distance * total[step:], 0)
+        total = total + torch.cat([further, values.new_zeros(step)])
+        step *= 2
+    return total
 
 
 def segment_mean(values: Tensor, sample_ids: Tensor) -> Tensor:

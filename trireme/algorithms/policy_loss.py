@@ -21,7 +21,7 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from trireme.algorithms.kl import LossAggMode, segment_mean, segment_sum
+from trireme.algorithms.kl import LossAggMode, discounted_ahead, segment_mean, segment_sum
 from trireme.algorithms.part import Above0, AtLeast0
 from trireme.config.options import Share
 from trireme.registry import policy_loss
@@ -42,8 +42,8 @@ def idle_at_zero_advantage(loss: Loss) -> Loss:
 
 
 def selects(choose: Callable[..., Tensor]) -> Callable[[Loss], Loss]:
-    """Decorator: `choose(logprobs, old_logprobs, advantages, **options)` says of the whole batch
-    which tokens [M] the loss learns from; the others weigh 0.
+    """Decorator: `choose`, a function of data by name and of the loss's options, says of the whole
+    batch which tokens [M] the loss learns from: a bool, or what each one's loss is multiplied by.
     """
 
     def decorate(loss: Loss) -> Loss:
@@ -258,6 +258,52 @@ def sapo(
     return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 
+@policy_loss("fipo")
+@idle_at_zero_advantage
+def fipo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    positions: Tensor,
+    *,
+    clip_range_low: AtLeast0 = 0.2,
+    clip_range_high: AtLeast0 = 0.2,
+    clip_ratio_c: Annotated[float | None, Gt(1)] = None,
+    half_life: Above0 = 32.0,
+    influence_clip: AtLeast0 = 0.2,
+    influence_clip_high_only: bool = True,
+    safety_threshold: Annotated[float | None, Ge(0)] = 4.0,
+) -> Reported:
+    """sg(f) PPO, f_t = clip(exp(sum_k g^k log r_{t+k})): what followed counts (arXiv:2603.19835).
+
+    g is 2^(-1 / `half_life`). f is kept within 1 +- `influence_clip`, or above 1 with
+    `influence_clip_high_only`; 0 does not clip. Where A < 0 and r > `safety_threshold` it is at
+    most 1 and at least 0.8. `clip_ratio_c` bounds the loss where A < 0, as ppo's does, and leaves
+    tokens with r above it out of the sum; None: neither.
+    """
+    drift = log_ratio_of(logprobs, old_logprobs).detach()
+    ratio = drift.exp()
+    counted = drift if clip_ratio_c is None else drift * (ratio <= clip_ratio_c)
+    ahead = discounted_ahead(counted, sample_ids, positions, 2 ** (-1 / half_life))
+    influence = ahead.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if influence_clip:
+        least = 1.0 if influence_clip_high_only else 1 - influence_clip
+        influence = influence.clamp(least, 1 + influence_clip)
+    if safety_threshold is not None:
+        unsafe = (advantages < 0) & (ratio > safety_threshold)
+        influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
+    loss, reported = ppo(
+        logprobs,
+        old_logprobs,
+        advantages,
+        clip_range_low=clip_range_low,
+        clip_range_high=clip_range_high,
+        clip_ratio_c=math.inf if clip_ratio_c is None else clip_ratio_c,
+    )
+    return loss * influence, reported | {"influence": influence}
+
+
 @policy_loss("topr")
 @idle_at_zero_advantage
 def topr(
@@ -371,7 +417,7 @@ def rollout_correction(
     sampler_logprobs: Tensor,
     sample_ids: Tensor,
     *,
-    rollout_is: Literal["token", "sequence"] | None = None,
+    rollout_is: Level | None = None,
     rollout_is_threshold: Above0 = 2.0,
     rollout_rs: Level | None = None,
     rollout_rs_threshold: Above0 = 2.0,
@@ -383,8 +429,8 @@ def rollout_correction(
     probabilities. `rollout_is` weighs each token's policy loss by the ratio of the two, truncated
     (TIS); `rollout_rs` leaves out what lies outside a band (masked: MIS).
 
-    token: the token's ratio; sequence: the product over its sample; geometric (`rollout_rs` only):
-    the product's n-th root. C is `rollout_is_threshold`, T `rollout_rs_threshold`, 1 / T may be
+    token: the token's ratio; sequence: the product over its sample; geometric: the product's n-th
+    root. C is `rollout_is_threshold`, T `rollout_rs_threshold`, 1 / T may be
     given as `rollout_rs_threshold_lower`.
     """
     differences = logprobs.detach() - sampler_logprobs
@@ -437,10 +483,9 @@ def _ratio(option: str, level: str, differences: Tensor, sample_ids: Tensor) -> 
         "sequence": lambda: segment_sum(differences, sample_ids),
         "geometric": lambda: segment_mean(differences, sample_ids),
     }
-    if level not in levels or (option == "rollout_is" and level == "geometric"):
-        known = [name for name in levels if option != "rollout_is" or name != "geometric"]
+    if level not in levels:
         raise ValueError(
             f"algorithm.rollout_correction.{option} is '{level}': expected one of "
-            f"{', '.join(known)}"
+            f"{', '.join(levels)}"
         )
     return levels[level]().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

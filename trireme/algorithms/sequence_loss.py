@@ -1,4 +1,4 @@
-"""Sequence loss: computes losses over whole samples (gspo, kto), or over pairs of them (dpo).
+"""Sequence loss: losses over whole samples (gspo, kto), pairs of them (dpo), or groups (real).
 
 Each token gets the loss of its sample, so that `seq-mean-token-mean` gives the mean over samples.
 Such a loss is one of all tokens of a sample alike: loss weights other than 0 and 1 are refused.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
+from trireme.algorithms.advantage import by_group
 from trireme.algorithms.kl import segment_mean, segment_sum
 from trireme.algorithms.part import Above0, AtLeast0
 from trireme.algorithms.policy_loss import (
@@ -23,6 +24,7 @@ from trireme.algorithms.policy_loss import (
     Reported,
     idle_at_zero_advantage,
     log_ratio_of,
+    selects,
 )
 from trireme.registry import policy_loss
 
@@ -127,6 +129,49 @@ def vespo(
     weight = (k * log_w + scale * (1 - log_w.exp())).exp()
     reported = {"vespo_weight": weight, "ppo_kl": (old_logprobs - logprobs).detach()}
     return -weight * advantages * logprobs, reported
+
+
+def label_weights(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sample_ids: Tensor,
+    group_ids: Tensor,
+    *,
+    tau: float = 0.5,
+) -> Tensor:
+    """What REAL multiplies log r of each entry [M] by: the slope of its loss in the sample's mean.
+
+    The loss is that of a group, which may lie in several micro-batches: its slope is taken of the
+    whole batch before, and log r times it has the loss's gradient.
+    """
+    first = sample_ids.diff(prepend=sample_ids.new_tensor([-1])) != 0  # one entry of each sample
+    scores = segment_mean(logprobs - old_logprobs, sample_ids)[first] / tau
+    right = segment_mean(advantages, sample_ids)[first] > 0
+    groups = group_ids[first]
+    slopes = torch.zeros_like(scores)
+    for member in by_group(groups):
+        rights, wrongs = member & right, member & ~right
+        if not (rights.any() and wrongs.any()):
+            continue
+        for side, sign in ((rights, -1), (wrongs, 1)):
+            logits = torch.cat([sign * scores[side], scores.new_zeros(1)])
+            slopes[side] = sign * logits.softmax(0)[:-1] / tau
+    per_group = len(groups) / len(groups.unique())  # the mean is over groups, weights are by sample
+    return (slopes * per_group)[first.cumsum(0) - 1]
+
+
+@policy_loss("real")
+@of_sequences
+@selects(label_weights)
+def real(logprobs: Tensor, old_logprobs: Tensor, *, tau: Above0 = 0.5) -> Reported:
+    """log(1 + sum_right e^(-s/t)) + log(1 + sum_wrong e^(s/t)) of a group (REAL, arXiv:2602.05630).
+
+    s is the mean of log r over the sample, t `tau`; right are rollouts with A > 0, and a group that
+    lacks either side adds nothing. The advantages' sign alone counts. The reported loss is the
+    first-order part: s times its slope.
+    """
+    return logprobs - old_logprobs, {"ppo_kl": (old_logprobs - logprobs).detach()}
 
 
 @policy_loss("dpo")

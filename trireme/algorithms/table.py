@@ -120,6 +120,22 @@ algorithm(
     use="A soft gate where a clip is harsh.",
 )
 algorithm(
+    "real",
+    like="grpo",
+    policy_loss="real",
+    kl="none",
+    loss_agg_mode="seq-mean-token-mean",
+    group_size=8,
+    use="Rewards that say right or wrong: a rollout's gradient is bounded, and none is idle.",
+)
+algorithm(
+    "fipo",
+    like="grpo",
+    policy_loss="fipo",
+    kl="none",
+    use="Long reasoning: a token counts by how much of what follows it is being reinforced.",
+)
+algorithm(
     "rloo",
     like="grpo",
     advantage="rloo",
@@ -195,6 +211,13 @@ algorithm(
     advantage="on_policy_distill",
     policy_loss="ppo",
     use="A larger model judges each token that the small one says.",
+)
+algorithm(
+    "rlsd",
+    like="grpo",
+    advantage="rlsd",
+    kl="none",
+    use="A reward says how good a rollout is, and a teacher which of its tokens made it so.",
 )
 algorithm(
     "jsd",

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import torch
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from torch import Tensor
 
 from trireme.algorithms.advantage import grpo
@@ -199,3 +199,36 @@ def clipv(
     out = advantages.clone()
     out[lowest[: min(int(clipped.sum()), max(int(max_frac * len(advantages)), 1))]] = 0
     return out
+
+
+@advantage("rlsd")
+@in_trainer
+@starting_from(grpo)
+def rlsd(
+    advantages: Tensor,
+    teacher_logprobs: Tensor,
+    old_logprobs: Tensor,
+    step: Tensor,
+    *,
+    lam: Share = 0.5,
+    weight_clip: AtLeast0 = 0.2,
+    lam_warmup_steps: Annotated[int, Ge(0)] = 0,
+    lam_decay_steps: Annotated[int, Ge(0)] = 0,
+    negative_only: bool = False,
+) -> Tensor:
+    """GRPO's A times 1 - l + l clip(e^(sign(A) d), 1 - c, 1 + c) (RLSD, arXiv:2604.03128).
+
+    d is log p_teacher - log p: a teacher says which tokens earned the advantage, and never turns
+    its sign. c is `weight_clip`. l rises from 0 to `lam` over the warm-up's train steps, and falls
+    back to 0 over the decay's, where there are any. `negative_only` leaves A > 0 as
+    it is. Options of `grpo` count too.
+    """
+    done, share = int(step), lam
+    if done < lam_warmup_steps:
+        share = lam * done / lam_warmup_steps
+    elif lam_decay_steps:
+        share = lam * max(1 - (done - lam_warmup_steps) / lam_decay_steps, 0)
+    gap = (teacher_logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    evidence = (advantages.sign() * gap).exp().clamp(1 - weight_clip, 1 + weight_clip)
+    weighed = advantages * (1 - share + share * evidence)
+    return torch.where(advantages > 0, advantages, weighed) if negative_only else weighed

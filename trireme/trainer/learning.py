@@ -13,6 +13,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
 from trireme.batch import Batch, flatten
 from trireme.buffer.trained import TrainedTokens
+from trireme.config.options import parameters_of
 from trireme.experience import EID, Experience
 from trireme.trainer.backend import Backend
 from trireme.trainer.critic import Critic
@@ -160,13 +162,14 @@ def with_selected(backend: Backend, recipe: Recipe, batch: Batch) -> tuple[Batch
     if not recipe.selects:
         return batch, {}
     selected = _selected(backend, recipe, batch)
-    masked = 1 - float(selected.float().mean())
+    masked = float((selected == 0).float().mean())
     return batch.with_fields(selected=selected), {"actor/masked": masked}
 
 
 def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
-    """Which entries [M] the policy learns from. They are chosen of the whole batch, before its
-    gradient: a micro-batch that chose for itself would make the loss depend on how it is cut.
+    """What each entry's policy loss [M] is multiplied by, mostly 0 or 1. It is chosen of the whole
+    batch, before its gradient: a micro-batch that chose for itself would make the loss depend on
+    how it is cut.
     """
     selected = torch.ones(batch.num_tokens, dtype=torch.bool)
     if recipe.top_entropy < 1:
@@ -175,13 +178,27 @@ def _selected(backend: Backend, recipe: Recipe, batch: Batch) -> Tensor:
     else:
         logprobs = backend.logprobs(batch)
     loss = recipe.policy_loss
-    if loss.marked("selects"):
-        old = batch.get("old_logprobs", asked_by=loss.label) if recipe.bypass_old_logprobs else None
-        advantages = batch.get("advantages", asked_by=loss.label)
-        choose = getattr(loss.function, "selects")  # noqa: B009 (an attribute of a function)
-        old = batch.fields.get("trainer_logprobs", logprobs) if old is None else old
-        selected &= choose(logprobs, old, advantages, **loss.options)
-    return selected
+    if not loss.marked("selects"):
+        return selected
+    columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids}
+    columns["group_ids"] = torch.tensor(numbered(batch.groups))[batch.sample_ids]
+    if not recipe.bypass_old_logprobs:
+        columns["old_logprobs"] = batch.fields.get("trainer_logprobs", logprobs)
+
+    def lookup(name: str, asked_by: str) -> Tensor:
+        return columns[name] if name in columns else batch.get(name, asked_by=asked_by)
+
+    choose = getattr(loss.function, "selects")  # noqa: B009 (an attribute of a function)
+    known = parameters_of(choose)
+    options = {name: value for name, value in loss.options.items() if name in known}
+    chosen = replace(loss, function=choose, options=options)
+    return selected * chosen(lookup, lambda name: name in columns or name in batch.fields)
+
+
+def numbered(names: Sequence[str]) -> list[int]:
+    """Of each name the number of the first that is the same."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def _with_advantages(
@@ -194,6 +211,7 @@ def _with_advantages(
 ) -> tuple[Batch, dict[str, float]]:
     """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
     columns: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
+    columns["step"] = torch.tensor(train_state.steps)
     wanted = advantage.data()
     if not recipe.bypass_old_logprobs and ("old_logprobs" in wanted or recipe.penalty):
         columns["old_logprobs"] = backend.logprobs(batch)
