@@ -15,6 +15,7 @@ from tests.tiny import make_model, make_tokenizer
 from trireme.engines.engine import Completion, Sampling
 from trireme.engines.sampling import inverse_cdf
 from trireme.engines.torch import lean as lean_module
+from trireme.engines.torch import step as step_module
 from trireme.engines.torch.engine import TorchEngine
 from trireme.engines.torch.lean import PlainOps, make_lean
 from trireme.engines.torch.native import NativeOps, _folder, _load
@@ -84,9 +85,11 @@ async def all_prompts(engine: TorchEngine) -> list[list[Completion]]:
     return await asyncio.gather(*asked)
 
 
-@pytest.fixture(params=["native", "plain"])
+@pytest.fixture(params=["step", "native", "plain"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the compiled operators, and as without a compiler."""
+    """With the compiled step, with compiled operators alone, and as without a compiler."""
+    if request.param == "native":
+        monkeypatch.setattr(step_module, "MOST_WEIGHTS", 0)
     if request.param == "plain":
         monkeypatch.setattr(lean_module, "_ops", lambda _: PlainOps())
     return request.param
@@ -266,6 +269,53 @@ def test_compiled_attention_equals_torchs_and_no_row_sees_the_others(
             q[mine], k[mine], v[mine], 0, Where.of([one], CPU), 0.25, alone, prompts
         )
         assert torch.equal(out[0], together[row])
+
+
+@pytest.mark.parametrize("kind", ["qwen3-bias", "llama"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_of_a_compiled_step_has_the_bits_that_it_has_alone_and_is_near_float64(
+    tmp_path: Path, kind: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, kind)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    lean = make_lean(load_shell(folder, device="cpu", dtype="float32"))
+    assert lean is not None and lean._compiled is not None
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    torch.manual_seed(0)
+    tokens = torch.randint(5, 90, (9, 79))
+
+    def logits(rows: slice) -> torch.Tensor:
+        store, prompts = RowStore(9999), RowStore(9)
+        chosen = tokens[:, rows]
+        store.reserve(chosen.shape[1], 16)
+        prompts.reserve(1, 1)
+        where = Where.of([(0, 0, 0)] * chosen.shape[1], CPU)
+        steps = []
+        for ids in chosen:
+            steps.append(lean.step(ids.contiguous(), where, store, prompts))
+            where.next()
+        return torch.stack(steps, 1)
+
+    with torch.inference_mode():
+        together = logits(slice(None))
+        expected = exact(tokens.T).logits
+    assert float((together - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+    for rows in (slice(0, 1), slice(70, 79), slice(3, 40)):
+        assert torch.equal(logits(rows), together[rows])
+
+
+def test_a_compiled_step_sees_weights_that_change_in_place(tmp_path: Path) -> None:
+    model = load_shell(make(tmp_path, "qwen2"), device="cpu", dtype="float32")
+    lean = make_lean(model)
+    assert lean is not None and lean._compiled is not None
+    store, prompts = RowStore(99), RowStore(9)
+    store.reserve(1, 4)
+    prompts.reserve(1, 1)
+    where = Where.of([(0, 0, 0)], CPU)
+    before = lean.step(torch.tensor([7]), where, store, prompts)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert torch.equal(lean.step(torch.tensor([7]), where, store, prompts), before * 2)
 
 
 def wide(store: RowStore) -> RowStore:

@@ -5,6 +5,7 @@ decoder calls transformers' module. What is quicker here:
 - a prompt that several requests share is held and read once, in `prompts`;
 - a decode step attends over what each row holds, and its norms, rotations and gates are one call
   each (`native.py`; torch's own operators where there is no compiler);
+- a decode step of a small float32 model is one compiled call (`step.py`);
 - a prefill computes no padding, and stops at the last layer's keys.
 """
 
@@ -23,6 +24,7 @@ from trireme.engines.sampling import inverse_cdf
 from trireme.engines.torch.linear import GRID, is_quicker, linear
 from trireme.engines.torch.native import NativeOps
 from trireme.engines.torch.rows import Pass, RowStore, Where
+from trireme.engines.torch.step import CompiledStep
 from trireme.log import get_logger
 
 logger = get_logger("engine")
@@ -153,11 +155,26 @@ class Lean:
         self._layers = [_layer(block) for block in base.layers]
         self._norm = base.norm.weight.detach()
         self._head = _linear(head)
+        self._compiled = self._compile()
+
+    def _compile(self) -> CompiledStep | None:
+        """Steps of a small model as one call; None where it is none, or nothing is compiled."""
+        ops, layers, head = self._ops, self._layers, self._head
+        if not isinstance(ops, NativeOps) or not ops.panel_width:  # float32 alone has it
+            return None
+        if not CompiledStep.suits(layers, head):
+            return None
+        return CompiledStep(
+            ops, layers, norm=self._norm, head=head, head_width=self._width, eps=self._eps,
+            scale=self._scale,
+        )  # fmt: skip
 
     def step(self, tokens: Tensor, where: Where, store: RowStore, prompts: RowStore) -> Tensor:
         """Logits [B, V] after one more token in each of rows 0 .. B-1."""
         ops, eps, width = self._ops, self._eps, self._width
         tables = self._angles(where.longest + where.longest_shared)
+        if self._compiled is not None:
+            return self._compiled(self._embed(tokens), where, store, prompts, tables)
         rows = len(tokens)
         idle = -rows % GRID if rows > GRID // 2 and is_quicker() else 0
         x = self._embed(F.pad(tokens, (0, idle)))

@@ -207,7 +207,8 @@ static inline __attribute__((always_inline)) void weigh(const float *restrict p,
         for (int64_t i = 0; i < D; i++) out[i] += p[t] * load(values[t * D + i]);
 }
 
-/* One row's query heads of one key head. `buffer` has room for its scores, and 2 D more. */
+/* One row's query heads of one key head: q and out [H, D] of this row. `buffer` has room for its
+   scores, and 2 D more. */
 static inline __attribute__((always_inline)) void attend_head(const Work *w, const real *q,
                                                               real *out, int64_t row, int64_t k,
                                                               int64_t D, float *buffer) {
@@ -216,7 +217,7 @@ static inline __attribute__((always_inline)) void attend_head(const Work *w, con
     const int64_t prompt = (w->slots[row] * w->K + k) * w->prompt_room * D;
     float *query = buffer, *sum = buffer + D, *p = buffer + 2 * D;
     for (int64_t g = 0; g < group; g++) {
-        const int64_t head = ((row * w->H) + k * group + g) * D;
+        const int64_t head = (k * group + g) * D;
         for (int64_t i = 0; i < D; i++) query[i] = load(q[head + i]) * w->scale;
         if (first) scores(query, w->prompt_keys + prompt, first, D, p);
         scores(query, w->keys + at, own, D, p + first);
@@ -233,36 +234,192 @@ static inline __attribute__((always_inline)) void attend_head(const Work *w, con
     }
 }
 
-/* Appends k and v [B, K, D] to the rows, then lets q [B, H, D] attend over all that they hold. */
-int attend(const Work *w, const real *q, const real *k, const real *v, real *out) {
-    int64_t longest = 0, failed = 0;
+/* Appends k and v [K, D] to a row, then lets q [H, D] attend over all that it holds. */
+static void attend_row(const Work *w, const real *q, const real *k, const real *v, real *out,
+                       int64_t row, float *buffer) {
+    for (int64_t h = 0; h < w->K; h++) {
+        int64_t to = ((row * w->K + h) * w->room + w->lengths[row] - 1) * w->D;
+        memcpy(w->keys + to, k + h * w->D, (size_t)w->D * sizeof(real));
+        memcpy(w->values + to, v + h * w->D, (size_t)w->D * sizeof(real));
+        switch (w->D) {
+        case 32: attend_head(w, q, out, row, h, 32, buffer); break;
+        case 64: attend_head(w, q, out, row, h, 64, buffer); break;
+        case 128: attend_head(w, q, out, row, h, 128, buffer); break;
+        default: attend_head(w, q, out, row, h, w->D, buffer);
+        }
+    }
+}
+
+/* How many numbers attend_row's buffer holds. */
+static int64_t buffer_size(const Work *w) {
+    int64_t longest = 0;
     for (int64_t row = 0; row < w->B; row++) {
         int64_t n = w->lengths[row] + w->shared[row];
         longest = n > longest ? n : longest;
     }
+    return longest + 2 * w->D;
+}
+
+/* Appends k and v [B, K, D] to the rows, then lets q [B, H, D] attend over all that they hold. */
+int attend(const Work *w, const real *q, const real *k, const real *v, real *out) {
+    int64_t size = buffer_size(w), failed = 0;
 #pragma omp parallel num_threads(w->threads) if (w->threads > 1)
     {
-        float *buffer = malloc((size_t)(longest + 2 * w->D) * sizeof(float));
+        float *buffer = malloc((size_t)size * sizeof(float));
         if (!buffer) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(static, 1)
         for (int64_t row = 0; row < w->B; row++) {
-            for (int64_t h = 0; buffer && h < w->K; h++) {
-                int64_t from = (row * w->K + h) * w->D;
-                int64_t to = ((row * w->K + h) * w->room + w->lengths[row] - 1) * w->D;
-                memcpy(w->keys + to, k + from, (size_t)w->D * sizeof(real));
-                memcpy(w->values + to, v + from, (size_t)w->D * sizeof(real));
-                switch (w->D) {
-                case 32: attend_head(w, q, out, row, h, 32, buffer); break;
-                case 64: attend_head(w, q, out, row, h, 64, buffer); break;
-                case 128: attend_head(w, q, out, row, h, 128, buffer); break;
-                default: attend_head(w, q, out, row, h, w->D, buffer);
-                }
-            }
+            const int64_t key = row * w->K * w->D, query = row * w->H * w->D;
+            if (buffer) attend_row(w, q + query, k + key, v + key, out + query, row, buffer);
         }
         free(buffer);
     }
     return (int)failed;
 }
+
+#ifndef BF16
+/* A whole decode step. A row's results do not depend on the other rows: a chunk of them goes
+   through all layers on one thread, and threads do not wait for each other. */
+
+#ifdef __AVX512F__
+enum { LANES = 16, TALL = 12 };
+#elif defined(__ARM_NEON)
+enum { LANES = 4, TALL = 8 };
+#else
+enum { LANES = 8, TALL = 4 };
+#endif
+enum { PANEL = 2 * LANES, CHUNK = 36 };
+typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4)));
+
+typedef struct {
+    const float *packed; /* [panels, in, PANEL]: the transposed matrix, zeros behind the last */
+    const float *bias;   /* [out], or NULL */
+    int64_t in, out;
+} Matrix;
+
+typedef struct {
+    const float *norm, *q_norm, *k_norm, *mlp_norm;
+    Matrix q, k, v, o, gate, up, down;
+    float *keys, *values;
+    const float *prompt_keys, *prompt_values;
+} Block;
+
+typedef struct {
+    Work work; /* its keys and values are those of each block in turn */
+    const Block *blocks;
+    const float *norm, *cosines, *sines;
+    const int64_t *positions;
+    float *x, *logits; /* [B, width] the tokens' embeddings, overwritten; [B, V] */
+    Matrix head;
+    int64_t num_blocks, width;
+    float eps;
+} Step;
+
+/* Columns of a panel. */
+int panel_width(void) { return PANEL; }
+
+/* y [rows, PANEL] = x [rows, K] times a panel, each sum in the order of K. */
+static inline __attribute__((always_inline)) void tile(const float *x, const float *panel,
+                                                       int64_t K, float *y, const int rows) {
+    Lanes sums[TALL][2] = {};
+    for (int64_t k = 0; k < K; k++) {
+        const Lanes a = *(const Lanes *)(panel + k * PANEL);
+        const Lanes b = *(const Lanes *)(panel + k * PANEL + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            sums[r][0] += x[r * K + k] * a;
+            sums[r][1] += x[r * K + k] * b;
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        *(Lanes *)(y + r * PANEL) = sums[r][0];
+        *(Lanes *)(y + r * PANEL + LANES) = sums[r][1];
+    }
+}
+
+/* y [rows, out] = x [rows, in] W' + bias */
+static void multiply(const Matrix *m, const float *x, float *y, int64_t rows) {
+    float part[TALL * PANEL];
+    for (int64_t n = 0; n < m->out; n += PANEL) {
+        const float *panel = m->packed + n * m->in;
+        int64_t width = m->out - n < PANEL ? m->out - n : PANEL, tall = 0;
+        for (int64_t r = 0; r < rows; r += tall) {
+            tall = rows - r >= TALL ? TALL : rows - r >= 4 ? 4 : 1;
+            const float *from = x + r * m->in;
+            if (tall == TALL) tile(from, panel, m->in, part, TALL);
+            else if (tall == 4) tile(from, panel, m->in, part, 4);
+            else tile(from, panel, m->in, part, 1);
+            for (int64_t i = 0; i < tall; i++)
+                for (int64_t j = 0; j < width; j++)
+                    y[(r + i) * m->out + n + j] = part[i * PANEL + j] + (m->bias ? m->bias[n + j] : 0);
+        }
+    }
+}
+
+/* Rows first .. first + rows - 1 through all layers. `room` is the memory of the chunk. */
+static int advance(const Step *s, int64_t first, int64_t rows, float *room, float *buffer) {
+    Work w = s->work;
+    const int64_t W = s->width, queries = w.H * w.D, keys = w.K * w.D;
+    const int64_t *positions = s->positions + first;
+    float *x = s->x + first * W, *hidden = room, *sum = hidden + CHUNK * W, *delta = NULL;
+    float *q = sum + CHUNK * W, *k = q + CHUNK * queries, *v = k + CHUNK * keys;
+    float *out = v + CHUNK * keys, *gate = out + CHUNK * queries;
+    int failed = 0;
+    for (const Block *b = s->blocks; b < s->blocks + s->num_blocks; b++, delta = sum) {
+        float *up = gate + CHUNK * b->gate.out;
+        w.keys = b->keys, w.values = b->values;
+        w.prompt_keys = b->prompt_keys, w.prompt_values = b->prompt_values;
+        failed |= add_norm(x, delta, b->norm, hidden, rows, W, s->eps);
+        multiply(&b->q, hidden, q, rows);
+        multiply(&b->k, hidden, k, rows);
+        multiply(&b->v, hidden, v, rows);
+        failed |= rotate(q, b->q_norm, s->cosines, s->sines, positions, rows, w.H, w.D, s->eps);
+        failed |= rotate(k, b->k_norm, s->cosines, s->sines, positions, rows, w.K, w.D, s->eps);
+        for (int64_t r = 0; r < rows; r++)
+            attend_row(&w, q + r * queries, k + r * keys, v + r * keys, out + r * queries,
+                       first + r, buffer);
+        multiply(&b->o, out, sum, rows);
+        failed |= add_norm(x, sum, b->mlp_norm, hidden, rows, W, s->eps);
+        multiply(&b->gate, hidden, gate, rows);
+        multiply(&b->up, hidden, up, rows);
+        silu_times(gate, up, gate, rows * b->gate.out);
+        multiply(&b->down, gate, sum, rows);
+    }
+    failed |= add_norm(x, delta, s->norm, hidden, rows, W, s->eps);
+    multiply(&s->head, hidden, s->logits + first * s->head.out, rows);
+    return failed;
+}
+
+/* Logits [B, V] after one more token in each of rows 0 .. B - 1. */
+int decode_step(const Step *s) {
+    int64_t size = buffer_size(&s->work), inner = 0, failed = 0;
+    for (int64_t b = 0; b < s->num_blocks; b++)
+        inner = s->blocks[b].gate.out > inner ? s->blocks[b].gate.out : inner;
+    int64_t row = 2 * s->width + 2 * (s->work.H + s->work.K) * s->work.D + 2 * inner;
+    int64_t B = s->work.B, threads = s->work.threads, round = threads * CHUNK;
+    int64_t parts = threads * ((B + round - 1) / round), chunk = (B + parts - 1) / parts;
+    chunk = (chunk + 3) / 4 * 4;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *room = malloc((size_t)(CHUNK * row + size) * sizeof(float));
+        if (!room) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t first = 0; first < B; first += chunk) {
+            int64_t rows = B - first < chunk ? B - first : chunk;
+            if (room && advance(s, first, rows, room, room + CHUNK * row)) {
+#pragma omp atomic write
+                failed = 1;
+            }
+        }
+        free(room);
+    }
+    return (int)failed;
+}
+#endif

@@ -37,9 +37,10 @@ _SIGNATURES = {
     "attend": [_POINTER] * 5,
     "inverse_cdf": [_POINTER] * 3 + [_INT] * 2,
 }
+_OF_FLOAT32 = {"decode_step": [_POINTER], "panel_width": []}
 
 
-class _Work(ctypes.Structure):
+class Work(ctypes.Structure):
     """`Work` of native.c."""
 
     _fields_ = (
@@ -58,13 +59,14 @@ class NativeOps:
     def __init__(self, dtype: torch.dtype) -> None:
         """Raises OSError where it cannot be compiled or loaded."""
         self._library = _load("-DBF16" if dtype == torch.bfloat16 else "-DFLOAT32")
+        self.panel_width: int = self._library.panel_width() if dtype == torch.float32 else 0
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See PlainOps."""
         out = torch.empty_like(x)
         more = None if delta is None else delta.data_ptr()
         rows, width = x.shape
-        self._call(
+        self.invoke(
             "add_norm", x.data_ptr(), more, weight.data_ptr(), out.data_ptr(), rows, width, eps
         )
         return out
@@ -75,7 +77,7 @@ class NativeOps:
         """See PlainOps."""
         cosines, sines = tables[:2]
         scale = None if weight is None else weight.data_ptr()
-        self._call(
+        self.invoke(
             "rotate", x.data_ptr(), scale, cosines.data_ptr(), sines.data_ptr(),
             positions.data_ptr(), *x.shape, eps,
         )  # fmt: skip
@@ -84,7 +86,7 @@ class NativeOps:
     def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
         """See PlainOps."""
         out = torch.empty_like(gate)
-        self._call("silu_times", gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
+        self.invoke("silu_times", gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
         return out
 
     def attend(
@@ -95,13 +97,13 @@ class NativeOps:
         keys, values = store.layer(layer, k[:, :, None])
         first_keys, first_values = prompts.layer(layer, k[:, :, None])
         out = torch.empty_like(q)
-        work = _Work(
+        work = Work(
             keys.data_ptr(), values.data_ptr(), first_keys.data_ptr(), first_values.data_ptr(),
             where.lengths.data_ptr(), where.slots.data_ptr(), where.shared.data_ptr(),
             keys.shape[2], first_keys.shape[2], *q.shape[:2], *k.shape[1:],
             torch.get_num_threads(), scale,
         )  # fmt: skip
-        self._call(
+        self.invoke(
             "attend", ctypes.addressof(work), q.data_ptr(), k.data_ptr(), v.data_ptr(),
             out.data_ptr(),
         )  # fmt: skip
@@ -111,13 +113,14 @@ class NativeOps:
         """See sampling.py."""
         logprobs = logprobs.contiguous()
         tokens = torch.empty(len(logprobs), dtype=torch.long)
-        self._call(
+        self.invoke(
             "inverse_cdf", logprobs.data_ptr(), uniform.data_ptr(), tokens.data_ptr(),
             *logprobs.shape,
         )  # fmt: skip
         return tokens
 
-    def _call(self, name: str, *arguments: int | float | None) -> None:
+    def invoke(self, name: str, *arguments: int | float | None) -> None:
+        """A function of native.c, without the interpreter's lock."""
         if getattr(self._library, name)(*arguments):
             raise MemoryError(f"no memory is left for the engine's {name}")
 
@@ -138,7 +141,8 @@ def _load(define: str) -> ctypes.CDLL:
         except OSError as error:
             errors.append(str(error))
             continue
-        for name, types in _SIGNATURES.items():
+        more = {} if define == "-DBF16" else _OF_FLOAT32
+        for name, types in (_SIGNATURES | more).items():
             getattr(library, name).argtypes = types
         return library
     raise OSError(errors[-1])
