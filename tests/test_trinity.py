@@ -62,6 +62,12 @@ def test_a_trinity_path_is_one_of_ours(path: str, ours: str) -> None:
     assert look_up(path) is look_up(ours)
 
 
+def test_every_path_leads_to_something() -> None:
+    for module, names in trinity.NAMES.items():
+        for name in names:
+            assert look_up(f"{module}:{name}") is not None
+
+
 def look_up(path: str) -> object:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -53,8 +53,28 @@ _ADVANTAGE = {
 }
 _KL = {"KLFn": _CLASSES, "KL_FN": "trireme.registry:KLS"}
 _ALGORITHM = {"AlgorithmType": _CLASSES, "ALGORITHM_TYPE": "trireme.registry:ALGORITHMS"}
-_MATHS = {name: _WORKFLOW[name] for name in ("MathBoxedWorkflow", "AsyncMathBoxedWorkflow")}
-_CONSTANTS = ("RunningStatus", "StorageType", "SyncMethod", "SyncStyle", "PLUGIN_DIRS_ENV_VAR")
+_MATHS = {
+    name: _WORKFLOW[name]
+    for name in ("Task", "MathBoxedWorkflow", "AsyncMathBoxedWorkflow", "SimpleWorkflow")
+}
+_CONSTANTS = (
+    *("RunningStatus", "StorageType", "SyncMethod", "SyncStyle", "SELECTOR_METRIC"),
+    *("CHECKPOINT_ROOT_DIR_ENV_VAR", "MODEL_PATH_ENV_VAR", "TASKSET_PATH_ENV_VAR"),
+    *("BUFFER_PATH_ENV_VAR", "PLUGIN_DIRS_ENV_VAR", "LOG_DIR_ENV_VAR", "LOG_LEVEL_ENV_VAR"),
+)
+
+
+def _named(module: str, **names: str) -> dict[str, str]:
+    """Their name -> ours, and the same with `Async` in front, all of one module."""
+    return {
+        f"{twin}{theirs}": f"{module}:{ours}"
+        for theirs, ours in names.items()
+        for twin in ("", "Async")
+    }
+
+
+_SINGLE, _ANSWERS = "trireme.workflows.single_turn", "trireme.rewards.answers"
+_GYM = {"FrozenLakeWorkflow": "trireme.workflows.gym"}
 
 NAMES: dict[str, dict[str, str]] = {
     "trinity.algorithm": {
@@ -90,6 +110,16 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.models": _MODEL,
     "trinity.common.models.model": _MODEL,
     "trinity.common.rewards": _REWARDS,
+    "trinity.common.rewards.eval_utils": {
+        "find_boxed_answer": f"{_ANSWERS}:boxed",
+        "remove_right_units": f"{_ANSWERS}:without_unit",
+        "validate_think_pattern": f"{_ANSWERS}:thinks",
+    },
+    "trinity.common.rewards.naive_dapo_score": {
+        "grade_answer": f"{_ANSWERS}:graded",
+        "match_answer": f"{_ANSWERS}:boxed_or_all",
+    },
+    "trinity.common.rewards.qwen25_eval": {"fix_fracs": f"{_ANSWERS}:whole_fractions"},
     "trinity.common.rewards.reward_fn": _REWARDS,
     "trinity.common.workflows": _WORKFLOW | _STEP_WISE | _ALFWORLD | _WEBSHOP,
     "trinity.common.workflows.agentscope_workflow": {
@@ -97,6 +127,9 @@ NAMES: dict[str, dict[str, str]] = {
         for name in ("AgentScopeWorkflowAdapter", "AgentScopeWorkflowAdapterV1")
     },
     "trinity.common.workflows.customized_math_workflows": _MATHS,
+    "trinity.common.workflows.customized_toolcall_workflows": {
+        "ToolCallWorkflow": "trireme.workflows.one_call"
+    },
     "trinity.common.workflows.envs": {},
     "trinity.common.workflows.envs.alfworld": _ALFWORLD,
     "trinity.common.workflows.envs.alfworld.alfworld_workflow": {
@@ -112,8 +145,20 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.workflows.envs.alfworld.RAFT_reflect_alfworld_workflow": {
         "RAFTReflectAlfworldWorkflow": f"{_RAFT}:RaftReflectAlfworldWorkflow"
     },
+    "trinity.common.workflows.envs.email_searcher": {},
     "trinity.common.workflows.envs.email_searcher.workflow": {
         "EmailSearchWorkflow": "trireme.workflows.email_search"
+    },
+    "trinity.common.workflows.envs.frozen_lake": {},
+    "trinity.common.workflows.envs.frozen_lake.workflow": _GYM,
+    "trinity.common.workflows.envs.intercode_sql": {},
+    "trinity.common.workflows.envs.intercode_sql.intercode_sql_workflow": {
+        "InterCodeSQLWorkflow": "trireme.workflows.intercode:InterCodeSqlWorkflow"
+    },
+    "trinity.common.workflows.envs.sciworld": {},
+    "trinity.common.workflows.envs.sudoku": {},
+    "trinity.common.workflows.envs.sudoku.sudoku_workflow": {
+        "SudokuWorkflow": "trireme.workflows.gym"
     },
     "trinity.common.workflows.envs.sciworld.sciworld_workflow": {
         "SciWorldWorkflow": "trireme.workflows.sciworld"
@@ -124,6 +169,24 @@ NAMES: dict[str, dict[str, str]] = {
         "format_observation": "trireme.workflows.webshop",
         "parse_action": "trireme.workflows.episode",
     },
+    "trinity.common.workflows.eval_workflow": _named(_SINGLE, MathEvalWorkflow="MathEvalWorkflow"),
+    "trinity.common.workflows.math_rm_workflow": _named(_SINGLE, MathRMWorkflow="MathRmWorkflow"),
+    "trinity.common.workflows.math_ruler_workflow": _named(
+        _SINGLE, MathRULERWorkflow="MathRulerWorkflow"
+    ),
+    "trinity.common.workflows.math_trainable_ruler_workflow": _named(
+        _SINGLE, MathTrainableRULERWorkflow="MathTrainableRulerWorkflow"
+    ),
+    "trinity.common.workflows.on_policy_distill_workflow": _named(
+        _SINGLE,
+        OnPolicyDistillWorkflow="OnPolicyDistillWorkflow",
+        OnPolicyDistillMathWorkflow="OnPolicyDistillMathWorkflow",
+    ),
+    "trinity.common.workflows.rubric_judge_workflow": _named(
+        _SINGLE,
+        RubricJudgeWorkflow="RubricJudgeWorkflow",
+        RubricJudgeWorkflowWithAPI="RubricJudgeWorkflow",
+    ),
     "trinity.common.workflows.step_wise_workflow": _STEP_WISE,
     "trinity.common.workflows.workflow": _WORKFLOW,
     "trinity.utils": {},

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import partial, wraps
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from trireme.usercode import UserCode, innermost
 
 T = TypeVar("T")
 WARN_S, LOOK_S, INTERRUPT_S = 10.0, 0.5, 2.0
+_AWAITS = "__trireme_awaits__"
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -93,7 +94,25 @@ def is_async(function: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     called = type(function).__call__
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    return (
+        hasattr(function, _AWAITS)
+        or inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(called)
+    )
+
+
+def also_blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Any]:
+    """Of an `async def` a method that a plain one of a subclass may call: `super().run()` waits in
+    a thread without an event loop, and is a coroutine everywhere else.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        coroutine = method(*args, **kwargs)
+        return coroutine if running_loop() is not None else asyncio.run(coroutine)
+
+    vars(call)[_AWAITS] = True
+    return call
 
 
 async def call_user(function: Callable[..., Any], *args: Any, away: Away | None = None) -> Any:

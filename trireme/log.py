@@ -48,8 +48,8 @@ _PART_OF_PACKAGE = {
 }
 
 
-def get_logger(part: str) -> logging.Logger:
-    """The logger of a part: `explorer`, `explorer_runner_3`, `trainer` …"""
+def get_logger(part: str = "plugin") -> logging.Logger:
+    """The logger of a part: `explorer`, `explorer_runner_3`, `trainer` …; or of a user's file."""
     return logging.getLogger(f"{ROOT}.{part}")
 
 

@@ -37,14 +37,16 @@ class Registry:
         *,
         home: Sequence[str] = (),
         by: str = "",
+        refused: Mapping[str, str] | None = None,
     ) -> None:
         """`home`: the modules that register what is built in, by the word `by` (a pattern) at the
-        start of a line.
+        start of a line. `refused`: name of another system -> what is said to who uses it.
 
         `default_mapping`: name -> dotted path, imported on first use.
         """
         self.name = name
         self._home, self._by = tuple(home), by
+        self._refused = dict(refused or {})
         self._built_in: dict[str, Any] = dict(default_mapping or {})
         self._registered: dict[str, Any] = {}
         self._of_paths: dict[str, Any] = {}
@@ -74,6 +76,8 @@ class Registry:
             if isinstance(thing, str):
                 thing = self._registered[key] = _import_path(thing, kind=kind)
             return thing
+        if key in self._refused:
+            raise ValueError(f"{kind} '{key}' {self._refused[key]}")
         if not is_path(key):
             known = ", ".join(self.names()) or "none"
             hint = did_you_mean(key, self.names()) or "."
@@ -205,8 +209,8 @@ def lazy_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 def _import_path(path: str, *, kind: str) -> Any:
     """The object at `package.module.Name` or `module:name`."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if ":" in path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # `my_file:name` of the folder that the run is started in
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a module of the folder that the run is started in
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -278,8 +282,18 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.sciworld",
         f"{_WORKFLOWS}.intercode",
         f"{_WORKFLOWS}.email_search",
+        f"{_WORKFLOWS}.one_call",
     ],
     by="workflow",
+    refused={
+        **dict.fromkeys(
+            ("simple_mm_workflow", "async_simple_mm_workflow"),
+            "shows images to the model, and prompts are text only here: simple_workflow is the "
+            "same for text",
+        ),
+        "agentscopev0_react_math_workflow": "is of AgentScope 0.1: agentscope_react_math_workflow "
+        "is the same agent with AgentScope 1",
+    },
 )
 MULTI_TURNS = Registry(
     "multi-turn scheduler",
@@ -294,7 +308,15 @@ CONTEXT_MANAGERS = Registry("context manager")
 workflow = WORKFLOWS.register
 """Decorator: an async function `(task, model)`, or a Workflow class, by this name."""
 
-REWARDS = Registry("reward", home=[f"{_REWARDS}.math", f"{_REWARDS}.sandbox"], by="reward")
+REWARDS = Registry(
+    "reward",
+    home=[f"{_REWARDS}.math", f"{_REWARDS}.sandbox"],
+    by="reward",
+    refused={
+        "rm_gallery_reward": "asks the package rm-gallery, which is not used here: judge asks "
+        "a model of explorer.auxiliary_models"
+    },
+)
 ORMS = Registry(
     "reward function",
     home=[f"{_REWARDS}.{name}" for name in ("orm", "judge", "reward_model")],

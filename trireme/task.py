@@ -6,13 +6,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Args(dict[str, Any]):
+    """A section of the YAML whose keys are attributes too: `args["n"]`, `args.n`, `**args`."""
+
+    def __getattr__(self, key: str) -> Any:
+        if key in self:
+            return self[key]
+        raise AttributeError(f"there is no '{key}' among {', '.join(self) or 'no keys'}")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
 @dataclass
 class Task:
     """What a workflow is given. `repeat_times` rollouts of it form a group.
 
     `raw_task` is the data set's row, all columns as they were read. A column whose name means
     nothing else here is also an attribute: `task.level`. `format_args`, `rollout_args`,
-    `workflow_args` and `reward_fn_args` are the plain dictionaries of the YAML, defaults filled in.
+    `workflow_args` and `reward_fn_args` are the dictionaries of the YAML, defaults filled in; the
+    first two give their keys as attributes too.
     """
 
     raw_task: dict[str, Any] = field(default_factory=dict)
@@ -20,13 +33,20 @@ class Task:
     reward_fn: Any = None
     repeat_times: int = 1
     format_args: Any = field(default_factory=dict)
-    rollout_args: dict[str, Any] = field(default_factory=dict)
+    rollout_args: Any = field(default_factory=dict)
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
     batch_id: int | str = 0
     task_id: int | str = 0
     index: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """A copy of a task has sections of its own: what a workflow sets in them stays there."""
+        if isinstance(self.format_args, dict):
+            self.format_args = Args(self.format_args)
+        if isinstance(self.rollout_args, dict):
+            self.rollout_args = Args(self.rollout_args)
 
     def __getattr__(self, name: str) -> Any:
         row = self.__dict__.get("raw_task") or {}  # empty while a copy is being made
@@ -55,11 +75,16 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The column that `format.response_key` names; None where the data set has none.
+        """The column that `format.response_key` names; None where the data set has none. `a.b` is
+        the entry `b` of the dictionaries in the column `a`, unless a column is called so.
 
         A number is its text, since replies are text: CSV, JSON and Parquet give `42` as an integer.
         """
-        return as_text(self.raw_task.get(self.truth_key))
+        key, row = self.truth_key, self.raw_task
+        outer, _, inner = key.partition(".")
+        if inner and key not in row and isinstance(row.get(outer), dict):
+            return as_text(row[outer].get(inner))
+        return as_text(row.get(key))
 
     @property
     def task_desc(self) -> Any:

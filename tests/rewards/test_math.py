@@ -166,3 +166,27 @@ def test_fractions_in_every_form_are_what_they_are_and_nothing_else(form: str, t
             reply = text.format(form.format(a=a, b=b))
             assert answers.same(answers.final_answer(reply), f"{a}/{b}"), reply
             assert answers.same(answers.final_answer(reply), str(b)) is (a == b * b), reply
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("\\frac12", "\\frac{1}{2}"),
+        ("2\\frac12x+\\frac{3}{4}", "2\\frac{1}{2}x+\\frac{3}{4}"),
+        ("\\frac1{72}", "\\frac{1}{72}"),
+        ("\\frac1", "\\frac1"),
+        ("\\dfrac12", "\\dfrac12"),
+    ],
+)
+def test_fractions_get_their_braces(text: str, whole: str) -> None:
+    assert answers.whole_fractions(text) == whole
+
+
+def test_what_is_in_a_box_is_graded_and_units_are_left_off() -> None:
+    assert answers.boxed_or_all("<think>\\boxed{1}</think>so \\boxed{ 5 }") == (True, "5")
+    assert answers.boxed_or_all("<think>\\boxed{1}</think>five") == (False, "five")
+    assert answers.graded("$1,200$", "1200") == (True, "1,200")
+    assert answers.graded(None, "1") == (False, "")
+    assert answers.without_unit("5\\text{ cm}") == "5"
+    assert answers.thinks("a<think>b</think>")
+    assert not answers.thinks("</think><think>") and not answers.thinks("")

@@ -288,7 +288,7 @@ def record_for(path: str | None, folder: Path, **limits: Any) -> Record:
     The lines have one name, whatever the buffer's is: seed 003 lists it so.
     """
     lines = folder / "experience_buffer.jsonl"
-    if path is None:
+    if not path:  # YAMLs write "" too
         return Record(lines=lines, **limits)
     if path.endswith((".jsonl", ".json")):
         return Record(lines=folder / path, **limits)

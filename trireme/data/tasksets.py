@@ -54,8 +54,11 @@ class Taskset:
         selector_args: Mapping[str, Any] | None = None,
         is_eval: bool = False,
         taskset_id: int = 0,
+        reads_prompt: bool = True,
     ) -> None:
-        """`total_steps` goes before `total_epochs`; an evaluation has one epoch.
+        """`reads_prompt`: the workflow reads the columns that `format_args` name, so that a row
+        without the answer, or without the `prompt` that is meant where none is named, is refused.
+        `total_steps` goes before `total_epochs`; an evaluation has one epoch.
 
         `format_args` are the fields of the YAML's `format`; `feature_keys` name the columns of
         numbers that a selector orders rows by. Raises ValueError where a column is missing or where
@@ -67,6 +70,7 @@ class Taskset:
         self.repeat_times = repeat_times
         self.is_eval = is_eval
         self.taskset_id = taskset_id
+        self._reads_prompt = reads_prompt
         self._format = dict(format_args or {})
         self._fields: dict[str, Any] = {
             "rollout_args": dict(rollout_args or {}),
@@ -175,8 +179,12 @@ class Taskset:
     def _check_columns(self) -> None:
         for key in ("prompt_key", "response_key", "system_prompt_key", *_OWN):
             column = self._format.get(key, "prompt" if key == "prompt_key" else None)
+            if key == "prompt_key" and not self._reads_prompt and column not in self.rows.columns:
+                column = None if column == "prompt" else column
             # a data set need not hold answers: only a column that the user chose must be there
-            if column and not (key == "response_key" and column == "response"):
+            outer = str(column).partition(".")[0] if key == "response_key" else ""
+            optional = key == "response_key" and not self._reads_prompt
+            if column and not optional and outer not in ("response", *self.rows.columns):
                 self.rows.require(column, f"format.{key}")
             if column and key == "prompt_key":
                 self.rows.require_values(column, f"format.{key}")

@@ -140,7 +140,16 @@ def make_taskset(config: Config, used: UsedTaskset, rows: Rows, mixed: bool = Fa
         selector_args={} if is_eval else selector.kwargs,
         is_eval=is_eval,
         taskset_id=used.number,
+        reads_prompt=not _is_known(used.workflow) or resolve(used.workflow).reads_prompt,
     )
+
+
+def _is_known(workflow: Any) -> bool:
+    """Whether there is such a workflow; that there is none is said elsewhere."""
+    try:
+        return workflow is not None and resolve(workflow) is not None
+    except (ValueError, ImportError):
+        return False
 
 
 def rows_of(config: TasksetConfig) -> Rows:

@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{
 _NUMBER_IN_TEXT = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?")
 _ONE_NUMBER = re.compile(_NUMBER_IN_TEXT.pattern + r"(?!\w)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SHORT_FRACTION = re.compile(r"\\frac([^{])(?:([^{])|(?=\{))")
 _FENCES = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _TERM = rf"(?:\\[dt]?frac{_BRACES}{_BRACES}|\\sqrt(?:\[\w+\])?{_BRACES}|\\pi\b|\d[\d.,]*|[a-z])"
@@ -89,6 +90,40 @@ def boxed(text: str) -> str | None:
                 return text[start + 7 : at]
         end = start
     return None
+
+
+def boxed_or_all(reply: str) -> tuple[bool, str]:
+    """Whether what follows the thinking has a \\boxed{}, and what that holds; else all of it."""
+    said = reply.rpartition("</think>")[2]
+    inside = boxed(said)
+    return inside is not None, said if inside is None else inside.strip()
+
+
+def graded(answer: str | None, truth: str) -> tuple[bool, str]:
+    """Whether a result is the right one, and the result without what stands around it."""
+    bare = plain(answer or "")
+    return same(bare, plain(truth)), bare
+
+
+def thinks(reply: str) -> bool:
+    """Whether a reply has one <think>, and one </think> behind it."""
+    once = reply.count("<think>") == reply.count("</think>") == 1
+    return once and reply.index("<think>") < reply.index("</think>")
+
+
+def without_unit(text: str) -> str:
+    """What stands before a unit in LaTeX: `5` of `5\\text{ cm}`."""
+    return text.partition("\\text{ ")[0]
+
+
+def whole_fractions(text: str) -> str:
+    """LaTeX's fractions with all their braces: `\\frac{1}{2}` for `\\frac12`."""
+    return _SHORT_FRACTION.sub(_with_braces, text)
+
+
+def _with_braces(found: re.Match[str]) -> str:
+    above, below = found.groups()
+    return f"\\frac{{{above}}}" + (f"{{{below}}}" if below else "")
 
 
 def plain(text: str) -> str:

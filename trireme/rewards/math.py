@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from trireme.registry import reward
-from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same
+from trireme.rewards.answers import boxed, final_answer, final_truth, plain, same, thinks
 from trireme.rewards.reward import RewardFn
 from trireme.task import Task
 
@@ -20,6 +20,7 @@ _THINK_ANSWER = re.compile(
 )
 _LONGEST = 200
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CALLS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ALLOWED = re.compile(r"[\d+\-*/() ]+")
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: lambda a, b: a + b,
@@ -120,6 +121,52 @@ def countdown_reward(task: Task, answer: str, *, format_score: float = 0.1) -> d
         return {"score": 0.0}
     right = _solves(answers[-1], target, numbers)
     return {"score": 1.0 if right else format_score}
+
+
+@reward("tool_call_reward")
+def tool_call_reward(task: Task, answer: str) -> dict[str, float]:
+    """1 where the last <tool_call> holds the row's calls (column `answer`), in any order, and one
+    <think> block ends before the first; else 0 (Tool-N1, arXiv:2505.00024).
+    """
+    wanted, blocks = _counted(expected_calls(task)), list(_CALLS.finditer(answer))
+    shaped = thinks(answer) and bool(blocks) and answer.index("</think>") < blocks[0].start()
+    try:
+        made = _counted(_call_list(blocks[-1][1])) if shaped else None
+    except (ValueError, RecursionError):
+        made = None  # no calls: a wrong answer
+    return {"tool_calls": float(made == wanted)}
+
+
+def expected_calls(task: Task) -> list[Any]:
+    """The calls that are right. Raises ValueError where a row has none written down."""
+    right = task.raw_task.get("answer", task.truth)
+    try:
+        calls = _call_list(right) if isinstance(right, str) else right
+        _counted(calls)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"the row's column 'answer' is {right!r:.60}: expected a JSON list of calls with "
+            "'name' and 'arguments'"
+        ) from error
+    return calls
+
+
+def _call_list(text: str) -> Any:
+    """JSON, or JSON in a text of JSON; of one call a list."""
+    calls = json.loads(text)
+    calls = json.loads(calls) if isinstance(calls, str) else calls
+    return [calls] if isinstance(calls, dict) else calls
+
+
+def _counted(calls: Any) -> Counter[tuple[str, str]]:
+    """Which calls, how often. Raises ValueError for what is no list of calls."""
+    whole = isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call
+        for call in calls
+    )
+    if not whole:
+        raise ValueError("no list of calls")
+    return Counter((c["name"], json.dumps(c["arguments"], sort_keys=True)) for c in calls)
 
 
 def _puzzle(task: Task) -> tuple[Fraction, list[int]]:

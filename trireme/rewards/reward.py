@@ -102,18 +102,20 @@ async def score(
     models: Sequence[Any] = (),
     workdir: str | None = None,
     notes: dict[str, float] | None = None,
+    named: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """The parts that `reward` gives an answer. Raises Refused for what is not finite numbers.
 
     A part `note/NAME` does not count: it goes into `notes`, as NAME.
 
     `tokens` are the ids that were sampled, `models` the auxiliary ones, `workdir` the folder that a
-    program had for its rollout.
+    program had for its rollout. A class form is also given what it names of `named`, which goes
+    before the task's.
     """
     name = _name(reward)
     more = {"response_token": tokens, "auxiliary_models": models, "workdir": workdir}
     with UserCode(f"reward '{name}'", reward) as _:
-        scored = await _asked(task, answer, reward, more)
+        scored = await _asked(task, answer, reward, more, named or {})
         parts = scored if isinstance(scored, Mapping) else {name: scored}
         whose = f"reward '{name}' gave"
         numbers = {
@@ -148,13 +150,17 @@ async def _asked(
     answer: str,
     reward: Callable[..., Any],
     more: dict[str, Any],
+    others: Mapping[str, Any],
 ) -> Any:
-    """What `reward` returns, called in the way of its form; `more`: see `_GIVEN`."""
+    """What `reward` returns, called in the way of its form; `more`: see `_GIVEN`, `others`: see
+    `score`.
+    """
     if _is_function(reward):
         known = parameters_of(_inner(reward))
         named = {k: v for k, v in more.items() if k in known} | columns_for(task, reward)
         return await call_user(functools.partial(reward, task, answer, **named))
     there = {"response": answer, "truth": task.truth, "prompt": task.prompt, "task": task}
+    there |= others
     return await call_user(functools.partial(reward, **_wanted(there, more, reward)))
 
 

@@ -14,6 +14,11 @@ from trireme.aio import is_async
 from trireme.model.blocking import BlockingModel
 from trireme.task import Task
 
+_OF_TASK = (
+    *("task_desc", "truth", "raw_task", "format_args", "rollout_args", "workflow_args"),
+    *("reward_fn_args", "system_prompt", "reply_prefix", "is_eval"),
+)
+
 
 class Workflow:
     """Base of class workflows. Give `run`; all else has a default.
@@ -38,6 +43,17 @@ class Workflow:
     calls: tuple[str, ...] = ()
     """Methods that `run` calls, beside those that every workflow has: what a subclass may give."""
 
+    task_desc: Any
+    truth: Any
+    raw_task: dict[str, Any]
+    format_args: Any
+    rollout_args: Any
+    workflow_args: Mapping[str, Any]
+    reward_fn_args: Mapping[str, Any]
+    system_prompt: str | None
+    reply_prefix: str | None
+    is_eval: bool
+
     def __init__(
         self,
         *,
@@ -59,17 +75,13 @@ class Workflow:
         return {}
 
     def bind(self, task: Task) -> None:
-        """Take the names that users' methods read from the task."""
+        """Take the names that users' methods read from the task; a class may have properties of
+        its own in their place.
+        """
         self.task = task
-        self.task_desc = task.task_desc
-        self.truth = task.truth
-        self.raw_task = task.raw_task
-        self.format_args = task.format_args
-        self.rollout_args = task.rollout_args
-        self.workflow_args: Mapping[str, Any] = task.workflow_args
-        self.system_prompt = task.system_prompt
-        self.reply_prefix = task.reply_prefix
-        self.is_eval = task.is_eval
+        for name in _OF_TASK:
+            if not isinstance(getattr(type(self), name, None), property):
+                setattr(self, name, getattr(task, name))
 
     def reset(self, task: Task) -> None:
         """Take another task."""

@@ -79,7 +79,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _load_file(file: Path) -> str:
-    """Import a file under its own name; the folder goes on the path for what it imports."""
+    """Import a file under its own name."""
     file = file.resolve()
     name = file.stem
     there = sys.modules.get(name)
@@ -93,8 +93,9 @@ def _load_file(file: Path) -> str:
                 )
             ]
         )
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
+    for folder in (str(file.parent), os.getcwd()):  # what it imports is in either
+        if folder not in sys.path:
+            sys.path.append(folder)
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError([Problem("plugins", f"has {file}: expected a Python file (.py)")])

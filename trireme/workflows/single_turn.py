@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
+from trireme.aio import also_blocking
 from trireme.experience import Experience
 from trireme.model.blocking import BlockingModel
 from trireme.model.chat_tokens import conversation_of
@@ -82,6 +83,11 @@ class SimpleWorkflow(Workflow):
         """The model's reply, as an experience without its reward."""
         return await self.model.chat_async(self.format_messages())
 
+    def reward_arguments(self) -> dict[str, Any]:
+        """What a reward of the class form is given by name, where it takes it."""
+        return {"truth": self.truth}
+
+    @also_blocking
     async def run(self) -> list[Experience]:
         """Ask, and judge what comes."""
         experiences = await self.ask()
@@ -91,7 +97,10 @@ class SimpleWorkflow(Workflow):
             answer = (self.reply_prefix or "") + (experience.response_text or "")
             sampled = experience.tokens[experience.prompt_length :].tolist()
             models, notes = self.auxiliary_model_wrappers, experience.metrics
-            parts = await score(self.task, answer, self.reward_fn, sampled, models, notes=notes)
+            named, reward = self.reward_arguments(), self.reward_fn
+            parts = await score(
+                self.task, answer, reward, sampled, models, notes=notes, named=named
+            )
             experience.reward = sum(parts.values())
             experience.metrics.update(parts)
             experience.info["reward_parts"] = {name: (part, 1.0) for name, part in parts.items()}
@@ -171,6 +180,12 @@ class MathBoxedWorkflow(SimpleWorkflow):
             if key in self.workflow_args and key in known:
                 options.setdefault(key, self.workflow_args[key])
         return options
+
+    def reward_arguments(self) -> dict[str, Any]:
+        """See SimpleWorkflow: and what it takes of `workflow_args`."""
+        coefficient = self.workflow_args.get("format_score_coef", 0.1)
+        named = {"with_think": self.with_think, "format_score_coef": coefficient}
+        return super().reward_arguments() | named
 
     async def ask(self) -> list[Experience]:
         """The reply to the conversation, or what follows it as plain text."""

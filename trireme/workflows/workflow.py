@@ -93,6 +93,18 @@ class WorkflowSpec:
         return False
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether rows need the columns of prompt and answer: a user's class with a `run` of its
+        own may read what it likes.
+        """
+        for cls in self.code.__mro__ if inspect.isclass(self.code) else ():
+            if "reads_prompt" in vars(cls):
+                return bool(vars(cls)["reads_prompt"])
+            if {"run", "run_async"} & set(vars(cls)):
+                return cls.__module__.startswith("trireme.")
+        return True
+
+    @property
     def reward_parts(self) -> bool | None:
         """Whether its rewards come with their parts: see `Workflow.reward_parts`. None: only the
         run knows, as of users' code that does not say so.
