@@ -5,6 +5,7 @@ properties of their own, call a base class that awaits, and bring rewards with a
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,16 @@ def test_a_users_class_may_have_rows_without_prompt_and_answer() -> None:
 def test_a_module_of_the_folder_a_run_starts_in_is_found_by_its_dotted_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "examples" / "mine_of_a_user"
+    package = tmp_path / "a_project" / "mine"
     package.mkdir(parents=True)
     (package / "bases.py").write_text("from trinity.common.workflows.workflow import Workflow\n")
     (package / "flow.py").write_text(
-        "from examples.mine_of_a_user.bases import Workflow\n"
+        "from a_project.mine.bases import Workflow\n"
         "class Flow(Workflow):\n    def run(self): return []\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["/nowhere"])
-    assert WORKFLOWS.get("examples.mine_of_a_user.flow.Flow").__name__ == "Flow"
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
+    assert WORKFLOWS.get("a_project.mine.flow.Flow").__name__ == "Flow"
 
 
 @pytest.mark.parametrize(
