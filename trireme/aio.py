@@ -79,7 +79,7 @@ async def first_failure(
 
 
 def _error(task: asyncio.Future[Any]) -> BaseException | None:
-    """What an ended task has raised."""
+    """The exception of a task that has ended."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 
@@ -227,7 +227,7 @@ class LoopWatch:
         self._handler = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C, which asyncio hands to the loop, and a blocked loop to nobody."""
+        """Remember Ctrl-C: asyncio hands it to the loop, and a blocked loop does not see it."""
         self._interrupted = True
         if callable(self._handler):
             self._handler(number, frame)
@@ -244,7 +244,7 @@ class LoopWatch:
                 self._look(blocked)
 
     def _look(self, seconds: float) -> None:
-        """Warn, or end the process, where it is a user's code that blocks."""
+        """Warn, or end the process, if a user's code blocks the loop."""
         frame = sys._current_frames().get(self._ident)
         part, line = innermost(frame)
         if part is None or not line:
@@ -277,6 +277,6 @@ class LoopWatch:
 
 
 def _quiet(function: Callable[[], object]) -> None:
-    """Whatever the last call raises: the program is at its end."""
+    """Ignore what the last call raises, since the program is ending."""
     with suppress(Exception):
         function()

@@ -157,5 +157,5 @@ def _mask(e: Experience) -> Tensor:
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """A new tensor, of one row too."""
+    """Concatenate the rows; a single row is copied too."""
     return torch.cat([*rows, rows[0][:0]]) if rows else torch.empty(0)

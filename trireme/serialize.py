@@ -122,7 +122,7 @@ def _experiences(
 
 
 def _header(e: Experience) -> dict[str, Any]:
-    """What of an experience is JSON, and the length of each of its rows."""
+    """The JSON part of an experience, with the length of each of its rows."""
     rows = {name: row for name in _ROWS if (row := getattr(e, name)) is not None}
     row: dict[str, Any] = {
         "sizes": {name: len(row) for name, row in rows.items()},

@@ -177,7 +177,7 @@ def _defined(code: Any) -> str:
 
 
 def _unwrapped(code: Any) -> Iterator[Any]:
-    """The code itself, what a `partial` holds, and the class of an object."""
+    """The code itself, the function of a `partial`, and the class of an object."""
     if code is not None:
         code = inspect.unwrap(getattr(code, "func", code))
         yield code

@@ -31,7 +31,7 @@ class Learner:
         self.fails_at = fails_at
         self.fails: Callable[[], None] = lambda: None
         """Called where it fails."""
-        self.rank, self.num_ranks, self.peak = 0, 1, None
+        self.rank, self.num_ranks, self.peak, self.ranks = 0, 1, None, None
         self.device = torch.device("cpu")
         self.arithmetic, self.phases = Arithmetic(), Phases(self.device)
 

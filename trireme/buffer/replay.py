@@ -227,7 +227,7 @@ class ReplayBuffer:
                 self._resting.append(group)
 
     def _add(self, group: _Group) -> None:
-        """Into the heap; the lowest priority goes where there is no room for all."""
+        """Push a group; beyond the capacity the group with the lowest priority is dropped."""
         group.priority, _ = self._priority(group.version, group.used, group.name)
         group.number = next(self._count)
         heapq.heappush(self._heap, group)
@@ -239,7 +239,7 @@ class ReplayBuffer:
             self.dropped += 1
 
     def _use(self, group: _Group) -> list[Experience]:
-        """Count a use, and let the group rest where it may come back."""
+        """Count a use, and let the group rest if it may be used again."""
         group.used += 1
         _, again = self._priority(group.version, group.used, group.name)
         if self._cooldown is not None and again and not self._closed:
@@ -250,7 +250,7 @@ class ReplayBuffer:
         return list(group.experiences)
 
     def _count_ready(self) -> int:
-        """How many experiences can be taken, after those that have rested long enough came back."""
+        """Put groups back that have rested long enough; how many experiences can be taken then."""
         now = self._clock.now()
         rested = [group for group in self._resting if group.ready_at <= now]
         self._resting = [group for group in self._resting if group.ready_at > now]

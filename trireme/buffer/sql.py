@@ -259,7 +259,7 @@ class SqlBuffer:
     def _transact(
         self, attempt: Callable[[Connection], Result], gives_up: threading.Event | None = None
     ) -> Result:
-        """`attempt` in a transaction; again where the server went away, until it is back.
+        """Run `attempt` in a transaction; if the server goes away, retry until it is back.
 
         Raises TimeoutError where it is away for `max_read_timeout` seconds, and what the database
         said once `gives_up` is set.
@@ -298,7 +298,7 @@ class SqlBuffer:
             )  # fmt: skip
 
     def _at_once(self, attempt: Callable[[Connection], None]) -> None:
-        """`attempt` in a transaction, if the server is there; else it is only said."""
+        """Run `attempt` in a transaction; if the server is away, only log that."""
         try:
             with self._database.begin() as connection:
                 attempt(connection)
@@ -315,7 +315,7 @@ class SqlBuffer:
         transact: Callable[..., Any] | None = None,
         gives_up: threading.Event | None = None,
     ) -> Result:
-        """`attempt` in transactions of its own until it gives something; ever less often.
+        """Run `attempt` in transactions of its own, less and less often, until it gives a result.
 
         `in_vain()` follows an attempt that gave nothing, where nothing was notified meanwhile.
         Cancelled, it sets `gives_up`: its thread waits for no server any more.
@@ -427,7 +427,7 @@ class SqlBuffer:
 
 
 def _beat(database: Engine, parties: Parties) -> Callable[[], None]:
-    """What the heartbeat does; it must not hold on to the buffer."""
+    """The heartbeat's work, which holds no reference to the buffer."""
 
     def beat() -> None:
         with database.begin() as connection:

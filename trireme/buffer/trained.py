@@ -140,7 +140,7 @@ class TrainedTokens:
                 path.unlink()
 
     def _thin(self) -> None:
-        """Every second of the older files goes, until all fit."""
+        """Remove every second one of the older files until all fit."""
         paths = [path for _, path in files(self._folder)]
         sizes = {path: path.stat().st_size for path in paths}
         while sum(sizes.values()) > self._limit and len(sizes) > 1:

@@ -90,7 +90,7 @@ def prove(*paths: Path) -> None:
 
 
 def _parsed(step_dir: Path) -> dict[str, Any]:
-    """The manifest, its own checksum and the kinds of its values examined."""
+    """The manifest, after its checksum and the types of its values are validated."""
     path = step_dir / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())

@@ -59,7 +59,7 @@ def load_checkpoint(folder: JobFolder) -> Loaded | None:
 
 
 def _put_back(folder: JobFolder) -> None:
-    """A whole checkpoint under a temporary name, where nothing stands under its own."""
+    """Rename a complete checkpoint from its temporary name if its own name is free."""
     for path in sorted(folder.root.glob(f"{TEMPORARY}global_step_*")):
         name = re.match(r"global_step_(\d+)-", path.name.removeprefix(TEMPORARY))
         if name is None or (target := folder.step_dir(int(name[1]))).exists():

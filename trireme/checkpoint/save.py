@@ -86,7 +86,7 @@ class Saving:
 
     @contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """What was written goes where an error comes of what happens inside."""
+        """Delete what was written if the block raises."""
         with ExitStack() as held:
             held.push(self._held.pop_all())
             yield
@@ -230,7 +230,7 @@ def _published(folder: JobFolder) -> str:
 
 @contextmanager
 def _removing() -> Iterator[list[Path]]:
-    """Folders that are put into the list are removed at the end."""
+    """Remove the folders in the list at the end."""
     aside: list[Path] = []
     try:
         yield aside

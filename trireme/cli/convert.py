@@ -48,7 +48,7 @@ def convert(
 
 
 def _convert_all(checkpoints: list[Checkpoint], options: Options) -> list[Converted]:
-    """One after the other, with a bar each, on a terminal."""
+    """Convert them one by one, each with a progress bar on a terminal."""
     from trireme.checkpoint.convert import convert_checkpoint
 
     columns = (

@@ -235,7 +235,7 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
 
 
 def _interval(seen: Estimate, sign: str = "") -> str:
-    """The interval; of a single task there is none."""
+    """The confidence interval; a single task has none."""
     if math.isinf(seen.low):
         return "-"
     return f"{seen.low:{sign}.3f} to {seen.high:{sign}.3f}"

@@ -91,7 +91,7 @@ def read_entries(file: Path) -> Iterator[LogLine]:
 
 
 def _rank(level: str) -> int:
-    """Where a level stands; lines without one are always shown."""
+    """A level's rank; lines without a level are always shown."""
     return LEVELS.index(level) if level in LEVELS else len(LEVELS)
 
 

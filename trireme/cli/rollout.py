@@ -101,7 +101,7 @@ def _with_key(options: RolloutOptions) -> RolloutOptions:
 
 
 def _examine(options: RolloutOptions) -> None:
-    """Raise ValueError for what cannot be, before anything is loaded."""
+    """Validate the options before anything is loaded. Raises ValueError."""
     if options.host not in LOOPBACK and not options.api_key:
         raise ValueError(
             f"--host {options.host} is open to other machines: give a key by TRIREME_API_KEY or "
@@ -151,7 +151,7 @@ async def _serve(options: RolloutOptions, listener: socket.socket) -> int:
 
 
 def say(options: RolloutOptions, url: str) -> None:
-    """It serves."""
+    """Print what is served, and where."""
     led = f", led by {options.multi_turn_scheduler}" if options.multi_turn_scheduler else ""
     print(f"serving {options.model} on {url}{led}", flush=True)
 
@@ -163,7 +163,7 @@ def stopped(by: Sequence[int]) -> int:
 
 
 def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
-    """The engine, its tokenizer. Raises ValueError for a scheduler or model that there is not."""
+    """The engine and its tokenizer. Raises ValueError for an unknown scheduler or model."""
     from transformers import AutoConfig, AutoTokenizer
 
     from trireme.config.gpus import num_gpus
@@ -243,7 +243,7 @@ async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequenc
 
 
 async def _hosted(options: RolloutOptions, host: EngineHost) -> None:
-    """Until it is cancelled. Raises RuntimeError where the process has ended."""
+    """Run the process until this is cancelled. Raises RuntimeError if it ends by itself."""
     host.start()
     say(options, await host.ready())
     await host.watch()

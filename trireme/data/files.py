@@ -114,7 +114,7 @@ def _by_name(folder: Path, subset: str | None) -> dict[str, list[Path]]:
 
 
 def _split_of(relative: Path) -> str | None:
-    """The split that a path names: the file's own words first, then its folders'."""
+    """The split that a path names, by the file's name first and then by its folders'."""
     for part in (relative.stem, *reversed(relative.parts[:-1])):
         words = re.split(r"[^a-z]+", part.lower())
         for split, known in _SPLIT_WORDS.items():

@@ -151,7 +151,7 @@ class SftFormat:
 
     @contextmanager
     def _naming(self, index: int) -> Iterator[None]:
-        """Names the row in a ValueError: of a template that refuses it, say."""
+        """Name the row in a ValueError, for example of a template that refuses it."""
         try:
             yield
         except ValueError as error:

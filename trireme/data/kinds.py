@@ -215,7 +215,7 @@ def _asked(prompt: Any) -> list[Any]:
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two messages are compared by: tables give them keys without values."""
+    """The fields by which two messages are compared: tables add keys without values."""
     content = message.get("content") or ""
     said = content.strip() if isinstance(content, str) else content
     return message["role"], said, message.get("tool_calls") or None

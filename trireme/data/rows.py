@@ -226,7 +226,7 @@ def _read(
     progress: bool,
     on_error: OnError,
 ) -> Rows:
-    """The rows of these files, or of the hub; with a slice some of them."""
+    """The rows of these files or of the hub, or a slice of them."""
     matched = _matched(split)
     name = matched["name"]
     source = f"dataset '{path}' (split '{name}')"

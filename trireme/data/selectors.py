@@ -244,7 +244,7 @@ class DifficultyBased:
         self._betas = (1 - self._lamb) * self._betas + self._lamb + weight * (1 - expected)
 
     def _stand(self, rate: float, weak: float, strong: float) -> None:
-        """Move the model's standing. Rows that both references solve alike say nothing of it."""
+        """Update the model's rating. Rows that both references solve alike do not change it."""
         if abs(strong - weak) < 1e-6:
             return
         standing = float((rate - weak) / (strong - weak))

@@ -159,7 +159,7 @@ def _solve(template: Template, values: dict[str, int], largest: int) -> dict[str
 
 
 def _tell(template: Template, values: dict[str, int], source: random.Random) -> dict[str, str]:
-    """The problem in words: `question` and `answer`."""
+    """Write the problem in words, as `question` and `answer`."""
     name, friend = source.sample(NAMES, 2)
     words = {"name": name, "friend": friend, "things": source.choice(THINGS)}
     numbers = {letter: value for letter, value in values.items() if letter != "2"}

@@ -289,7 +289,7 @@ class RemoteEngine:
         return response.json()
 
     async def _heard(self, url: str, path: str, call: Awaitable[Any]) -> Any:
-        """What comes of a call. A server that is gone is lost."""
+        """The result of a call. A server that is gone counts as lost."""
         instance = self.servers.instances[url]
         try:
             return await self.servers.answer(url, call)
@@ -303,7 +303,7 @@ class RemoteEngine:
         self.servers.judge(url, response, self._version)
 
     async def _all(self, calls: Iterator[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """All of them end before the first failure is raised."""
+        """Wait for all of the calls, then raise the first failure."""
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for one in answers:
             if isinstance(one, BaseException):

@@ -111,7 +111,7 @@ class RequestBatcher:
                     answer.set_exception(failure)
 
     def _gone(self, answer: asyncio.Future[Any], name: str, index: int) -> None:
-        """The caller has been cancelled: its generation need not go on."""
+        """Cancel a generation at the server when its caller has been cancelled."""
         if answer.cancelled() and not self._client.is_closed:
             self._background(self._cancel(name, index))
 
@@ -327,7 +327,7 @@ class Servers:
                 )
 
     async def answer(self, url: str, call: Awaitable[T]) -> T:
-        """What a call of a server comes to. Raises ServerLost where the server's end is told first:
+        """The result of a call of a server. Raises ServerLost if its end is reported first:
         a machine that is lost closes no connection.
         """
         end: asyncio.Future[RuntimeError] = asyncio.get_running_loop().create_future()

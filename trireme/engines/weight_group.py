@@ -291,7 +291,7 @@ class WeightGroup:
         work.wait()  # at once: raises what it failed of, and orders the device's streams
 
     def _who_is_late(self) -> str:
-        """Who has not taken the header that was announced last."""
+        """The ranks that have not taken the header that was announced last."""
         seconds = f"in {self._meeting.timeout:g} s"
         if not self._headers:
             return f"nothing came {seconds}"
@@ -313,7 +313,7 @@ class WeightGroup:
         return ", ".join(self._names.get(rank, f"rank {rank}") for rank in ranks)
 
     def _abort(self) -> None:
-        """Leave the group, with whatever of it still runs on a device."""
+        """Leave the group, and abandon what it still runs on a device."""
         group, self._group = self._group, None
         with suppress(RuntimeError):  # it has failed already
             group.abort()

@@ -81,7 +81,7 @@ class OpenEnv:
             await call_user(close)
 
     def _close(self) -> None:
-        """There may be an environment only when the thread gets to this."""
+        """Close the environment in its thread, where it may have been made only meanwhile."""
         try:
             getattr(self.env, "close", lambda: None)()
         except Exception:

@@ -119,7 +119,7 @@ class ArenaGame:
         return self._news(), reward, done, dict(facts.get(0, {}))
 
     def _news(self) -> str:
-        """Messages since the last time, the player's own left out."""
+        """Messages since the last call, without the player's own."""
         _, messages = self._env.get_observation()
         # some games give the arguments of a player's message in another order: no text in place two
         return "\n".join(

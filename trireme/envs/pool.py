@@ -95,7 +95,7 @@ class EnvPool:
 
 
 class _Lent:
-    """One environment on a worker. It is made at its first `reset`."""
+    """One environment of a worker, which is made at its first `reset`."""
 
     def __init__(self, pool: EnvPool, key: str, kwargs: dict[str, Any]) -> None:
         self._pool, self._key, self._kwargs = pool, key, kwargs

@@ -166,7 +166,7 @@ class EngineKeeper:
             await self._servers.lose(host.url)
 
     async def _end_of(self, index: int, *, again: bool) -> Exception:
-        """Start it `again`; why it cannot go on, by our own looks or by those who asked it."""
+        """Start it `again`, and return why it ended, as seen here or by its callers."""
         host = self._hosts[index]
         try:
             if again:

@@ -165,7 +165,7 @@ class Stop:
         )
 
     def _end(self, text: str) -> None:
-        """Now, without a word to anyone: what may hang is what would be asked."""
+        """End the process at once: whatever else were asked first might hang."""
         with suppress(Exception):
             self._say("\x1b[?25h" * sys.stdout.isatty() + text)  # a live display hides the cursor
         os._exit(self.code)

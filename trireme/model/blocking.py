@@ -273,7 +273,7 @@ class BlockingModel:
 
 
 def _lengthened(experience: Experience, ids: Sequence[int]) -> Experience:
-    """With ids behind it that are not trained."""
+    """Append ids that are not trained."""
     if not ids:
         return experience
     e, more = experience, torch.zeros(len(ids))

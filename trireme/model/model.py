@@ -477,7 +477,7 @@ class Model:
 
 
 def _size(messages: Sequence[Message], prefix: str, tools: Sequence[Any] | None) -> int:
-    """Characters that a template is given, about."""
+    """About how many characters a template gets."""
     texts = sum(len(message["content"]) for message in messages) + len(prefix)
     return texts + sum(len(str(tool)) for tool in tools or ())
 

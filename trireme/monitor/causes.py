@@ -63,10 +63,37 @@ class Cause:
     """Whether a rollout says more."""
 
 
+CAUSES: list[Cause] = []
+"""All causes with their limits; docs/errors.md has the same table."""
+Seen = Callable[[Course, float, Facts], str | None]
+
+
+def _cause(
+    name: str, part: str, limit: float, when: str, why: str, do: str, *, shows: bool = False
+) -> Callable[[Seen], Seen]:
+    """Add the cause that a function sees; the words are those of `Cause`."""
+
+    def add(seen: Seen) -> Seen:
+        CAUSES.append(Cause(name, part, limit, seen, when, why, do, shows))
+        return seen
+
+    return add
+
+
 def _span(rows: Sequence[Figures]) -> str:
     return "the first step" if len(rows) == 1 else f"the last {len(rows)} steps"
 
 
+@_cause(
+    "zero_rewards",
+    "explorer",
+    0.0,
+    "every reward is 0",
+    "one success in 32 rollouts is enough to learn from",
+    "compare the reward with what the reply ends in: another format, another type, a wrong "
+    "`format.response_key`; else the task is too hard: warm up with `sft`, or easier tasks",
+    shows=True,
+)
 def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
     highest, lowest = values(rows, "rollout/reward/max"), values(rows, "rollout/reward/min")
@@ -78,6 +105,18 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
     return f"every reward of {_span(rows)} is 0{beside}"
 
 
+@_cause(
+    "equal_rewards",
+    "explorer",
+    0.9,
+    "in {limit:.0%} of the groups no rollout has an advantage",
+    "towards the end of a good run half of the groups may be solved by all",
+    "a reward that tells replies apart; tasks that are neither always nor never solved "
+    "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1; "
+    "where rewards differed at first, all replies may have become one: a smaller "
+    "`algorithm.optimizer.lr`",
+    shows=True,
+)
 def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
     idle = values(rows, "experience_pipeline/idle_groups")
@@ -94,6 +133,16 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "rewards_gone",
+    "explorer",
+    0.1,
+    "the mean reward is at most {limit:.0%} of what it was",
+    "noise halves a reward, it does not take nine tenths",
+    "the policy has collapsed: go back to a checkpoint with a smaller "
+    "`algorithm.optimizer.lr`, `trainer.grad_clip: 1.0`, or a `kl_loss_fn`",
+    shows=True,
+)
 def _rewards_gone(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
     means = values(rows, "rollout/reward/mean")
@@ -109,6 +158,16 @@ def _cut(rows: Sequence[Figures]) -> float:
     return mean(rows, "rollout/truncated/mean") - too_long
 
 
+@_cause(
+    "replies_cut",
+    "explorer",
+    0.5,
+    "{limit:.0%} of the rollouts have a reply that was cut",
+    "a cut reply seldom has its answer; where half are, length is learnt and not the task",
+    "raise `model.max_response_tokens` (and `max_model_len`), or ask for shorter replies; a "
+    "model that never ends a turn lacks its chat template or end token",
+    shows=True,
+)
 def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
     share, rows = _cut(course.now), course.now
     if share < limit or not facts.replies_may_end:
@@ -120,6 +179,15 @@ def _replies_cut(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "prompts_too_long",
+    "explorer",
+    0.05,
+    "{limit:.0%} of the rollouts have a prompt that is too long",
+    "each is a reward of 0 that says nothing of the model",
+    "raise `model.max_prompt_tokens` and `max_model_len`, or leave such rows out; "
+    "`trireme check` says how long they are",
+)
 def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/prompt_truncated/mean")
     if share < limit or not share:
@@ -130,6 +198,15 @@ def _prompts_too_long(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "length_drift",
+    "explorer",
+    1.5,
+    "replies are {limit:g} times as long as at first, and a quarter of them is cut",
+    "replies may grow where that pays; into the limit they grow where nothing holds them",
+    "a `length_penalty` operator or `math_dapo_reward` with its penalty; `loss_agg_mode: "
+    "token-mean`; a larger limit where replies are still right",
+)
 def _lengths_drift(course: Course, limit: float, facts: Facts) -> str | None:
     name = "rollout/response_length/mean"
     then, now = mean(course.began, name), mean(course.now, name)
@@ -142,6 +219,15 @@ def _lengths_drift(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "entropy_collapse",
+    "trainer",
+    0.1,
+    "the entropy is at most {limit:.0%} of what it was, and below 0.05 nats",
+    "at that point the rollouts of a group are the same text, and nothing is left to compare",
+    "`clip_range_high: 0.28`, an entropy bonus (`entropy_loss_fn_args: {entropy_coef: "
+    "0.001}`), a smaller `lr`, a `kl_loss_fn`; a reward that is already solved needs no more",
+)
 def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
     then, now = (mean(rows, "actor/entropy") for rows in (course.began, course.now))
     if not values(course.now, "actor/entropy") or then <= 0.02 or now > limit * then or now > 0.05:
@@ -149,6 +235,15 @@ def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
     return f"the entropy fell from {then:.3g} to {now:.3g} nats a token: replies are all alike"
 
 
+@_cause(
+    "logprob_gap",
+    "trainer",
+    0.02,
+    "engine and trainer differ by {limit:g} nats a token on the same weights",
+    "float32 gives 1e-5; at 0.02 ratios leave the clip range though nothing was trained",
+    "`algorithm.rollout_correction` (truncated importance sampling), the same `dtype` in "
+    "engine and trainer; with a model of its own code compare the two on one prompt",
+)
 def _gap(course: Course, limit: float, facts: Facts) -> str | None:
     difference = mean(course.now, "rollout/logprob_diff_mean")
     if difference <= limit:
@@ -159,6 +254,15 @@ def _gap(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "staleness",
+    "trainer",
+    4.0,
+    "tokens are {limit:g} pushes older than the synchronizer's plan makes them",
+    "up to about four, clipping and correction hold",
+    "`sample_strategy: staleness_control`, a smaller `capacity` of the buffer, more trainers "
+    "for each explorer, or an algorithm for stale experiences (`opmd`, `topr`)",
+)
 def _stale(course: Course, limit: float, facts: Facts) -> str | None:
     age = mean(course.now, "rollout/staleness_mean")
     if facts.staleness is None or age <= limit + facts.staleness:
@@ -166,6 +270,15 @@ def _stale(course: Course, limit: float, facts: Facts) -> str | None:
     return f"tokens are {age:.1f} pushes old when they are trained (mean of {_span(course.now)})"
 
 
+@_cause(
+    "tools_dropped",
+    "explorer",
+    0.0,
+    "calls have tools, and the chat template writes none of them",
+    "the model cannot call what it is not shown",
+    "`model.chat_template_path` with a template that writes `tools`, or describe them in the "
+    "system prompt",
+)
 def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/conversation/tools_dropped/mean")
     if share <= limit:
@@ -173,6 +286,14 @@ def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
     return "the chat template writes nothing of the tools that the calls have"
 
 
+@_cause(
+    "history_rewritten",
+    "explorer",
+    0.5,
+    "conversations are split {limit:g} times on average",
+    "each part repeats its history: the same tokens cost several times as much",
+    "right where thinking is to be dropped; else a template that keeps history as it was",
+)
 def _rewritten(course: Course, limit: float, facts: Facts) -> str | None:
     splits = mean(course.now, "rollout/conversation/splits/mean")
     if splits < limit:
@@ -183,6 +304,15 @@ def _rewritten(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "nothing_masked",
+    "explorer",
+    0.05,
+    "{limit:.0%} of the rollouts have no token that is trained",
+    "a workflow that returns such experiences mostly builds its mask wrong",
+    "look at `trireme view --url`: the trained tokens are coloured; check `action_mask`, "
+    "`loss_scale` and how the workflow makes its experiences",
+)
 def _nothing_masked(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/untrained/mean")
     if share < limit or not share:
@@ -190,6 +320,14 @@ def _nothing_masked(course: Course, limit: float, facts: Facts) -> str | None:
     return f"{share:.0%} of the rollouts of {_span(course.now)} have no token that is trained"
 
 
+@_cause(
+    "left_out",
+    "explorer",
+    0.9,
+    "operators leave nothing of {limit:.0%} of the groups",
+    "a filter is to take the useless part, and not the data set",
+    "a lower `threshold`, another order of the operators, or tasks of another difficulty",
+)
 def _left_out(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
     emptied = mean(rows, "experience_pipeline/emptied_groups")
@@ -216,6 +354,16 @@ def left_out_by(rows: Sequence[Figures]) -> str:
     return f"of {made:.0f} experiences of {_span(rows)} {kept:.0f} are left to train on: {whom}"
 
 
+@_cause(
+    "reward_not_finite",
+    "explorer",
+    0.0,
+    "a reward is no finite number, or too large for 32 bits",
+    "it takes its whole group with it",
+    "mend the workflow's or the reward's division or logarithm; `invalid_reward_filter` drops "
+    "such experiences before they spoil their group. "
+    "`log/explorer_experience_pipeline.log` names them",
+)
 def _not_finite(course: Course, limit: float, facts: Facts) -> str | None:
     names = ("not_finite", "filtered_count", "made")
     bad, filtered, made = (
@@ -231,6 +379,15 @@ def _not_finite(course: Course, limit: float, facts: Facts) -> str | None:
     )
 
 
+@_cause(
+    "rollouts_failed",
+    "explorer",
+    0.1,
+    "{limit:.0%} of the rollouts fail",
+    "a few time-outs are normal where environments are",
+    "their tracebacks are in `log/explorer_runner_*.log`; `explorer.max_failures` says when a "
+    "run is to stop",
+)
 def _failed(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
     failed, made = mean(rows, "rollout/failed"), mean(rows, "rollout/runs")
@@ -243,6 +400,14 @@ def _failed(course: Course, limit: float, facts: Facts) -> str | None:
     return f"{share:.0%} of the rollouts of {_span(rows)} failed ({why}) and are left out"
 
 
+@_cause(
+    "rows_cut",
+    "trainer",
+    0.1,
+    "{limit:.0%} of a data set's rows are cut or left out",
+    "what is cut is the end of a reply, with its end token",
+    "raise `model.max_model_len`, or shorten the rows; `trireme check` says how long they are",
+)
 def _rows_cut(course: Course, limit: float, facts: Facts) -> str | None:
     names = ("data/rows", "data/cut", "data/dropped")
     read, cut, dropped = (sum(values(course.now, name)) for name in names)
@@ -252,172 +417,3 @@ def _rows_cut(course: Course, limit: float, facts: Facts) -> str | None:
         f"of {read:.0f} rows {cut:.0f} were cut at model.max_model_len and {dropped:.0f} left out, "
         "since nothing of them that is trained fits"
     )
-
-
-CAUSES: tuple[Cause, ...] = (
-    Cause(
-        "zero_rewards",
-        "explorer",
-        0.0,
-        _all_zero,
-        "every reward is 0",
-        "one success in 32 rollouts is enough to learn from",
-        "compare the reward with what the reply ends in: another format, another type, a wrong "
-        "`format.response_key`; else the task is too hard: warm up with `sft`, or easier tasks",
-        shows=True,
-    ),
-    Cause(
-        "equal_rewards",
-        "explorer",
-        0.9,
-        _all_equal,
-        "in {limit:.0%} of the groups no rollout has an advantage",
-        "towards the end of a good run half of the groups may be solved by all",
-        "a reward that tells replies apart; tasks that are neither always nor never solved "
-        "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1; "
-        "where rewards differed at first, all replies may have become one: a smaller "
-        "`algorithm.optimizer.lr`",
-        shows=True,
-    ),
-    Cause(
-        "rewards_gone",
-        "explorer",
-        0.1,
-        _rewards_gone,
-        "the mean reward is at most {limit:.0%} of what it was",
-        "noise halves a reward, it does not take nine tenths",
-        "the policy has collapsed: go back to a checkpoint with a smaller "
-        "`algorithm.optimizer.lr`, `trainer.grad_clip: 1.0`, or a `kl_loss_fn`",
-        shows=True,
-    ),
-    Cause(
-        "replies_cut",
-        "explorer",
-        0.5,
-        _replies_cut,
-        "{limit:.0%} of the rollouts have a reply that was cut",
-        "a cut reply seldom has its answer; where half are, length is learnt and not the task",
-        "raise `model.max_response_tokens` (and `max_model_len`), or ask for shorter replies; a "
-        "model that never ends a turn lacks its chat template or end token",
-        shows=True,
-    ),
-    Cause(
-        "prompts_too_long",
-        "explorer",
-        0.05,
-        _prompts_too_long,
-        "{limit:.0%} of the rollouts have a prompt that is too long",
-        "each is a reward of 0 that says nothing of the model",
-        "raise `model.max_prompt_tokens` and `max_model_len`, or leave such rows out; "
-        "`trireme check` says how long they are",
-    ),
-    Cause(
-        "length_drift",
-        "explorer",
-        1.5,
-        _lengths_drift,
-        "replies are {limit:g} times as long as at first, and a quarter of them is cut",
-        "replies may grow where that pays; into the limit they grow where nothing holds them",
-        "a `length_penalty` operator or `math_dapo_reward` with its penalty; `loss_agg_mode: "
-        "token-mean`; a larger limit where replies are still right",
-    ),
-    Cause(
-        "entropy_collapse",
-        "trainer",
-        0.1,
-        _entropy_gone,
-        "the entropy is at most {limit:.0%} of what it was, and below 0.05 nats",
-        "at that point the rollouts of a group are the same text, and nothing is left to compare",
-        "`clip_range_high: 0.28`, an entropy bonus (`entropy_loss_fn_args: {entropy_coef: "
-        "0.001}`), a smaller `lr`, a `kl_loss_fn`; a reward that is already solved needs no more",
-    ),
-    Cause(
-        "logprob_gap",
-        "trainer",
-        0.02,
-        _gap,
-        "engine and trainer differ by {limit:g} nats a token on the same weights",
-        "float32 gives 1e-5; at 0.02 ratios leave the clip range though nothing was trained",
-        "`algorithm.rollout_correction` (truncated importance sampling), the same `dtype` in "
-        "engine and trainer; with a model of its own code compare the two on one prompt",
-    ),
-    Cause(
-        "staleness",
-        "trainer",
-        4.0,
-        _stale,
-        "tokens are {limit:g} pushes older than the synchronizer's plan makes them",
-        "up to about four, clipping and correction hold",
-        "`sample_strategy: staleness_control`, a smaller `capacity` of the buffer, more trainers "
-        "for each explorer, or an algorithm for stale experiences (`opmd`, `topr`)",
-    ),
-    Cause(
-        "tools_dropped",
-        "explorer",
-        0.0,
-        _tools_dropped,
-        "calls have tools, and the chat template writes none of them",
-        "the model cannot call what it is not shown",
-        "`model.chat_template_path` with a template that writes `tools`, or describe them in the "
-        "system prompt",
-    ),
-    Cause(
-        "history_rewritten",
-        "explorer",
-        0.5,
-        _rewritten,
-        "conversations are split {limit:g} times on average",
-        "each part repeats its history: the same tokens cost several times as much",
-        "right where thinking is to be dropped; else a template that keeps history as it was",
-    ),
-    Cause(
-        "nothing_masked",
-        "explorer",
-        0.05,
-        _nothing_masked,
-        "{limit:.0%} of the rollouts have no token that is trained",
-        "a workflow that returns such experiences mostly builds its mask wrong",
-        "look at `trireme view --url`: the trained tokens are coloured; check `action_mask`, "
-        "`loss_scale` and how the workflow makes its experiences",
-    ),
-    Cause(
-        "left_out",
-        "explorer",
-        0.9,
-        _left_out,
-        "operators leave nothing of {limit:.0%} of the groups",
-        "a filter is to take the useless part, and not the data set",
-        "a lower `threshold`, another order of the operators, or tasks of another difficulty",
-    ),
-    Cause(
-        "reward_not_finite",
-        "explorer",
-        0.0,
-        _not_finite,
-        "a reward is no finite number, or too large for 32 bits",
-        "it takes its whole group with it",
-        "mend the workflow's or the reward's division or logarithm; `invalid_reward_filter` drops "
-        "such experiences before they spoil their group. "
-        "`log/explorer_experience_pipeline.log` names them",
-    ),
-    Cause(
-        "rollouts_failed",
-        "explorer",
-        0.1,
-        _failed,
-        "{limit:.0%} of the rollouts fail",
-        "a few time-outs are normal where environments are",
-        "their tracebacks are in `log/explorer_runner_*.log`; `explorer.max_failures` says when a "
-        "run is to stop",
-    ),
-    Cause(
-        "rows_cut",
-        "trainer",
-        0.1,
-        _rows_cut,
-        "{limit:.0%} of a data set's rows are cut or left out",
-        "what is cut is the end of a reply, with its end token",
-        "raise `model.max_model_len`, or shorten the rows; `trireme check` says how long they are",
-    ),
-)
-"""All causes with their limits; docs/errors.md has the same table."""

@@ -267,7 +267,7 @@ def _ids(path: Path) -> dict[str, str]:
 
 
 def _options(names: Sequence[str], name: str, args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of one tracker: all of them, or of several trackers those under its name."""
+    """The options of one tracker: all of them, or those under its name if there are several."""
     settings = args or {}
     return dict(settings) if len(names) == 1 else dict(settings.get(name) or {})
 

@@ -78,7 +78,7 @@ class Operator:
             await self._call(function)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Foreign code: a blocking one in a thread, and its error with the operator's name."""
+        """Call a user's operator, in a thread if it blocks; its error names the operator."""
         try:
             with UserCode(f"operator '{self.name}'", function):
                 return await call_user(function, *args, away=asyncio.to_thread)

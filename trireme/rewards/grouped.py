@@ -226,7 +226,7 @@ def _options(reward: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """The names, told apart: the second `judge` is `judge_2`. The environment's is taken."""
+    """Make the names unique: the second `judge` is `judge_2`. The environment's is reserved."""
     found: list[str] = []
     for name in names:
         free, count = name, 1

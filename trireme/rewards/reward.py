@@ -152,7 +152,7 @@ async def _asked(
     more: dict[str, Any],
     others: Mapping[str, Any],
 ) -> Any:
-    """What `reward` returns, called in the way of its form; `more`: see `_GIVEN`, `others`: see
+    """The return value of `reward`, called as its form wants; `more`: see `_GIVEN`, `others`: see
     `score`.
     """
     if _is_function(reward):
@@ -223,7 +223,7 @@ def option_names(reward: Any) -> list[str]:
 def _wanted(
     there: dict[str, Any], more: dict[str, Any], reward: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Of what there is, the arguments that a class form names; `more` only where it names them."""
+    """The available arguments that a class form names; those of `more` only if it names them."""
     named = parameters_of(reward)
     return accepted(reward, there) | {k: v for k, v in more.items() if k in named}
 

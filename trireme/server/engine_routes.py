@@ -52,13 +52,18 @@ class KeyBody(BaseModel):
     key: list[Any] = Field(default_factory=list)
 
 
-class CommitWeightsBody(BaseModel):
-    """Weights that were sent before, or a folder of safetensors that the server can read."""
+class VersionBody(BaseModel):
+    """What the new weights are called."""
 
     version: int = Field(ge=0, lt=2**53)
-    path: str | None = None
     begin: bool = False
     """Whether a new run takes the server over, whose versions may be lower than the last one's."""
+
+
+class CommitWeightsBody(VersionBody):
+    """Weights that were sent before, or a folder of safetensors that the server can read."""
+
+    path: str | None = None
 
 
 def steering_router(rollouts: Rollouts) -> APIRouter:
@@ -242,14 +247,6 @@ def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:
 
 
 MAX_TIMEOUT_S = 86400.0
-
-
-class VersionBody(BaseModel):
-    """What the new weights are called."""
-
-    version: int = Field(ge=0, lt=2**53)
-    begin: bool = False
-    """See engine_routes.CommitBody."""
 
 
 def group_router(rollouts: Rollouts) -> APIRouter:

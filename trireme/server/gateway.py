@@ -79,7 +79,7 @@ class Gateway:
         return self._models[name][1] if first == "s" and name in self._models else None
 
     def _model(self, name: str, _: int) -> Model:
-        """That of a session; tokens are counted without one, and any model can do that.
+        """The model of a session; counting tokens needs no session, and any model can do it.
 
         Raises HTTPException where the rollout has ended since its key was looked at: a body takes
         its time, and what it asks is no other rollout's.

@@ -147,7 +147,7 @@ class Limits:
             )
 
     async def _whole(self, scope: Scope, receive: Receive, hold: Any) -> bytes | None:
-        """The body, when all of it is there; None where the client has gone."""
+        """The complete body; None if the client has gone."""
         parts: list[bytes] = []
         size, most = 0, self._largest(scope)
         start = time.monotonic()

@@ -202,7 +202,7 @@ def _add_figures(
 
 
 async def _body(request: Request, kind: type[Wire]) -> dict[str, Any]:
-    """What was posted. Raises ValueError where it is no body of this kind."""
+    """The posted body. Raises ValueError if it is not of this kind."""
     body = await request.json()
     if not isinstance(body, dict):
         raise ValueError(f"the request's body is {body!r:.60}: it must be a JSON object")

@@ -214,7 +214,7 @@ class Sessions:
         return len(self._sessions)
 
     def _drop_oldest(self) -> None:
-        """Make room: an eighth of the sessions at once, so that one line tells of many."""
+        """Drop an eighth of the sessions at once, so that one log line covers many."""
         waiting = sorted(
             (s for s in self._sessions.values() if not s.rewarded), key=lambda s: s.touched
         )

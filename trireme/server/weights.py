@@ -329,11 +329,11 @@ class AnnouncedWeights:
             raise
 
     def _background(self, function: Callable[[], None]) -> None:
-        """In a daemon thread, which does not keep the process alive."""
+        """Run in a daemon thread, which does not keep the process alive."""
         self._last = asyncio.ensure_future(in_thread(function, name="weights"))
 
     async def _after_last(self) -> None:
-        """Until what is under way has come. Raises, once, what it has raised."""
+        """Wait for what is under way. Raises its exception, once."""
         for name in ("_joining", "_last"):
             task: asyncio.Future[None] | None = getattr(self, name)
             if task is not None:

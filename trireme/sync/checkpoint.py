@@ -69,7 +69,7 @@ class CheckpointPush:
         write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
 
     def _write(self, version: int) -> tuple[int, dict[str, Any]]:
-        """The weights' folder; returns whose step it is and what its probe.json holds."""
+        """Write the weights' folder; returns its step and the contents of its probe.json."""
         step = self._step()
         weights = self._backend.weights()
         probe = {

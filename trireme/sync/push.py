@@ -119,7 +119,7 @@ class HttpSync:
     async def _deliver(
         self, version: int, score: Callable[[], list[list[float]]]
     ) -> tuple[Sent, list[list[float]]]:
-        """Send and commit; what was sent, and what `score` says of the weights that are sent."""
+        """Send and commit the weights; returns what was sent, and their scores by `score`."""
         await self._engine.servers.connect()
         loop, given_up = asyncio.get_running_loop(), threading.Event()
 
@@ -150,7 +150,7 @@ class HttpSync:
 
 @dataclass
 class Sent:
-    """What is on its way, counted as it goes."""
+    """Counts weights, and notes their fingerprints, while they are sent."""
 
     dtype: str
     marks: dict[str, float]

@@ -99,10 +99,13 @@ def _measured(
     metrics = work()
     seconds = time.monotonic() - begun
     flops = sum(count.take() for count in counts)
-    metrics["perf/peak_memory_gib"] = max(backend.gather(peak_memory(backend.device), every=True))
-    total, ranks = sum(backend.gather(flops)), backend.num_ranks
+    readings = backend.gather([peak_memory(backend.device), flops], every=True)
+    metrics["perf/peak_memory_gib"] = max(peak for peak, _ in readings)
+    # ranks that share a sequence count the whole of it, each of them
+    same = backend.ranks.spec.sequence if backend.ranks else 1
+    total = sum(flops for _, flops in readings[::same])
     if total and all(count.known for count in counts):
-        rate = total / max(seconds, 1e-9) / ranks
+        rate = total / max(seconds, 1e-9) / backend.num_ranks
         metrics["perf/train_tflop"] = total / 1e12
         metrics["perf/tflops_per_device"] = rate / 1e12
         if backend.peak is not None:

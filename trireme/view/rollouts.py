@@ -246,23 +246,21 @@ class RolloutIndex:
             first = self._first
             columns = {name: np.array(values) for name, values in self._columns.items()}
             tasks, groups = self._tasks.codes, self._groups.codes
-            task = -1 if wanted.task is None else tasks.get(wanted.task, -1)
-            group = -1 if wanted.group is None else groups.get(wanted.group, -1)
+            values = {
+                "kind": None if wanted.kind is None else KINDS.index(wanted.kind),
+                "step": wanted.step,
+                "task": None if wanted.task is None else tasks.get(wanted.task, -1),
+                "group": None if wanted.group is None else groups.get(wanted.group, -1),
+                "cut": wanted.cut,
+            }
         keep = np.ones(len(columns["offset"]), bool)
-        if wanted.kind is not None:
-            keep &= columns["kind"] == KINDS.index(wanted.kind)
-        if wanted.step is not None:
-            keep &= columns["step"] == wanted.step
-        if wanted.task is not None:
-            keep &= columns["task"] == task
-        if wanted.group is not None:
-            keep &= columns["group"] == group
+        for name, value in values.items():
+            if value is not None:
+                keep &= columns[name] == value
         if wanted.least is not None:
             keep &= columns["reward"] >= wanted.least
         if wanted.most is not None:
             keep &= columns["reward"] <= wanted.most
-        if wanted.cut is not None:
-            keep &= columns["cut"] == wanted.cut
         return columns, keep, first
 
     def leading(self, wanted: Filter, count: int) -> Selection | None:
@@ -291,7 +289,7 @@ class RolloutIndex:
         return holding
 
     def _search(self, first: int) -> Search:
-        """What searches have read of the lines whose places begin at `first`."""
+        """The cache of searches over the lines whose places begin at `first`."""
         with self._lock:
             if self._searched is None or self._searched.first != first:
                 self._searched = Search([source.path for source in self._sources], first)

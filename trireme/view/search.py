@@ -77,7 +77,7 @@ class Search:
         return keep & (verdicts == HAS)
 
     def _of(self, text: str, count: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-        """The verdicts on a text, one a row; several threads may fill them, all with the same."""
+        """The verdicts on a text, one per row; several threads may write the same values."""
         with self._lock:
             known = self._verdicts.pop(text, np.zeros(0, np.int8))
             if len(known) < count:

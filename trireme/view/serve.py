@@ -104,7 +104,7 @@ def _listen(options: PageOptions) -> socket.socket:
 
 
 def _has_desktop() -> bool:
-    """Whether a browser opened here would be on somebody's screen."""
+    """Whether this machine has a desktop on which a browser would be seen."""
     if not sys.stdout.isatty() or os.environ.get("SSH_CONNECTION"):
         return False
     return sys.platform in ("darwin", "win32") or any(

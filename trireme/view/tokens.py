@@ -96,7 +96,7 @@ class Tokens:
         return None
 
     def _learned(self, eid: str) -> tuple[dict[str, Any] | None, int | None]:
-        """What the last step that trained it made of it, and which step that was."""
+        """The values of the last train step that used it, and the number of that step."""
         with self._lock:
             kept = dict(trained.files(self._buffer / trained.FOLDER))
             for step, path in kept.items():

@@ -117,7 +117,7 @@ def _origin(module: ModuleType) -> Path | None:
 
 
 def _guarded(what: str, load: object) -> None:
-    """Run foreign code; whatever it raises becomes one sentence and the line that raised it."""
+    """Run a user's code; an exception becomes one sentence with the line that raised it."""
     assert callable(load)
     try:
         with UserCode(what):

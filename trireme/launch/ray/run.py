@@ -263,7 +263,7 @@ class Actors:
         return await EngineKeeper(self._engines, Sides(*sides), restarts=self._restarts()).run(work)
 
     def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Watched:
-        """A worker in an actor of its own, in the place of one that had its name."""
+        """Start a worker in an actor of its own, replacing an older actor of that name."""
         trains = worker in (TrainerWorker, FollowerWorker)
         variables = environment_of(self._plan, trains=trains)
         actor = RayActor.options(**options, runtime_env={"env_vars": variables})
