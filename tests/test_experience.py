@@ -108,7 +108,7 @@ def test_group_by_keeps_the_order_of_first_appearance() -> None:
         Experience([1], mask=[1], eid=EID(1, task, run)) for task, run in [(2, 0), (1, 0), (2, 1)]
     ]
     assert {k: len(v) for k, v in group_by(rows, "task").items()} == {"1/2": 2, "1/1": 1}
-    assert list(group_by(rows, "run")) == ["1/2/0", "1/1/0", "1/2/1"]
+    assert list(group_by(rows, id_type="run")) == ["1/2/0", "1/1/0", "1/2/1"]
     with pytest.raises(ValueError, match="one of task, run, step"):
         group_by(rows, "batch")
 

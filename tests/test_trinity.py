@@ -29,6 +29,16 @@ import trireme
             "trinity.common.workflows:AsyncSimpleWorkflow",
             "trireme.workflows.single_turn:SimpleWorkflow",
         ),
+        ("trinity.buffer.selector:SELECTORS", "trireme.registry:SELECTORS"),
+        ("trinity.buffer.selector.selector:BaseSelector", "trireme.data.selectors:BaseSelector"),
+        (
+            "trinity.common.config:TaskSelectorConfig",
+            "trireme.config.schema_rollout:DataSelectorConfig",
+        ),
+        (
+            "trinity.common.constants:SELECTOR_METRIC",
+            "trireme.pipeline.operators:SELECTOR_METRIC",
+        ),
         ("trinity.common.rewards:REWARD_FUNCTIONS", "trireme.registry:REWARDS"),
         ("trinity.common.rewards.reward_fn:RewardFn", "trireme.rewards.reward:RewardFn"),
         ("trinity.buffer.operators:EXPERIENCE_OPERATORS", "trireme.registry:OPERATORS"),

@@ -58,7 +58,7 @@ _MATHS = {
     for name in ("Task", "MathBoxedWorkflow", "AsyncMathBoxedWorkflow", "SimpleWorkflow")
 }
 _CONSTANTS = (
-    *("RunningStatus", "StorageType", "SyncMethod", "SyncStyle", "SELECTOR_METRIC"),
+    *("RunningStatus", "StorageType", "SyncMethod", "SyncStyle"),
     *("CHECKPOINT_ROOT_DIR_ENV_VAR", "MODEL_PATH_ENV_VAR", "TASKSET_PATH_ENV_VAR"),
     *("BUFFER_PATH_ENV_VAR", "PLUGIN_DIRS_ENV_VAR", "LOG_DIR_ENV_VAR", "LOG_LEVEL_ENV_VAR"),
 )
@@ -75,6 +75,8 @@ def _named(module: str, **names: str) -> dict[str, str]:
 
 _SINGLE, _ANSWERS = "trireme.workflows.single_turn", "trireme.rewards.answers"
 _GYM = {"FrozenLakeWorkflow": "trireme.workflows.gym"}
+_SELECTOR = {"BaseSelector": "trireme.data.selectors", "SELECTORS": "trireme.registry"}
+_SECTIONS = ("FormatConfig", "GenerationConfig", "DataSelectorConfig", "TasksetConfig")
 
 NAMES: dict[str, dict[str, str]] = {
     "trinity.algorithm": {
@@ -93,7 +95,7 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.algorithm.policy_loss_fn": _LOSS,
     "trinity.algorithm.policy_loss_fn.policy_loss_fn": _LOSS,
     "trinity.algorithm.utils": dict.fromkeys(
-        ("aggregate_loss", "masked_mean", "masked_sum"), _CLASSES
+        ("aggregate_loss", "masked_mean", "masked_sum", "prefix_metrics"), _CLASSES
     ),
     "trinity.buffer": {},
     "trinity.buffer.operators": {
@@ -102,8 +104,17 @@ NAMES: dict[str, dict[str, str]] = {
         "ExperienceOperatorV1": "trireme.pipeline.operators:ExperienceOperator",
     },
     "trinity.common": {},
-    "trinity.common.constants": dict.fromkeys(_CONSTANTS, "trinity.common"),
-    "trinity.common.config": {"Config": "trireme.config", "load_config": "trireme.config"},
+    "trinity.common.constants": {
+        **dict.fromkeys(_CONSTANTS, "trinity.common"),
+        "SELECTOR_METRIC": "trireme.pipeline.operators",
+    },
+    "trinity.buffer.selector": _SELECTOR,
+    "trinity.buffer.selector.selector": _SELECTOR,
+    "trinity.common.config": {
+        **dict.fromkeys(("Config", "load_config"), "trireme.config"),
+        **dict.fromkeys(_SECTIONS, "trireme.config.schema_rollout"),
+        "TaskSelectorConfig": "trireme.config.schema_rollout:DataSelectorConfig",
+    },
     "trinity.common.experience": dict.fromkeys(
         ("EID", "Experience", "group_by"), "trireme.experience"
     ),

@@ -253,16 +253,16 @@ def _prompt_length(
     return prompt_length
 
 
-def group_by(experiences: Iterable[Experience], level: str) -> dict[str, list[Experience]]:
+def group_by(experiences: Iterable[Experience], id_type: str) -> dict[str, list[Experience]]:
     """Experiences by `task`, `run` or `step`, in the order in which each first appears."""
     keys: dict[str, Callable[[Experience], str]] = {
         "task": lambda e: e.eid.tid,
         "run": lambda e: e.eid.rid,
         "step": lambda e: e.eid.sid,
     }
-    if level not in keys:
-        raise ValueError(f"group_by level '{level}' is not known: one of {', '.join(keys)}")
+    if id_type not in keys:
+        raise ValueError(f"group_by: id_type is '{id_type}': expected one of {', '.join(keys)}")
     groups: dict[str, list[Experience]] = {}
     for experience in experiences:
-        groups.setdefault(keys[level](experience), []).append(experience)
+        groups.setdefault(keys[id_type](experience), []).append(experience)
     return groups

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trireme.data.selectors import Selection, selection
+from trireme.data.selectors import BaseSelector, Selection, selection
 
 FEATURES = [(0.0, 1.0), (0.2, 0.6), (0.5, 0.5), (0.2, 0.9)]
 
@@ -122,6 +122,63 @@ class Backwards:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.place = state["place"]
+
+
+class Nearest(BaseSelector):
+    """A user's own, in the class form of Trinity-RFT."""
+
+    def __init__(self, data_source: Any, config: Any) -> None:
+        super().__init__(data_source, config)
+        assert data_source.dataset_size == len(data_source.dataset)
+        self.rates = np.array(data_source.dataset[config.feature_keys[0]])
+        self.asked = 0
+
+    def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
+        self.asked += batch_size
+        near = np.abs(self.rates - self.config.kwargs["target"])
+        return np.argsort(near, kind="stable")[:batch_size]
+
+    def feedback(self, indices: list[int], values: list[float]) -> None:
+        self.rates[indices] = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked, "rates": self.rates.tolist()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.asked, self.rates = state_dict["asked"], np.array(state_dict["rates"])
+
+
+class OffTheEnd(Nearest):
+    def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
+        return [99] * batch_size
+
+
+class KeepsArrays(Nearest):
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates}
+
+
+def near(kind: str) -> Selection:
+    rows = [{"rate": rate} for rate in (0.1, 0.5, 0.9, 0.4)]
+    options = {"options": {"target": 0.5}, "feature_keys": ["rate"], "data": rows}
+    return selection(f"{__name__}:{kind}", 4, **options)
+
+
+def test_a_selector_in_the_class_form_of_trinity() -> None:
+    chosen = near("Nearest")
+    assert chosen.select(2) == [1, 3]
+    chosen.feedback({1: 0.0, 0: 0.5})
+    assert chosen.select(2) == [0, 3]
+    chosen.feedback({})
+    again = near("Nearest")
+    again.load_state(json.loads(json.dumps(chosen.state())))
+    assert again.state()["asked"] == 4 and again.select(2) == [0, 3]
+    with pytest.raises(
+        ValueError, match=r"get_indices\(2\) gave \[99, 99\]: expected 2 of the rows"
+    ):
+        near("OffTheEnd").select(2)
+    with pytest.raises(ValueError, match="KeepsArrays': state_dict cannot be kept as JSON"):
+        near("KeepsArrays")
 
 
 def every_other(rows: int, epoch: int, seed: int, *, first: int = 0) -> list[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trireme.buffer.record import Record
 from trireme.experience import EID, Experience
-from trireme.pipeline.operators import make_operator
+from trireme.pipeline.operators import OperatorFailed, make_operator
 from trireme.pipeline.pipeline import Pipeline
 from trireme.registry import ALGORITHMS, OPERATORS
 
@@ -88,6 +89,25 @@ def test_pass_rates_are_those_at_the_operator_s_place() -> None:
     assert pipeline.pass_rates is None
     asyncio.run(pipeline.run(given))
     assert pipeline.pass_rates == {0: {7: 0.5}}
+
+
+def tells(experiences: list[Experience], *, values: Any = (0.25,)) -> tuple[list[Experience], Any]:
+    """An operator of a user that says itself how often a row was solved."""
+    return experiences, {"seen": 1, "selector_metric": {0: {"indices": [7], "values": values}}}
+
+
+def test_an_operator_tells_the_selector_what_it_measured() -> None:
+    def run(**args: Any) -> tuple[Any, dict[str, float]]:
+        pipeline = piped((f"{__name__}:tells", args))
+        _, metrics = asyncio.run(pipeline.run(group([1.0, 0.0])))
+        return pipeline.pass_rates, metrics
+
+    rates, metrics = run()
+    assert rates == {0: {7: 0.25}}
+    assert metrics[f"experience_pipeline/{__name__}:tells/seen"] == 1
+    assert not any("selector_metric" in name for name in metrics)
+    with pytest.raises(OperatorFailed, match="as selector_metric: expected "):
+        run(values=[0.5, 0.5])
 
 
 def test_the_raw_copy_does_not_see_what_operators_change(tmp_path: Path) -> None:

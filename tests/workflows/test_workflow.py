@@ -82,7 +82,7 @@ class RepeatsBadly(Repeats):
     def run(self) -> list[Experience]:
         found = super().run()
         for experience in found:
-            experience.eid = EID(run=0)
+            experience.eid = EID(run=1)
         return found
 
 
@@ -93,8 +93,19 @@ def test_a_class_that_can_repeat_gives_all_runs() -> None:
     assert [e.eid.run for e in found] == [2, 3, 4]
 
 
+class RepeatsWithoutIds(Repeats):
+    def run(self) -> list[Experience]:
+        replies = super().run()
+        return [Experience(r.tokens, prompt_length=r.prompt_length) for r in replies]
+
+
+def test_experiences_that_name_no_run_are_the_runs_in_their_order() -> None:
+    found = call(RepeatsWithoutIds, ["a", "b", "c"], n=3, base=2, key=(0, 0, 2))
+    assert [e.eid.run for e in found] == [2, 3, 4]
+
+
 def test_a_class_that_can_repeat_and_gives_other_runs_is_told() -> None:
-    with pytest.raises(WrongExperience, match=r"returned the runs \[0\]: expected \[0, 1\]"):
+    with pytest.raises(WrongExperience, match=r"returned the runs \[1\]: expected \[0, 1\]"):
         call(RepeatsBadly, ["a", "b"], n=2)
 
 

@@ -9,7 +9,6 @@ BUFFER_PATH_ENV_VAR = "TRINITY_BUFFER_PATH"
 PLUGIN_DIRS_ENV_VAR = "TRINITY_PLUGIN_DIRS"
 LOG_DIR_ENV_VAR = "TRINITY_LOG_DIR"
 LOG_LEVEL_ENV_VAR = "TRINITY_LOG_LEVEL"
-SELECTOR_METRIC = "selector_metric"
 
 
 class SyncMethod(str, Enum):  # noqa: UP042 (printed as Trinity prints it)

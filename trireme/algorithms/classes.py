@@ -130,6 +130,15 @@ def masked_sum(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
     return (values * mask).sum(axis)
 
 
+def prefix_metrics(
+    src_metrics: Mapping[str, Any], prefix: str, dst_metrics: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Metrics under `prefix/`, added to `dst_metrics`."""
+    out = {} if dst_metrics is None else dst_metrics
+    out.update({f"{prefix}/{name}": value for name, value in src_metrics.items()})
+    return out
+
+
 def aggregate_loss(
     values: Tensor,
     mask: Tensor,

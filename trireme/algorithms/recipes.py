@@ -37,6 +37,7 @@ from trireme.registry import (
     Registry,
     refuse_unknown_options,
 )
+from trireme.usercode import UserCode
 
 PARTS = {
     "advantage_fn": ADVANTAGES,
@@ -242,7 +243,8 @@ class Recipe:
         if groups is None:
             return experiences, reward_metrics(experiences)
         if groups.marked("of_experiences"):
-            return groups.function(experiences, **groups.options)
+            with UserCode(f"algorithm.{groups.label}", groups.function):
+                return groups.function(experiences, **groups.options)
         duplicate = bool(part.settings["duplicate_experiences"])
         return assign_advantages(groups, experiences, duplicate=duplicate, at_least=at_least)
 

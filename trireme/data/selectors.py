@@ -1,21 +1,27 @@
 """Selectors: decide the order in which a taskset hands out its rows.
 
-Two forms. A function `(rows, epoch, seed, *, options)` gives the order of one epoch, so that a
+Three forms. A function `(rows, epoch, seed, *, options)` gives the order of one epoch, so that a
 position is all the state that a resume needs. A class `(rows, seed, *, options)` with the methods
 of Selection learns from feedback, and keeps a state of its own. Where either names `features`, it
-gets the columns of `feature_keys`, a list of numbers a row.
+gets the columns of `feature_keys`, a list of numbers a row. A BaseSelector is the class form that
+Trinity-RFT's plug-ins have.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 from trireme.config.options import fitting_options
+from trireme.config.schema_rollout import DataSelectorConfig
 from trireme.registry import SELECTORS
+from trireme.usercode import UserCode
 
 Selector = Callable[..., Sequence[int]]
 
@@ -117,19 +123,101 @@ class RowOrder:
         self._position = int(state["current_index"])
 
 
+class BaseSelector(ABC):
+    """The class form of Trinity-RFT's plug-ins. `data_source` has the data set of Hugging Face,
+    `dataset`, and `dataset_size`; `config` is the section `data_selector`.
+    """
+
+    def __init__(self, data_source: Any, config: DataSelectorConfig) -> None:
+        self.data_source = data_source
+        self.config = config
+
+    @abstractmethod
+    def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
+        """The next rows."""
+
+    @abstractmethod
+    def feedback(self, indices: list[int], values: list[float]) -> None:
+        """How often each of these rows was solved."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that `get_indices` depends on, as JSON takes it."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Back to where `state_dict` was taken."""
+
+
+class _Selected:
+    """A Selection by a BaseSelector."""
+
+    def __init__(
+        self,
+        selector: type[BaseSelector],
+        rows: int,
+        data: Iterable[Mapping[str, Any]],
+        config: DataSelectorConfig,
+    ) -> None:
+        """Raises ValueError where no checkpoint could hold its state."""
+        from datasets import Dataset
+
+        self._rows, self._name = rows, f"data_selector '{config.selector_type}'"
+        source = SimpleNamespace(dataset=Dataset.from_list(list(map(dict, data))))
+        source.dataset_size = rows
+        with UserCode(self._name, selector):
+            self._selector = selector(source, config)
+            state = self._selector.state_dict()
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self._name}: state_dict cannot be kept as JSON: {error}") from error
+
+    def select(self, count: int) -> list[int]:
+        """See Selection. Raises ValueError for another number of rows, or one that is not there."""
+        chosen = [int(row) for row in self._selector.get_indices(count)]
+        if len(chosen) != count or any(not 0 <= row < self._rows for row in chosen):
+            raise ValueError(
+                f"{self._name}: get_indices({count}) gave {chosen!r:.60}: expected {count} of the "
+                f"rows 0 to {self._rows - 1}"
+            )
+        return chosen
+
+    def feedback(self, pass_rates: Mapping[int, float]) -> None:
+        """See Selection."""
+        if pass_rates:
+            self._selector.feedback(list(pass_rates), list(pass_rates.values()))
+
+    def state(self) -> dict[str, Any]:
+        """See Selection."""
+        return self._selector.state_dict()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See Selection."""
+        self._selector.load_state_dict(dict(state))
+
+
 def selection(
     name: str,
     rows: int,
     *,
     seed: int = 42,
     features: Sequence[Sequence[float]] = (),
+    feature_keys: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
+    data: Iterable[Mapping[str, Any]] = (),
 ) -> Selection:
-    """The selector of a name or path, ready to be asked.
+    """The selector of a name or path, ready to be asked. `data` are the rows themselves, for a
+    BaseSelector.
 
     Raises ValueError for an unknown one, for an option that it has not, and for missing features.
     """
     selector: Any = SELECTORS.get(name)
+    if inspect.isclass(selector) and issubclass(selector, BaseSelector):
+        config = DataSelectorConfig(
+            selector_type=name, seed=seed, feature_keys=[*feature_keys], kwargs=dict(options or {})
+        )
+        return _Selected(selector, rows, data, config)
     arguments = fitting_options(f"data_selector '{name}'", selector, options or {}, given=_GIVEN)
     wanted = inspect.signature(selector).parameters.get("features")
     if wanted is not None:

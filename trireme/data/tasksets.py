@@ -84,7 +84,9 @@ class Taskset:
             len(rows),
             seed=seed,
             features=_features(rows, feature_keys),
+            feature_keys=feature_keys,
             options=selector_args,
+            data=rows,
         )
         self._position = 0
         self._check_columns()

@@ -29,8 +29,10 @@ from trireme.registry import Registry, operator
 from trireme.usercode import UserCode, fault_of, refuse_signature
 
 _BUILT_IN = "trireme.pipeline.operators"
-Operated = tuple[list[Experience], dict[str, float]]
+Operated = tuple[list[Experience], dict[str, Any]]
 PassRates = dict[int, dict[int, float]]
+SELECTOR_METRIC = "selector_metric"
+"""What an operator tells a data selector: {taskset: {"indices": [rows], "values": [numbers]}}."""
 
 
 class ExperienceOperator(ABC):
@@ -65,7 +67,26 @@ class Operator:
                 f"experiences, or (experiences, metrics)"
             )
         self._check_ids(experiences, kept)
-        return kept, {str(key): float(value) for key, value in (metrics or {}).items()}
+        told = {**(metrics or {})}
+        rates = told.pop(SELECTOR_METRIC, None)
+        numbers: dict[str, Any] = {str(key): float(value) for key, value in told.items()}
+        return kept, numbers if rates is None else {**numbers, SELECTOR_METRIC: self._rates(rates)}
+
+    def _rates(self, told: Any) -> PassRates:
+        """What the operator tells a selector, by row."""
+        try:
+            return {
+                int(taskset): {
+                    int(row): float(value)
+                    for row, value in zip(of["indices"], of["values"], strict=True)
+                }
+                for taskset, of in told.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise OperatorFailed(
+                f"operator '{self.name}' returned {told!r:.80} as {SELECTOR_METRIC}: expected "
+                "{taskset_id: {'indices': [...], 'values': [...]}}"
+            ) from error
 
     async def prepare(self) -> None:
         """Once, before the first step."""

@@ -24,7 +24,13 @@ from trireme.algorithms.recipes import Recipe
 from trireme.data.rows import Rows, load_rows
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
-from trireme.pipeline.operators import Operator, OperatorFailed, make_operator, pass_rates
+from trireme.pipeline.operators import (
+    SELECTOR_METRIC,
+    Operator,
+    OperatorFailed,
+    make_operator,
+    pass_rates,
+)
 from trireme.pipeline.resampling import Resampling
 from trireme.registry import TASK_OPERATORS
 from trireme.usercode import UserCode, fault_of
@@ -61,7 +67,7 @@ class Pipeline:
         self.operators = tuple(operators)
         self.resampling = resampling
         self.pass_rates: dict[int, dict[int, float]] | None = None
-        """Taskset -> row -> how often the last step solved it; None: nothing here computes it."""
+        """Taskset -> row -> how often the last step solved it; None: nothing here has said so."""
         self._prepared = False
 
     async def run(
@@ -75,10 +81,12 @@ class Pipeline:
         if self.raw is not None:
             await self.raw.write(experiences)
         kept, metrics = list(experiences), {}
+        self.pass_rates = None
         for operator in self.operators:
             if operator.name == PASS_RATES:
                 self.pass_rates = pass_rates(kept)
             kept, measured = await operator(kept)
+            self.pass_rates = measured.pop(SELECTOR_METRIC, self.pass_rates)
             metrics |= {f"{operator.name}/{name}": value for name, value in measured.items()}
         metrics["not_finite"] = float(_not_finite(kept))
         missing = self.resampling.missing if self.resampling is not None else 0
