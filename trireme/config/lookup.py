@@ -181,9 +181,16 @@ def model_shapes(folder: Path) -> dict[str, Shape]:
     return shapes
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder."""
-    return sorted(folder.glob("*.safetensors"))
+def weight_files(path: Path) -> list[Path]:
+    """A safetensors file, or those of a folder by name."""
+    return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def need_weight_files(path: str | Path) -> list[Path]:
+    """`weight_files`. Raises FileNotFoundError where there is none."""
+    if files := weight_files(Path(path)):
+        return files
+    raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
 
 
 def read_shapes(path: Path) -> dict[str, Shape]:

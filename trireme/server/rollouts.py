@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trireme.config.lookup import weight_files
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
@@ -51,8 +52,7 @@ class Rollouts:
     @cached_property
     def max_weight_bytes(self) -> int:
         """Of weights that were sent and not put to use; the model may be stored in half of them."""
-        files = Path(self.model_path).glob("*.safetensors")
-        stored = sum(file.stat().st_size for file in files)
+        stored = sum(file.stat().st_size for file in weight_files(Path(self.model_path)))
         return 4 * stored + WEIGHTS_SLACK if stored else WEIGHTS_UNKNOWN
 
     @property

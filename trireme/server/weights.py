@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trireme.aio import in_thread
+from trireme.config.lookup import weight_files
 from trireme.engines.engine import Engine
 from trireme.engines.weight_group import (
     TIMEOUT_S,
@@ -86,7 +87,7 @@ def merge_adapter(
 
 def base_weights(model_path: str) -> dict[str, Tensor]:
     """The full weights of a model's folder."""
-    files = sorted(Path(model_path).glob("*.safetensors"))
+    files = weight_files(Path(model_path))
     if not files:
         raise ValueError(f"{model_path} holds no safetensors file that an adapter could belong to")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

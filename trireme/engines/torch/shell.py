@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from trireme.config.lookup import need_weight_files
 from trireme.engines.torch import rows
 from trireme.engines.torch.linear import quicken
 from trireme.engines.weight_group import refuse_unusable
@@ -97,7 +98,10 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
     """Overwrite the weights in place. Raises ValueError, and changes nothing, where names or
     shapes are others, or numbers are not finite.
     """
-    weights = _read(Path(source)) if isinstance(source, str | Path) else dict(source)
+    if isinstance(source, str | Path):
+        files = need_weight_files(source)
+        source = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    weights = dict(source)
     state = module.state_dict()
     pointers = {state[name].data_ptr() for name in weights if name in state}
     missing = [n for n, t in state.items() if n not in weights and t.data_ptr() not in pointers]
@@ -116,13 +120,6 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
     with torch.no_grad():
         for name, tensor in weights.items():
             state[name].copy_(tensor)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _assign(root: nn.Module, name: str, tensor: Tensor) -> None:

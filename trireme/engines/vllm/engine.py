@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trireme.aio import first_failure
-from trireme.config.lookup import model_shapes
+from trireme.config.lookup import model_shapes, need_weight_files
 from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.request import Request, checked_rows, make_requests
@@ -424,13 +424,9 @@ class VllmEngine:
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """Names in a folder's safetensors files, or in one file, read from their heads."""
-    location = Path(path)
-    files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{path} holds no safetensors file to take weights from")
+    """Names in a folder's safetensors files, or in one file."""
     names: set[str] = set()
-    for file in files:
+    for file in need_weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             names |= set(tensors.keys())
     return names

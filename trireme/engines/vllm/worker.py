@@ -25,6 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trireme.config.lookup import weight_files
 from trireme.engines.adapter import A, B, is_adapter, write_adapter
 from trireme.engines.sampling import inverse_cdf, uniforms
 from trireme.engines.vllm.options import ADAPTER, STREAM
@@ -185,7 +186,7 @@ class TriremeWorker:
         """Take the weights of a folder of safetensors, or of one such file. Whether they are an
         adapter.
         """
-        return self._trireme_take(_read(_files(path)))
+        return self._trireme_take(_read(weight_files(Path(path))))
 
     def trireme_join(self, meeting: dict[str, Any], leader: str = "trainer") -> None:
         """Come to a weight group, each worker with a rank of its own. `leader`: whose it is."""
@@ -246,7 +247,7 @@ class TriremeWorker:
     def _trireme_base_marks(self) -> dict[str, float]:
         """Of the files that were loaded, and as the layers use them as far as that can be told."""
         marks: dict[str, float] = {}
-        for name, tensor in _read(_files(self.model_runner.model_config.model)):
+        for name, tensor in _read(weight_files(Path(self.model_runner.model_config.model))):
             marks |= fingerprint({name: tensor}, self._trireme_dtype)
         return marks | self._trireme_used_marks(marks)
 
@@ -273,10 +274,6 @@ class TriremeWorker:
         if missing:
             raise RuntimeError(f"the new weights lack {len(missing)} tensors, {missing[0]} first")
         self._trireme_marks = marks | self._trireme_used_marks(marks)
-
-
-def _files(path: str) -> list[Path]:
-    return [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.safetensors"))
 
 
 def _read(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
