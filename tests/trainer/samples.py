@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from trireme.algorithms.recipes import Recipe
 from trireme.config.schema import OptimizerConfig
 from trireme.experience import EID, Experience
 from trireme.trainer.attention import AttentionRows, Rows
@@ -14,7 +17,8 @@ from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Leader
 from trireme.trainer.pack import PackedBatch
-from trireme.trainer.ranks import Ranks
+from trireme.trainer.ranks import Ranks, whole
+from trireme.trainer.step import train_step
 
 VOCABULARY = 90
 
@@ -92,3 +96,36 @@ def experiences(seed: int = 0) -> list[Experience]:
         )
     out[3].mask = out[0].mask.clone()
     return out
+
+
+def of_groups() -> list[Experience]:
+    """The samples with one advantage each, as group-relative ones are: good, bad and neither."""
+    samples = experiences()
+    for n, e in enumerate(samples):
+        e.advantages = e.mask * [1.2, -0.7, 0.0, -1.5][n % 4]
+    return samples
+
+
+def move(backend: Backend, noise: float = 0.05) -> None:
+    """Make the trained weights differ from those that were loaded, which a reference keeps."""
+    rng = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in backend.module.parameters():
+            p += noise * torch.randn(p.shape, generator=rng)
+
+
+def gradients_of(
+    backend: Backend, recipe: Recipe, samples: Sequence[Experience], **options: Any
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The whole gradients that a train step leaves for the optimizer, and its metrics."""
+    kept: dict[str, Tensor] = {}
+
+    def keep() -> dict[str, float]:
+        for name, p in backend.module.named_parameters():
+            if p.grad is not None:
+                kept[name] = whole(p.grad).clone()
+        return {}
+
+    backend.step = keep
+    metrics = train_step(backend, recipe, samples, version=0, **options)
+    return kept, metrics

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.trainer.samples import backend_of, critic_of, experiences
+from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of, move
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
@@ -49,25 +49,13 @@ def _step(
     """Gradients that a step leaves, policy's and critic's, and its metrics."""
     options = {"max_token_len": length, "share_prefix": share}
     backend = backend_of(path, reference=recipe.needs_reference, **options)
-    rng = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in backend.module.parameters():
-            p += noise * torch.randn(p.shape, generator=rng)
+    move(backend, noise)
     critic = critic_of(path, **options) if recipe.needs_critic else None
     if critic is not None:
         with torch.no_grad():
             critic.head.weight.copy_(torch.linspace(-1, 1, critic.head.weight.numel()))
-    kept = {}
-
-    def keep() -> dict[str, float]:
-        for name, p in backend.module.named_parameters():
-            assert p.grad is not None
-            kept[name] = p.grad.clone()
-        return {}
-
-    backend.step = keep
     train_state = TrainState(recipe, critic)
-    metrics = train_step(backend, recipe, _samples(recipe), version=0, train_state=train_state)
+    kept, metrics = gradients_of(backend, recipe, _samples(recipe), train_state=train_state)
     if critic is not None:
         kept |= {f"critic {name}": w.clone() for name, w in critic.weights().items()}
     return kept, metrics
@@ -113,10 +101,7 @@ def test_own_and_expert_tokens_are_averaged_apart(tiny_dir):
     _, whole = _step(tiny_dir, recipe, share=True, length=10_000)
     sft = _recipe("sft")
     backend = backend_of(tiny_dir, max_token_len=10_000)
-    rng = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in backend.module.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=rng)
+    move(backend)
     experts = [e for e in _samples(recipe) if e.info["is_expert"]]
     alone = train_step(backend, sft, experts, version=0)
     assert whole["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-5)
@@ -147,10 +132,7 @@ def test_dpos_gradient_is_that_of_the_pairs_margins(tiny_dir):
     got, metrics = _step(tiny_dir, recipe, share=True, length=40)
     backend = backend_of(tiny_dir, max_token_len=10_000)
     reference = {k: v.clone() for k, v in backend.module.state_dict().items()}
-    rng = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in backend.module.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=rng)
+    move(backend)
     moved = {k: v.clone() for k, v in backend.module.state_dict().items()}
 
     def total(e: Experience, reply: torch.Tensor) -> torch.Tensor:
@@ -185,10 +167,7 @@ def test_ktos_gradient_is_that_of_the_replies_against_those_to_other_prompts(tin
     got, metrics = _step(tiny_dir, recipe, share=True, length=40, noise=noise)
     backend = backend_of(tiny_dir, max_token_len=10_000)
     reference = {k: v.clone() for k, v in backend.module.state_dict().items()}
-    rng = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in backend.module.parameters():
-            p += noise * torch.randn(p.shape, generator=rng)
+    move(backend, noise)
     moved = {k: v.clone() for k, v in backend.module.state_dict().items()}
     from transformers import AutoModelForCausalLM
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainer.ranks import run
-from tests.trainer.samples import backend_of, critic_of, experiences
+from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of
 from tests.trainer.test_close import large_head
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.trainer import head
 from trireme.trainer.backend import Backend
-from trireme.trainer.ranks import Ranks, RankSpec, whole
-from trireme.trainer.step import train_step
+from trireme.trainer.ranks import Ranks, RankSpec
 
 FULL = {
     "algorithm_type": "grpo",
@@ -132,17 +131,7 @@ def test_in_bfloat16_chunks_lose_nothing_of_the_heads_gradient(
 
 def gradients(backend: Backend) -> dict[str, Tensor]:
     """Of one batch with all terms of the loss; the step is not taken."""
-    found: dict[str, Tensor] = {}
-
-    def keep() -> dict[str, float]:
-        for name, p in backend.module.named_parameters():
-            if p.grad is not None:
-                found[name] = whole(p.grad).clone()
-        return {}
-
-    backend.step = keep
-    train_step(backend, get_recipe(SimpleNamespace(**FULL)), experiences(), version=0)
-    return found
+    return gradients_of(backend, get_recipe(SimpleNamespace(**FULL)), experiences())[0]
 
 
 def half(folder: Path, ranks: Ranks | None = None) -> dict[str, Any]:

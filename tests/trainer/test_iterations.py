@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import backend_of, experiences, optimizer_of
+from tests.trainer.samples import backend_of, of_groups, optimizer_of
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import Experience
 from trireme.trainer.learning import TrainState
@@ -25,13 +25,6 @@ SGD = optimizer_of(optimizer_type="sgd", lr=LR, weight_decay=0.0)
 
 def _recipe(**given: Any) -> Recipe:
     return get_recipe(SimpleNamespace(**{"algorithm_type": "grpo", "kl_loss_fn": "none"} | given))
-
-
-def _samples() -> list[Experience]:
-    samples = experiences()
-    for n, e in enumerate(samples):
-        e.advantages = e.mask * [1.2, -0.7, 0.0, -1.5][n % 4]
-    return samples
 
 
 def _logprob(model: Any, e: Experience, t: int) -> Tensor:
@@ -59,7 +52,7 @@ def test_three_steps_on_a_batch_are_those_of_a_plain_float64_loop(
     backend = backend_of(path, optimizer=SGD, grad_clip=1e9)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     begun = copy.deepcopy(plain)
-    samples = _samples()
+    samples = of_groups()
     own = [(e, t) for e in samples for t in e.mask.nonzero().squeeze(1).tolist()]
     with torch.no_grad():
         sampled = [e.logprobs[t].double() for e, t in own if e.logprobs is not None]
@@ -95,7 +88,7 @@ def test_real_learns_the_same_however_its_groups_are_cut(longest: int, tmp_path:
     path = make_model(tmp_path / "tiny", "qwen3")
     backend = backend_of(path, optimizer=SGD, grad_clip=1e9, max_token_len=longest)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
-    samples = [e for e in _samples() if bool(e.mask.any())]
+    samples = [e for e in of_groups() if bool(e.mask.any())]
     for n, e in enumerate(samples):
         e.advantages = e.mask * [1.2, -0.7, 0.0, 0.4][n % 4]
     groups = {e.eid.tid for e in samples}
@@ -129,7 +122,7 @@ def test_the_schedule_counts_optimizer_steps(tiny_dir: Path) -> None:
     backend = backend_of(tiny_dir, optimizer=optimizer, total_steps=8)
     recipe, state = _recipe(num_iterations=2), TrainState(_recipe(num_iterations=2))
     lrs = [
-        train_step(backend, recipe, _samples(), version=0, train_state=state)["actor/lr"]
+        train_step(backend, recipe, of_groups(), version=0, train_state=state)["actor/lr"]
         for _ in range(4)
     ]
     # warm-up 1/4, 2/4, 3/4, 1, then half a cosine to 0.1: of each two steps the last is reported
@@ -141,7 +134,7 @@ def test_the_schedule_counts_optimizer_steps(tiny_dir: Path) -> None:
 def test_the_comparison_with_the_sampler_is_of_the_first_step_alone(tiny_dir: Path) -> None:
     """On the engine's weights the two agree; after a step of the policy they differ by that."""
     scored = backend_of(tiny_dir)
-    samples = _samples()
+    samples = of_groups()
     for e in samples:
         [row] = scored.score([e.tokens.tolist()], temperature=e.temperature or 1.0)
         e.logprobs = torch.tensor(row) * e.mask
@@ -153,7 +146,7 @@ def test_the_comparison_with_the_sampler_is_of_the_first_step_alone(tiny_dir: Pa
 
 def test_tokens_are_chosen_anew_before_each_step(tiny_dir: Path) -> None:
     """M2PO leaves nothing out of the first step on samples of these weights, and some later."""
-    samples = _samples()
+    samples = of_groups()
     for e in samples:
         [row] = backend_of(tiny_dir).score([e.tokens.tolist()], temperature=e.temperature or 1.0)
         e.logprobs = torch.tensor(row) * e.mask
@@ -167,13 +160,13 @@ def test_tokens_are_chosen_anew_before_each_step(tiny_dir: Path) -> None:
 def test_a_resumed_run_goes_on_as_one_that_was_not(tiny_dir: Path, tmp_path: Path) -> None:
     recipe = _recipe(num_iterations=2)
     backend, state = backend_of(tiny_dir), TrainState(recipe)
-    train_step(backend, recipe, _samples(), version=0, train_state=state)
+    train_step(backend, recipe, of_groups(), version=0, train_state=state)
     backend.save(tmp_path, hf=False)
     other, kept = backend_of(tiny_dir), TrainState(recipe)
     other.load(tmp_path)
     kept.load_state(state.state())
     for one, its in ((backend, state), (other, kept)):
-        train_step(one, recipe, _samples(), version=0, train_state=its)
+        train_step(one, recipe, of_groups(), version=0, train_state=its)
     assert backend.optimizer.steps == other.optimizer.steps == 4
     theirs = other.weights()
     assert all(torch.equal(w, theirs[name]) for name, w in backend.weights().items())

@@ -10,12 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import backend_of, experiences
+from tests.trainer.samples import backend_of, experiences, gradients_of, move, of_groups
 from trireme.algorithms.recipes import algorithm, get_recipe
 from trireme.experience import Experience
 from trireme.registry import policy_loss
 from trireme.trainer import head
-from trireme.trainer.backend import Backend
 from trireme.trainer.ranks import NotFinite
 from trireme.trainer.step import train_step
 
@@ -34,33 +33,6 @@ def _recipe(**given):
     return get_recipe(SimpleNamespace(**given))
 
 
-def _gradients(backend: Backend, recipe, samples) -> tuple[dict[str, torch.Tensor], dict]:
-    """Gradients that a train step leaves for the optimizer, and its metrics."""
-    kept = {}
-
-    def keep() -> dict[str, float]:
-        for name, p in backend.module.named_parameters():
-            assert p.grad is not None
-            kept[name] = p.grad.clone()
-        return {}
-
-    backend.step = keep
-    metrics = train_step(backend, recipe, samples, version=0)
-    return kept, metrics
-
-
-def _backend(path, **given) -> Backend:
-    return backend_of(path, **given)
-
-
-def _moved_reference(backend: Backend) -> None:
-    """Make the trained model differ from its reference."""
-    rng = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in backend.module.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=rng)
-
-
 def _entry_terms(model, reference, e, t):
     """(policy loss, k3, entropy) of token t of an experience, in float64, by the definitions."""
     logits = model(e.tokens[None, :t]).logits[0, -1] / e.temperature
@@ -77,14 +49,6 @@ def _entry_terms(model, reference, e, t):
     return loss, d.exp() - 1 - d, -(p.exp() * p).sum()
 
 
-def _of_groups() -> list[Experience]:
-    """The samples with one advantage each, as group-relative ones are: good, bad and neither."""
-    samples = experiences()
-    for n, e in enumerate(samples):
-        e.advantages = e.mask * [1.2, -0.7, 0.0, -1.5][n % 4]
-    return samples
-
-
 def _idle(e: Experience) -> bool:
     return e.advantages is not None and not bool(e.advantages.any())
 
@@ -97,12 +61,12 @@ def _idle(e: Experience) -> bool:
 )
 def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, tmp_path):
     path = make_model(tmp_path / arch, arch, tie=arch != "llama")
-    backend = _backend(path, reference=True)
-    _moved_reference(backend)
+    backend = backend_of(path, reference=True)
+    move(backend)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
     reference = copy.deepcopy(plain)
     plain.load_state_dict({k: v.double() for k, v in backend.module.state_dict().items()})
-    samples = experiences() if kl and entropy else _of_groups()
+    samples = experiences() if kl and entropy else of_groups()
     total = torch.zeros((), dtype=torch.float64)
     num_tokens = sum(int(e.mask.sum()) for e in samples)
     for e in samples:
@@ -117,7 +81,7 @@ def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, t
         "entropy_loss_fn_args": {"entropy_coef": entropy},
     }
     recipe = _recipe(**FULL | coefficients, loss_agg_mode=mode)
-    got, metrics = _gradients(backend, recipe, samples)
+    got, metrics = gradients_of(backend, recipe, samples)
     # with neither divergence nor bonus, samples without an advantage are left out of the step
     idle = 0 if kl or entropy else sum(_idle(e) for e in samples)
     assert metrics["perf/idle_experiences"] == idle
@@ -139,9 +103,11 @@ def test_the_gradient_is_that_of_a_plain_float64_loop(arch, mode, kl, entropy, t
     ids=str,
 )
 def test_layout_changes_neither_loss_nor_gradient(given, tiny_dir):
-    expected, loss = _gradients(_backend(tiny_dir, reference=True), _recipe(**FULL), experiences())
-    got, same = _gradients(
-        _backend(tiny_dir, reference=True, **given), _recipe(**FULL), experiences()
+    expected, loss = gradients_of(
+        backend_of(tiny_dir, reference=True), _recipe(**FULL), experiences()
+    )
+    got, same = gradients_of(
+        backend_of(tiny_dir, reference=True, **given), _recipe(**FULL), experiences()
     )
     assert same["actor/loss"] == pytest.approx(loss["actor/loss"], abs=1e-6)
     for name in expected:
@@ -149,11 +115,13 @@ def test_layout_changes_neither_loss_nor_gradient(given, tiny_dir):
 
 
 def test_logits_made_in_chunks_give_the_same_gradient(tiny_dir, monkeypatch):
-    expected, _ = _gradients(
-        _backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences()
+    expected, _ = gradients_of(
+        backend_of(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences()
     )
     monkeypatch.setitem(head.LOGIT_NUMBERS, "cpu", 100 * 7)
-    got, _ = _gradients(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences())
+    got, _ = gradients_of(
+        backend_of(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), experiences()
+    )
     for name in expected:
         assert torch.allclose(got[name], expected[name], atol=1e-6, rtol=1e-4), name
 
@@ -165,7 +133,7 @@ def test_samples_without_advantage_are_skipped_and_still_count(tiny_dir):
     recipe = _recipe(algorithm_type="grpo", kl_loss_fn="none")
     results = []
     for skip in (True, False):
-        backend = _backend(tiny_dir)
+        backend = backend_of(tiny_dir)
         metrics = train_step(backend, recipe, samples, version=0, skip_idle=skip)
         results.append((metrics, backend.weights()))
     (lean, lean_weights), (plain, plain_weights) = results
@@ -179,7 +147,7 @@ def test_a_batch_without_any_advantage_still_decays_the_weights(tiny_dir):
     samples = experiences()
     for e in samples:
         e.advantages = torch.zeros(len(e.tokens))
-    backend = _backend(tiny_dir)
+    backend = backend_of(tiny_dir)
     before = {name: w.clone() for name, w in backend.weights().items()}
     metrics = train_step(
         backend, _recipe(algorithm_type="grpo", kl_loss_fn="none"), samples, version=0
@@ -193,7 +161,7 @@ def test_a_batch_without_a_trained_token_moves_nothing(tiny_dir):
     samples = experiences()[:2]
     for e in samples:
         e.mask[:] = False
-    backend = _backend(tiny_dir)
+    backend = backend_of(tiny_dir)
     metrics = train_step(backend, _recipe(**FULL), samples, version=0)
     assert set(metrics) == {"perf/trained_tokens", "perf/peak_memory_gib"}
     assert metrics["perf/trained_tokens"] == 0
@@ -204,7 +172,7 @@ def test_sft_lowers_the_loss_on_its_own_data(tiny_dir):
     samples = experiences()
     for e in samples:
         e.logprobs = e.advantages = e.versions = None
-    backend = _backend(tiny_dir)
+    backend = backend_of(tiny_dir)
     recipe = _recipe(algorithm_type="sft")
     losses = [train_step(backend, recipe, samples, version=0)["actor/loss"] for _ in range(5)]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
@@ -215,13 +183,13 @@ def test_loss_weight_scales_what_a_token_contributes(tiny_dir):
     for e in samples:
         e.loss_weight = torch.full((len(e.tokens),), 2.0)
     recipe = _recipe(algorithm_type="sft")
-    _, doubled = _gradients(_backend(tiny_dir), recipe, samples)
-    _, plain = _gradients(_backend(tiny_dir), recipe, experiences())
+    _, doubled = gradients_of(backend_of(tiny_dir), recipe, samples)
+    _, plain = gradients_of(backend_of(tiny_dir), recipe, experiences())
     assert doubled["actor/loss"] == pytest.approx(2 * plain["actor/loss"], rel=1e-5)
 
 
 def test_engine_and_trainer_are_compared_on_tokens_of_this_version(tiny_dir):
-    backend = _backend(tiny_dir)
+    backend = backend_of(tiny_dir)
     samples = experiences()
     for e in samples:
         [scored] = _scored(backend, e)
@@ -245,7 +213,7 @@ def test_old_logprobs_may_be_the_trainers_own(tiny_dir):
     for e in samples:
         e.logprobs = None
     recipe = _recipe(algorithm_type="grpo", kl_loss_fn="none", bypass_old_logprobs=False)
-    assert train_step(_backend(tiny_dir), recipe, samples, version=0)["actor/ppo_kl"] == 0
+    assert train_step(backend_of(tiny_dir), recipe, samples, version=0)["actor/ppo_kl"] == 0
 
 
 def test_missing_data_is_named_with_the_experience(tiny_dir):
@@ -254,14 +222,18 @@ def test_missing_data_is_named_with_the_experience(tiny_dir):
     with pytest.raises(
         ValueError, match=r"'ppo' asks for 'old_logprobs', which experience 0/0/2/0"
     ):
-        train_step(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), samples, version=0)
+        train_step(
+            backend_of(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), samples, version=0
+        )
 
 
 def test_a_loss_that_is_not_finite_names_the_sample(tiny_dir):
     samples = experiences()
     samples[5].advantages = samples[5].mask * float("nan")
     with pytest.raises(NotFinite, match="experience 0/1/0/1 is nan at token"):
-        train_step(_backend(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), samples, version=0)
+        train_step(
+            backend_of(tiny_dir), _recipe(**FULL | {"kl_loss_fn": "none"}), samples, version=0
+        )
 
 
 def test_a_gradient_that_is_not_finite_names_the_sample_and_moves_nothing(tiny_dir):
@@ -275,7 +247,7 @@ def test_a_gradient_that_is_not_finite_names_the_sample_and_moves_nothing(tiny_d
     for e in samples:
         e.advantages = torch.zeros(len(e.tokens))
     samples[5].advantages = 7.0 * samples[5].mask
-    backend = _backend(tiny_dir)
+    backend = backend_of(tiny_dir)
     before = {name: w.clone() for name, w in backend.weights().items()}
     with pytest.raises(NotFinite, match="experience"):
         train_step(backend, _recipe(algorithm_type="steep"), samples, version=0)
@@ -293,7 +265,7 @@ def test_a_gradient_whose_norm_alone_overflows_names_the_sample(tiny_dir):
     samples = experiences()
     samples[7].advantages = torch.full((len(samples[7].tokens),), 1e28)
     with pytest.raises(NotFinite, match="the gradient of experience 0/2/0/0 is not finite"):
-        train_step(_backend(tiny_dir), _recipe(algorithm_type="huge"), samples, version=0)
+        train_step(backend_of(tiny_dir), _recipe(algorithm_type="huge"), samples, version=0)
 
 
 def test_a_loss_that_does_not_depend_on_the_policy_is_refused(tiny_dir):
@@ -303,7 +275,9 @@ def test_a_loss_that_does_not_depend_on_the_policy_is_refused(tiny_dir):
 
     algorithm("constant", advantage=None, policy_loss=constant)
     with pytest.raises(ValueError, match="does not depend on the log-probabilities"):
-        train_step(_backend(tiny_dir), _recipe(algorithm_type="constant"), experiences(), version=0)
+        train_step(
+            backend_of(tiny_dir), _recipe(algorithm_type="constant"), experiences(), version=0
+        )
 
 
 def test_a_loss_that_averages_by_itself_is_refused(tiny_dir):
@@ -313,4 +287,6 @@ def test_a_loss_that_averages_by_itself_is_refused(tiny_dir):
 
     algorithm("averages", advantage=None, policy_loss=averages)
     with pytest.raises(ValueError, match="not averaged"):
-        train_step(_backend(tiny_dir), _recipe(algorithm_type="averages"), experiences(), version=0)
+        train_step(
+            backend_of(tiny_dir), _recipe(algorithm_type="averages"), experiences(), version=0
+        )

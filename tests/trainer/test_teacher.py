@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_model
-from tests.trainer.samples import backend_of, experiences
+from tests.trainer.samples import backend_of, experiences, gradients_of, of_groups
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import Experience
 from trireme.trainer.learning import TrainState
@@ -25,9 +25,8 @@ def _recipe(**given) -> Recipe:
 def _scored() -> list[Experience]:
     """Samples with holes in their masks that a teacher has scored; some have no advantage."""
     rng = torch.Generator().manual_seed(3)
-    samples = experiences()
-    for n, e in enumerate(samples):
-        e.advantages = e.mask * [1.2, -0.7, 0.0, -1.5][n % 4]
+    samples = of_groups()
+    for e in samples:
         e.teacher_logprobs = -4.5 + torch.randn(len(e.tokens), generator=rng) * 0.3
     return samples
 
@@ -69,16 +68,7 @@ def test_the_gradient_is_that_of_a_plain_float64_loop(name, coefficient, mode, t
     recipe = _recipe(
         teacher_kl_fn=name, teacher_kl_fn_args={"kl_coef": coefficient}, loss_agg_mode=mode
     )
-    kept = {}
-
-    def keep() -> dict[str, float]:
-        for n, p in backend.module.named_parameters():
-            assert p.grad is not None
-            kept[n] = p.grad.clone()
-        return {}
-
-    backend.step = keep
-    metrics = train_step(backend, recipe, samples, version=0)
+    kept, metrics = gradients_of(backend, recipe, samples)
     assert metrics["perf/idle_experiences"] == 0  # a sample without an advantage learns of it too
     assert metrics["actor/loss"] == pytest.approx(total.item(), abs=1e-5)
     assert metrics["actor/teacher_kl_loss"] == pytest.approx(math.fsum(divergences), abs=1e-5)
