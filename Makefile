@@ -1,6 +1,6 @@
 # make setup | demo | demo-cluster | docs | test | test-gpu | gpu-report | test-vllm | test-megatron | test-postgres |
-# test-trackers | test-agents | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults | test-python | audit |
-# bench-peers | performance | lint | clean: needs Python 3.11 to 3.13; all else goes into
+# test-trackers | test-agents | test-data-juicer | test-ray | test-fuzz | test-matrix | test-page | test-extras | faults |
+# test-python | audit | bench-peers | performance | lint | clean: needs Python 3.11 to 3.13; all else goes into
 # environments in this folder.
 
 VENV := .venv
@@ -15,6 +15,7 @@ ENVS := .venv-envs
 MEGATRON := .venv-megatron
 TRACKERS := .venv-trackers
 AGENTS := .venv-agents
+JUICER := .venv-data-juicer
 VLLM := .venv-vllm
 PEERS := .venv-peers
 ifdef TRIREME_VLLM_PYTHON
@@ -25,7 +26,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 endif
 
 .PHONY: setup demo demo-cluster docs test test-gpu gpu-report test-page test-extras test-fuzz test-matrix test-megatron \
-    test-vllm test-trackers test-agents test-postgres test-ray test-python audit faults bench-peers performance lint \
+    test-vllm test-trackers test-agents test-data-juicer test-postgres test-ray test-python audit faults bench-peers performance lint \
     format clean
 
 setup: $(STAMP)
@@ -152,7 +153,7 @@ test-page: setup
 	$(REQUIRE)=test-page $(BIN)/python -m pytest -q -rs tests/e2e/test_page.py
 
 # the real ALFWorld engine, in an environment of its own: compiles for about a minute
-test-extras: setup test-vllm test-megatron test-trackers test-agents test-postgres test-ray test-matrix test-page
+test-extras: setup test-vllm test-megatron test-trackers test-agents test-data-juicer test-postgres test-ray test-matrix test-page
 	$(BIN)/python -m venv $(ENVS)
 	$(ENVS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,envs,mcp]'
 	$(REQUIRE)=test-extras $(ENVS)/bin/python -m pytest -q -rs tests/envs tests/workflows tests/e2e/test_seed_000.py
@@ -183,6 +184,14 @@ test-agents: setup
 	    $(BIN)/python -c "import site; print('$(CURDIR)', *site.getsitepackages(), sep='\n')" > $$folder/setup.pth; }
 	npm install --no-save --prefix tests/agents --no-audit --no-fund --loglevel=error
 	OMP_NUM_THREADS=1 $(REQUIRE)=test-agents $(AGENTS)/bin/python -m pytest -q -rs -s tests/agents
+
+# the operator data_juicer with Data-Juicer itself, in an environment of its own (650 MB)
+test-data-juicer: setup
+	$(BIN)/python -m venv $(JUICER)
+	$(JUICER)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints-data-juicer.txt py-data-juicer aiohttp
+	TRIREME_DATA_JUICER_PYTHON=$(CURDIR)/$(JUICER)/bin/python $(REQUIRE)=data-juicer \
+	    $(BIN)/python -m pytest -q -rs tests/pipeline/test_data_juicer.py
 
 # the unit tests on the other interpreters that are promised, each in an environment of its own
 test-python:

@@ -329,9 +329,11 @@ RM_PLUGINS = Registry("reward model plug-in")
 reward = REWARDS.register
 """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""
 
-OPERATORS = Registry("experience operator", home=["trireme.pipeline.operators"], by="operator")
-TASK_OPERATORS = Registry("task operator")
-"""All of them are users' own."""
+_JUICER = "trireme.pipeline.data_juicer"
+OPERATORS = Registry(
+    "experience operator", home=["trireme.pipeline.operators", _JUICER], by="operator"
+)
+TASK_OPERATORS = Registry("task operator", home=[_JUICER], by="task_operator")
 
 operator = OPERATORS.register
 """Decorator: a function `(experiences, *, options)` or an ExperienceOperator, by this name."""

@@ -476,7 +476,7 @@ def test_a_server_for_other_machines_needs_a_key(tmp_path):
             "experience_pipeline",
             "experience operator 'reward_filtr'; did you mean 'reward_filter'?",
         ),
-        ("task_pipeline", "task operator 'reward_filtr'. Known: none"),
+        ("task_pipeline", "task operator 'reward_filtr'. Known: data_juicer"),
     ],
 )
 def test_an_operator_that_is_not_there_is_named(tmp_path, pipeline, message):

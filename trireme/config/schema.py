@@ -401,7 +401,7 @@ class ServiceConfig(Section):
 
     data_juicer: Annotated[
         DataJuicerConfig,
-        Refused("is not supported: write its operators as Python functions (docs/pipeline.md)"),
+        Mapped("the operator data_juicer starts a process of its own (TRIREME_DATA_JUICER_PYTHON)"),
     ] = DataJuicerConfig()
     """Data-Juicer."""
 

@@ -465,7 +465,7 @@ class TaskPipelineConfig(Section):
     num_process: Annotated[int | None, Ge(1), NoEffect()] = None
     """Processes that work side by side."""
     config_path: Annotated[
-        str | None, Refused("is not read here: name each step in operators (docs/pipeline.md)")
+        str | None, Refused("is not read here: name it as config_path of the operator data_juicer")
     ] = None
     """A Data-Juicer recipe."""
     top_k: Annotated[

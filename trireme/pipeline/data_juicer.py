@@ -1,0 +1,191 @@
+"""Data-Juicer: its filters and scores as an operator, on experiences or on a taskset's rows.
+
+Its packages do not go with ours, so that it has an environment of its own, whose Python the option
+`python` or the variable TRIREME_DATA_JUICER_PYTHON names; nothing is installed by itself. A process
+of that Python gets the rows and gives back those that stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import yaml
+from annotated_types import Ge, Gt
+
+from trireme.experience import Experience
+from trireme.pipeline.operators import Operated
+from trireme.registry import operator, task_operator
+from trireme.usercode import Refused
+
+VARIABLE = "TRIREME_DATA_JUICER_PYTHON"
+STATS = "__dj__stats__"
+_WORKER = Path(__file__).with_name("data_juicer_worker.py")
+_INDEX = "experience_index"
+_NO_INSTALLING = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "UV_OFFLINE": "1", "UV_NO_INDEX": "1"}
+"""Data-Juicer would install by itself what an operator lacks."""
+_HERE = "import importlib.util as u, sys; sys.exit(u.find_spec('data_juicer') is None)"
+
+
+class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
+    """The process, and what is asked of it."""
+
+    def __init__(
+        self,
+        *,
+        operators: Sequence[Mapping[str, Any]] | None = None,
+        config_path: str | None = None,
+        np: Annotated[int, Ge(1)] = 4,
+        python: str | None = None,
+        timeout: Annotated[float, Gt(0)] = 600.0,
+    ) -> None:
+        """`operators`: each a name with its options; or `config_path`, a recipe with `process`.
+        `np` processes work side by side. `timeout`: seconds for the rows of one step.
+        """
+        if (operators is None) == (config_path is None):
+            raise Refused("data_juicer needs operators or config_path, one of the two")
+        recipe = {"process": operators} if config_path is None else _recipe(config_path)
+        self._request = {"process": recipe["process"], "np": recipe.get("np", np)}
+        self._python = _interpreter(python or os.environ.get(VARIABLE))
+        self._timeout = timeout
+        self._process: subprocess.Popen[str] | None = None
+        self._said: IO[str] | None = None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The rows that stay. Raises RuntimeError or TimeoutError, naming the interpreter."""
+        if not rows:
+            return []
+        if self._process is None:
+            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
+            self._process = subprocess.Popen(
+                [self._python, str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                text=True,
+                encoding="utf-8",
+                env=os.environ | _NO_INSTALLING,
+            )
+        process, late = self._process, threading.Event()
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(self._timeout, lambda: (late.set(), process.kill()))
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(self._request | {"rows": rows}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line:
+            self.close()
+            raise self._ended(late.is_set())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"Data-Juicer ({self._python}) failed: {answer['error']}")
+        return answer["rows"]
+
+    def _ended(self, late: bool) -> Exception:
+        """Why there is no answer."""
+        if late:
+            text = f"gave no answer within {self._timeout:g} s (option timeout)"
+            return TimeoutError(f"Data-Juicer ({self._python}) {text}")
+        assert self._said is not None
+        self._said.seek(0)
+        last = (self._said.read().strip().splitlines() or ["it said nothing"])[-1]
+        return RuntimeError(f"the process of Data-Juicer ({self._python}) ended: {last}")
+
+
+@operator("data_juicer")
+class DataJuicerOperator(_DataJuicer):
+    """Data-Juicer's operators on experiences, as rows with `prompt_text`, `response_text`, `text`
+    (the reply) and `reward`. What they measure goes into `info`, for `reward_shaping_mapper`.
+    """
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Those that stay, and how many do not. Raises Refused where a text has been rewritten."""
+        rows = [
+            {
+                _INDEX: index,
+                "prompt_text": e.prompt_text or "",
+                "response_text": e.response_text or "",
+                "text": e.response_text or "",
+                "reward": e.reward,
+            }
+            for index, e in enumerate(experiences)
+        ]
+        kept: dict[int, Experience] = {}
+        for row in self._ask(rows):
+            index = row.get(_INDEX, -1)
+            if index not in range(len(rows)) or index in kept:
+                raise Refused(
+                    "data_juicer got a row that is no experience, or one twice: expected "
+                    "operators that drop rows or measure them"
+                )
+            if any(row.get(key) != rows[index][key] for key in ("text", "response_text")):
+                raise Refused(
+                    "data_juicer got a reply that has been rewritten, and what is trained are its "
+                    "tokens: expected operators that drop rows or measure them"
+                )
+            kept[index] = experiences[index]
+            kept[index].info.update(row.get(STATS) or {})
+        return [kept[i] for i in sorted(kept)], {"dropped": float(len(rows) - len(kept))}
+
+
+@task_operator("data_juicer")
+class DataJuicerRows(_DataJuicer):
+    """Data-Juicer's operators on a taskset's rows. What they measure becomes columns, for
+    `data_selector.feature_keys`.
+    """
+
+    def process(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows that stay, changed as the operators change them."""
+        try:
+            changed = self._ask(rows)
+        finally:
+            self.close()
+        return [{**row.pop(STATS, {}), **row} for row in changed]
+
+
+def _recipe(path: str) -> dict[str, Any]:
+    """A recipe of Data-Juicer. Raises Refused for what is none."""
+    file = Path(path)
+    recipe = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("process"), list):
+        why = "has no list `process`" if file.is_file() else "is no file"
+        raise Refused(f"data_juicer: config_path ({path}) {why}: expected a Data-Juicer recipe")
+    return recipe
+
+
+def _interpreter(python: str | None) -> str:
+    """A Python that has Data-Juicer. Raises Refused, saying how to get one."""
+    how = "make an environment for it (pip install py-data-juicer aiohttp)"
+    if python is None:
+        raise Refused(
+            f"data_juicer needs a Python that has Data-Juicer: {how}, and name its Python as "
+            f"option `python` or in {VARIABLE}"
+        )
+    try:
+        there = subprocess.run([python, "-c", _HERE], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refused(
+            f"data_juicer: {python} cannot be run ({error}): expected a Python"
+        ) from error
+    if there.returncode:
+        raise Refused(f"data_juicer: {python} has no Data-Juicer: {how}")
+    return python
