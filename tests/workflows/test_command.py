@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.model.fake import FakeEngine
-from trireme.explorer.runner import Outcome, Runner, TimeLimit
-from trireme.model.chat_tokens import ChatTokens
-from trireme.model.model import Model
-from trireme.server.gateway import Gateway
-from trireme.server.rollouts import Rollouts
+from tests.workflows.addressed import played
+from trireme.explorer.runner import Outcome
 from trireme.task import Task
 from trireme.workflows.command import (
     CommandWorkflow,
@@ -68,25 +64,7 @@ def task_of(code: str, words: tuple[str, ...] = (), reward: Any = None, **option
 
 
 def play(task: Task, reply: str = "3", *, limit: float = 30.0, retries: int = 0) -> Outcome:
-    async def main() -> Outcome:
-        engine: Any = FakeEngine(lambda _: reply)
-        chat = ChatTokens(engine.tokenizer)
-        gateway = Gateway(Rollouts(engine, chat, "fake", 4000))
-
-        def make(task: Task, key: tuple[Any, ...]) -> Model:
-            return Model(engine, chat, key=key, max_model_len=4000, gateway=gateway.address)
-
-        runner = Runner(make, engine, limit=TimeLimit(limit), max_retries=retries)
-        spec = resolve("command_workflow")
-        if spec.examine is not None:
-            spec.examine(task)
-        try:
-            return await runner.run(task, spec, range(task.repeat_times))
-        finally:
-            assert not gateway._models  # no address outlives its rollout
-            await gateway.close()
-
-    return asyncio.run(main())
+    return played(task, lambda _: reply, range(task.repeat_times), limit=limit, retries=retries)
 
 
 def test_what_the_program_asked_is_trained_and_its_last_line_is_the_reward() -> None:

@@ -15,21 +15,16 @@ from typing import Any
 
 import pytest
 
-from tests.model.fake import FakeEngine
+from tests.workflows.addressed import played
 from tests.workflows.test_command import ASK
 from trireme.data.rows import NoRows, load_rows
 from trireme.data.task_folders import absolute_path, read_task
-from trireme.explorer.runner import Outcome, Runner, TimeLimit
-from trireme.model.chat_tokens import ChatTokens
-from trireme.model.model import Model
+from trireme.explorer.runner import Outcome
 from trireme.rewards.sandbox import wall
-from trireme.server.gateway import Gateway
-from trireme.server.rollouts import Rollouts
 from trireme.task import Task
 from trireme.workflows.harbor import HarborSettings, HarborWorkflow, reward_of_task
 from trireme.workflows.program import ProgramFailed
 from trireme.workflows.task_box import NoReward, TaskBox, total
-from trireme.workflows.workflow import resolve
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor_tasks" / "make_tasks.py"
 MAKE = runpy.run_path(str(EXAMPLE))
@@ -68,24 +63,8 @@ def play(
     row = {"name": folder.name, "prompt": "Do it.", "folder": str(folder)}
     given = {"no_sandbox": open_, **args}
     task = Task(row, workflow="harbor_workflow", workflow_args=given, batch_id=batch_id)
-
-    async def main() -> Outcome:
-        said = iter(replies)
-        engine: Any = FakeEngine(lambda _: next(said))
-        chat = ChatTokens(engine.tokenizer)
-        gateway = Gateway(Rollouts(engine, chat, "fake", 4000))
-
-        def make(task: Task, key: tuple[Any, ...]) -> Model:
-            return Model(engine, chat, key=key, max_model_len=4000, gateway=gateway.address)
-
-        runner = Runner(make, engine, limit=TimeLimit(60.0), max_retries=0)
-        HarborWorkflow.examine(task)
-        try:
-            return await runner.run(task, resolve("harbor_workflow"), [0])
-        finally:
-            await gateway.close()
-
-    return asyncio.run(main())
+    said = iter(replies)
+    return played(task, lambda _: next(said), [0], limit=60.0)
 
 
 @MODES
