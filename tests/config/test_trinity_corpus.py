@@ -141,8 +141,11 @@ def test_how_a_mixed_batch_is_cut_is_noted(base: dict[str, Any], tmp_path: Path)
     assert f"{args}.mu" not in note
 
 
-def test_a_refused_section_is_named_by_what_it_says(base: dict[str, Any], tmp_path: Path) -> None:
-    text = "{service: {data_juicer: {auto_start: true}}}"
-    loaded(base, tmp_path / "run.yaml", text)
-    [problem] = examine(tmp_path / "run.yaml").problems
-    assert str(problem).startswith("service.data_juicer ({'auto_start': True}) is not supported: ")
+def test_a_section_of_a_service_that_is_not_started_is_named(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded(base, tmp_path / "run.yaml", "{service: {data_juicer: {auto_start: true}}}")
+    report = examine(tmp_path / "run.yaml")
+    notes = [note for plan in report.plans for note in plan.notes]
+    said = "service.data_juicer ({'auto_start': True}): the operator data_juicer starts a process"
+    assert not report.problems and any(note.startswith(said) for note in notes)
