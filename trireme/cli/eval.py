@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
 from trireme.explorer.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
@@ -215,7 +216,7 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
                 seen = estimate(values)
                 numbers = [f"{seen.mean:.3f}", _interval(seen)]
                 rows.append([model, one.taskset, str(len(values)), name, *numbers])
-    lines = _table(rows)
+    lines = in_columns(rows)
     base, base_tasksets = measured[0]
     for model, tasksets in measured[1:]:
         lines += ["", f"{model} compared with {base}, over the same tasks"]
@@ -226,7 +227,7 @@ def _report(options: EvalOptions, measured: Measured) -> list[str]:
                 gap = difference(values, ours[name])
                 numbers = [f"{gap.mean:+.3f}", _interval(gap, "+"), f"{gap.p:.3f}"]
                 rows.append([first.taskset, name, *numbers])
-        lines += _table(rows)
+        lines += in_columns(rows)
     for model, tasksets in measured:
         for one in tasksets:
             for why, count in one.failures.most_common(3):
@@ -248,14 +249,6 @@ def _measures(options: EvalOptions, one: Evaluated) -> dict[str, list[float]]:
     for k in options.ks or ([] if n == 1 else [1, n]):
         out[f"pass@{k}"] = [pass_at(k, values, options.success) for values in one.values]
     return out
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _values(options: EvalOptions, measured: Measured) -> list[Mapping[str, Any]]:

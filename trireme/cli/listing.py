@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line per row, the columns padded to their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns padded to their widest cell, an empty line after the last row."""
-    table = [headings, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(headings))]
-    for row in table:
-        print("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
-    print()
+    """The table, and an empty line after it."""
+    print(*in_columns([headings, *rows]), "", sep="\n")
 
 
 def first_line(thing: Any) -> str:
