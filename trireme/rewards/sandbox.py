@@ -91,7 +91,7 @@ def give_up(limits):
         resource.setrlimit(kind, (most, most))
     loaded = frozenset(sys.modules)
     allowed = frozenset(("compile", "exec", "builtins.id", "sqlite3.connect",
-                         "sqlite3.connect/handle", "sys._getframemodulename"))
+                         "sqlite3.connect/handle", "sys._getframemodulename", "time.sleep"))
     # what namedtuple, dataclass and typing set
     harmless = frozenset(("__abstractmethods__", "__bases__", "__defaults__", "__doc__",
                           "__kwdefaults__", "__module__", "__name__", "__qualname__"))
