@@ -134,6 +134,10 @@ class Registry:
         for name, thing in other._registered.items():
             self.register_module(name, thing)
 
+    def refuses(self, name: str) -> bool:
+        """Whether `get` says what to name in place of this."""
+        return name in self._refused
+
     def __setitem__(self, name: str, thing: Any) -> None:
         """`registry["name"] = thing`, the way in which some plug-ins register."""
         self.register_module(name, thing)
@@ -291,6 +295,8 @@ WORKFLOWS = Registry(
             "shows images to the model, and prompts are text only here: simple_workflow is the "
             "same for text",
         ),
+        "agentscope_v1_react_search_workflow": "fetches a search program from the network: "
+        "agentscope_react_workflow takes your own search (workflow_args.tools: [my_file:search])",
         "agentscopev0_react_math_workflow": "is of AgentScope 0.1: agentscope_react_math_workflow "
         "is the same agent with AgentScope 1",
     },

@@ -16,6 +16,7 @@ from trireme.data.rows import Rows
 from trireme.data.tasksets import Taskset
 from trireme.experience import Experience
 from trireme.registry import WORKFLOWS
+from trireme.rewards.grouped import of_groups
 from trireme.rewards.reward import RewardFn
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
@@ -123,6 +124,11 @@ def test_a_users_class_may_have_rows_without_prompt_and_answer() -> None:
     assert not resolve(Attributes).reads_prompt and not resolve(Nested).reads_prompt
     assert resolve("math_workflow").reads_prompt and not resolve("toolcall_workflow").reads_prompt
     taskset({"seed": 1}, reads_prompt=False, response_key="answer")
+    lake = resolve("frozen_lake_workflow")
+    assert lake.examine is not None and not lake.reads_prompt
+    lake.examine(Task(raw_task={"seed": 1, "size": 4}))
+    with pytest.raises(ValueError, match="the column 'seed' or 'prompt'"):
+        lake.examine(Task(raw_task={"size": 4}))
     with pytest.raises(ValueError, match="has no column 'prompt'"):
         taskset({"seed": 1})
     with pytest.raises(ValueError, match="has no column 'asked'"):
@@ -148,9 +154,12 @@ def test_a_module_of_the_folder_a_run_starts_in_is_found_by_its_dotted_path(
     ("name", "says"),
     [
         ("simple_mm_workflow", "prompts are text only here"),
+        ("agentscope_v1_react_search_workflow", "agentscope_react_workflow takes your own search"),
         ("agentscopev0_react_math_workflow", "agentscope_react_math_workflow is the same agent"),
     ],
 )
 def test_what_is_not_here_says_what_to_name_instead(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=f"workflow '{name}' .*{says}"):
         WORKFLOWS.get(name)
+    with pytest.raises(ValueError, match="reward 'rm_gallery_reward' asks the package rm-gallery"):
+        of_groups("rm_gallery_reward")

@@ -252,7 +252,7 @@ def of_groups(reward: Any) -> bool:
     if isinstance(reward, str):
         if reward in ORMS:
             return True
-        if reward not in REWARDS and not is_path(reward):
+        if reward not in REWARDS and not is_path(reward) and not REWARDS.refuses(reward):
             known = [*REWARDS.names(), *ORMS.names()]
             hint = did_you_mean(reward, known) or "."
             raise ValueError(f"unknown reward function '{reward}'{hint} Known: {', '.join(known)}")

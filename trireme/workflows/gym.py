@@ -76,10 +76,21 @@ class FrozenLakeWorkflow(GymWorkflow):
     all rows.
     """
 
+    reads_prompt = False
+
     def bind(self, task: Task) -> None:
         """Take the names that users' methods read from the task."""
         super().bind(task)
         self.max_env_steps = int(task.workflow_args.get("agent_max_steps", self.max_env_steps))
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row that no lake can be drawn from."""
+        if task.prompt is None and "seed" not in {**task.workflow_args, **task.raw_task}:
+            raise ValueError(
+                f"the row has no number to draw the lake from: expected the column 'seed' or "
+                f"'{task.prompt_key}' (format.prompt_key). It has: {', '.join(task.raw_task)}"
+            )
 
     def make_env(self) -> TextGym:
         """The lake of the row."""
