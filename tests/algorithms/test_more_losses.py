@@ -365,6 +365,19 @@ def test_corrections_from_above_alone(options: dict[str, Any], expected: list[fl
     assert weights.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+def test_dpo_with_a_part_of_sft_by_hand() -> None:
+    logprobs = torch.tensor([-1.0, -3.0, -0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    pairs, chosen = torch.tensor([0, 0, 0, 0]), torch.tensor([True, True, False, False])
+    given = (logprobs, logprobs.detach(), pairs, chosen)
+    loss, _ = dpo(*given, beta=0.3, rpo_alpha=0.1)
+    assert loss.tolist() == pytest.approx([math.log(2) + 0.1 * 2.0] * 4, abs=1e-12)
+    (loss / 4).sum().backward()
+    assert logprobs.grad is not None
+    slope = -0.3 / 2  # of -log sigmoid at 0
+    expected = [slope - 0.05, slope - 0.05, -slope, -slope]
+    assert logprobs.grad.tolist() == pytest.approx(expected, abs=1e-12)
+
+
 def test_m2po_leaves_out_the_furthest_tokens_until_the_second_moment_is_low() -> None:
     logs = torch.tensor([0.1, 0.2, 0.5, 0.9, -0.9, -0.2], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64)

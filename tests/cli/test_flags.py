@@ -112,7 +112,7 @@ DOCUMENTED = [
     "enable_flattened_weight_sync",
     "context_manager",
     "chord_mu_peak",
-    "fipo_decay",
+    "fipo_decay_rate",
     "external_plugins",
     "multi_turns",
 ]
@@ -183,17 +183,13 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
             ("run.yaml", "--num_genrations", "4"),
             "no such option: --num_genrations; did you mean --num_",
         ),
-        (("run.yaml", "--kl_in_reward", "true"), "no such option: --kl_in_reward. Set algorithm"),
+        (("run.yaml", "--kl_in_reward", "true"), "true: the KL is a term of the loss, by --beta"),
         (
             ("run.yaml", "--num_iterations", "2", "--max_steps", "5"),
             "--max_steps 5 counts optimizer steps",
         ),
-        (
-            ("run.yaml", "--num_iterations", "2", "--save_steps", "1000001"),
-            "--save_steps 1000001 counts optimizer steps, and a batch has 2 ",
-        ),
         (("run.yaml", "--beta", "low"), "--beta low: expected a number"),
-        (("run.yaml", "--loss_type", "real"), "--loss_type real: expected one of grpo, bnpo"),
+        (("run.yaml", "--loss_type", "dpo"), "--loss_type dpo: expected one of grpo, bnpo"),
         (
             ("run.yaml", *["--importance_sampling_level", "sequence", "--loss_type", "cispo"]),
             "--loss_type cispo and --importance_sampling_level sequence both set",
@@ -236,7 +232,10 @@ def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
     ("words", "instead"),
     [
         ("--chord_sft_dataset x", "algorithm.algorithm_type=mix_chord"),
-        ("--sdar_loss_coef 0.1", "--teacher_model with --teacher_kl_coef"),
+        (
+            "--sdar_loss_coef 0.1",
+            "expected --teacher_model MODEL (a teacher_prompt of a row is not",
+        ),
         ("--completion_length_limit_scope total", "expected one of per_round"),
         ("--cosine_max_len 9", "is of the reward cosine: expected it among --reward_funcs"),
     ],
@@ -315,7 +314,33 @@ def test_reward_models_are_rewards_behind_the_functions(keys: Any) -> None:
         ("--scale_rewards none", {"advantage_fn_args": {"norm_by_std": False}}),
         ("--rollout_importance_sampling_mode sequence_mask "
          "--rollout_importance_sampling_threshold 3",
-         {"rollout_correction": {"rollout_rs": "sequence", "rollout_rs_threshold": 3.0}}),
+         {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": float("inf"),
+                                 "rollout_rs": "geometric", "rollout_rs_threshold": 3.0,
+                                 "rollout_rs_threshold_lower": 1e-9}}),
+        ("--rollout_importance_sampling_mode token_mask --rollout_importance_sampling_threshold 3",
+         {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 3.0,
+                                 "rollout_rs": "token", "rollout_rs_threshold": 3.0,
+                                 "rollout_rs_threshold_lower": 1e-9}}),
+        ("--loss_type real --real_tau 0.3", {"policy_loss_fn": "real",
+                                             "policy_loss_fn_args": {"tau": 0.3}}),
+        ("--loss_type fipo --delta 10 --fipo_decay_rate 16 --fipo_clip_high_only false "
+         "--fipo_safety_threshold None",
+         {"policy_loss_fn_args": {"clip_ratio_c": 10, "half_life": 16, "safety_threshold": None,
+                                  "influence_clip_high_only": False}}),
+        ("--importance_sampling_level sequence_token --epsilon_high 0.3",
+         {"policy_loss_fn": "gspo",
+          "policy_loss_fn_args": {"clip_range_low": 0.2, "clip_range_high": 0.3}}),
+        ("--teacher_model m --advantage_reweight rlsd --rlsd_lambda_warmup_steps 5",
+         {"advantage_fn": "rlsd", "advantage_fn_args": {"lam_warmup_steps": 5},
+          "teacher_kl_fn": None}),
+        ("--teacher_model m --sdar_loss_coef 0.1 --sdar_gate_beta 3",
+         {"teacher_kl_fn": "sdar", "teacher_kl_fn_args": {"kl_coef": 0.1, "gate_beta": 3.0}}),
+        ("--advantage_estimator reinforce_plus_plus --scale_rewards batch",
+         {"advantage_fn": "reinforceplusplus_baseline", "advantage_fn_args": None}),
+        ("--advantage_estimator reinforce_plus_plus --scale_rewards none",
+         {"advantage_fn": "grpo", "advantage_fn_args": {"norm_by_std": False}}),
+        ("--advantage_estimator rloo --scale_rewards none", {"advantage_fn": "rloo",
+                                                            "advantage_fn_args": None}),
     ],
 )  # fmt: skip
 def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[str, Any]) -> None:
@@ -425,9 +450,9 @@ def test_rlhf_counts_completions_as_ms_swift_does(
     [
         ("--model m", "--dataset is not given"),
         ("--model m --dataset d --generation_batch_size 8 --steps_per_generation 2", "both say"),
-        ("--model m --dataset d --gradient_accumulation_steps 2 --steps_per_generation 1",
-         "8 completions of a generation and 16 of an"),
-        ("--model m --dataset d --rlhf_type ppo", "--rlhf_type ppo: expected grpo or kto"),
+        ("--model m --dataset d --gradient_accumulation_steps 2 --steps_per_generation 3",
+         "24 completions of a generation and 16 of an"),
+        ("--model m --dataset d --rlhf_type ppo", "ppo: expected grpo, dpo or kto; a critic's PPO"),
         ("--model m --dataset d --desirable_weight 2", "expected --rlhf_type kto"),
         ("--model m --dataset d e --rlhf_type kto", "--dataset has 2 names: expected one"),
         ("--model m --dataset d --rlhf_type kto --num_generations 8", "has no rollouts"),
@@ -461,6 +486,66 @@ def test_a_misspelt_flag_is_told_the_nearest(rlhf: Any) -> None:
     assert "did you mean --desirable_weight?" in said
 
 
+def test_rlhf_multiplies_counts_by_devices_and_has_the_defaults_of_ms_swift(
+    rlhf: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("Think first.\n")
+    monkeypatch.setenv("NPROC_PER_NODE", "4")
+    monkeypatch.setenv("NNODES", "2")
+    words = "--model m --dataset d.jsonl --per_device_train_batch_size 2 --system prompt.txt "
+    config = rlhf(words + '--gradient_accumulation_steps 3 --columns {"answer":"solution"}')
+    assert (config.buffer.batch_size, config.buffer.train_batch_size) == (6, 48)
+    assert (config.buffer.total_epochs, config.model.temperature) == (3, 0.9)
+    assert config.model.lora_configs[0].lora_rank == 8
+    optimizer = config.algorithm.optimizer
+    assert (optimizer.lr, optimizer.lr_scheduler_type, optimizer.betas) == (
+        1e-4,
+        "cosine",
+        [0.9, 0.95],
+    )
+    assert config.algorithm.bypass_old_logprobs is False
+    taskset = config.buffer.explorer_input.taskset
+    assert taskset.format.system_prompt == "Think first.\n"
+    assert taskset.format.response_key == "answer"
+    assert "expected a text file" in rlhf("--model m --dataset d --system no.txt")
+    monkeypatch.setenv("NNODES", "two")
+    assert "NNODES=two: expected a whole number" in rlhf("--model m --dataset d")
+
+
+def test_rlhf_shares_the_length_of_vllm_between_prompt_and_reply(rlhf: Any) -> None:
+    words = "--model m --dataset d --max_length 2048 --max_completion_length 2048 "
+    model = rlhf(words + "--vllm_max_model_len 2048").model
+    lengths = (model.max_model_len, model.max_prompt_tokens, model.max_response_tokens)
+    assert lengths == (2048, None, 1024)
+    model = rlhf(words + "--vllm_max_model_len 8192").model
+    assert (model.max_prompt_tokens, model.max_response_tokens) == (2048, 2048)
+
+
+def test_rlhf_of_a_teacher_without_a_reward_distils(rlhf: Any) -> None:
+    config = rlhf(
+        "--model m --dataset d --teacher_model t --teacher_kl_coef 0.5 --num_generations 1"
+    )
+    assert config.algorithm.algorithm_type == "on_policy_distill"
+    assert config.algorithm.advantage_fn_args == {"kl_coef": 0.5}
+    assert config.algorithm.teacher_kl_fn is None
+    assert [one.model_path for one in config.explorer.auxiliary_models] == ["t"]
+
+
+def test_rlhf_of_pairs(rlhf: Any) -> None:
+    config = rlhf(
+        "--rlhf_type dpo --model m --dataset d.jsonl --beta 0.2 --rpo_alpha 0.1 --max_length 512 "
+        "--tuner_type full --loss_type sigmoid --eval_steps 5"
+    )
+    assert config.algorithm.policy_loss_fn_args == {"beta": 0.2, "rpo_alpha": 0.1}
+    assert (config.mode, config.buffer.train_batch_size, config.model.max_model_len) == (
+        *("train", 16, 512),
+    )
+    said = rlhf("--rlhf_type dpo --model m --dataset d --loss_type sigmoid bco_pair")
+    assert "--loss_type sigmoid bco_pair with --rlhf_type dpo: expected sigmoid" in said
+    said = rlhf("--rlhf_type dpo --model m --dataset d --lmbda 0.5")
+    assert "--lmbda has no effect on dpo" in said
+
+
 def test_rlhf_overwrites_no_yaml_by_flags_that_cannot_be(rlhf: Any, tmp_path: Path) -> None:
     words = "--model m --dataset a b --max_turns 2 --output_dir out"
     rlhf(words)
@@ -468,7 +553,7 @@ def test_rlhf_overwrites_no_yaml_by_flags_that_cannot_be(rlhf: Any, tmp_path: Pa
     first = file.read_text()
     rlhf(words)
     assert [path.name for path in file.parent.iterdir()] == ["rlhf.yaml"]
-    for wrong in ("--max_turns two", "--lora_rank 16", "--beta low", "--generation_batch_size 9"):
+    for wrong in ("--max_turns two", "--beta low", "--generation_batch_size 9"):
         assert isinstance(rlhf(f"{words} {wrong}"), str)
         assert file.read_text() == first
     rlhf(f"{words} --max_steps 3")

@@ -43,7 +43,7 @@ NOT_BY_NAME = {
     "Config.service": "its one key is refused",
     **{
         f"AlgorithmConfig.{kind}_fn_args": "get_recipe makes these names of the parts' kinds"
-        for kind in ("advantage", "kl_penalty", "teacher_kl", "entropy_loss")
+        for kind in ("kl_penalty", "teacher_kl", "entropy_loss")
     },
     "AlgorithmConfig.sample_strategy_args": "as those of the other parts",
     "DataJuicerConfig.server_url": "its section is refused",

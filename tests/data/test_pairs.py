@@ -64,6 +64,14 @@ def test_columns_may_have_other_names(tmp_path):
         _made(DpoFormat, tmp_path, row)
 
 
+def test_the_last_message_of_a_conversation_may_be_the_better_reply(tmp_path):
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    row = {"messages": said, "rejected_response": "No."}
+    names = {"chosen_key": "messages", "rejected_key": "rejected_response"}
+    form = _made(DpoFormat, tmp_path, row, format_args=names)
+    assert _texts(form) == (ASKED, "So.<|im_end|>", "No.<|im_end|>")
+
+
 def test_a_model_without_a_template_reads_plain_text(tmp_path):
     row = {"prompt": "Why? ", "chosen": "So.", "rejected": "No."}
     form = _made(DpoFormat, tmp_path, row, tokenizer=make_tokenizer(None))

@@ -184,11 +184,13 @@ def dpo(
     *,
     beta: Above0 = 0.1,
     label_smoothing: Annotated[float, Ge(0), Le(0.5)] = 0.0,
+    rpo_alpha: AtLeast0 = 0.0,
 ) -> Reported:
     """-(1 - e) log sigmoid(b D) - e log sigmoid(-b D), a pair at a time (DPO, arXiv:2305.18290).
 
     D is sum log(p / p_ref) over the chosen reply's tokens less the same over the rejected one's; b
-    is `beta`, e `label_smoothing`.
+    is `beta`, e `label_smoothing`. `rpo_alpha` times the mean of -log p over the chosen reply's
+    tokens is added (RPO, arXiv:2404.19733).
     """
     gains = logprobs - ref_logprobs
     pairs, pair_index = pair_ids.unique(return_inverse=True)
@@ -197,6 +199,9 @@ def dpo(
     lost = zeros.index_add(0, pair_index, gains * ~chosen)
     margin = beta * (won - lost)
     loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    if rpo_alpha:
+        said = zeros.index_add(0, pair_index, logprobs * chosen)
+        loss = loss - rpo_alpha * said / zeros.index_add(0, pair_index, chosen.to(gains.dtype))
     reported = {
         "dpo_accuracy": (margin.detach() > 0).float(),
         "dpo_margin": margin.detach(),

@@ -18,7 +18,7 @@ TASKSETS = {
     "gym_env": "workflow_args.env",
     "min_p": "rollout_args.min_p",
 }
-"""Keys of every taskset."""
+"""Keys of every taskset; --columns and --dataset_shuffle set others of theirs."""
 KEYS = {
     "model": "model.model_path",
     "dataset": f"{INPUT}.taskset.path",
@@ -61,6 +61,8 @@ KEYS = {
     "vllm_server_host": f"{ENGINE}.base_urls",
     "vllm_server_port": f"{ENGINE}.base_urls",
     "external_plugins": "plugins",
+    "enable_thinking": "model.enable_thinking",
+    "sequence_parallel_size": "trainer.ulysses_sequence_parallel_size",
 }
 """Keys of the whole run."""
 IDLE = {
@@ -102,6 +104,32 @@ IDLE = {
     "num_infer_workers": "explorer.rollout_model.engine_num counts engines",
     "infer_backend": "--engine names it",
     "ddp_timeout": "trainer.collective_timeout",
+    "per_device_eval_batch_size": "as many rollouts run at once as the engine takes",
+    "gradient_checkpointing_kwargs": "see trainer.enable_gradient_checkpointing",
+    "dataloader_drop_last": "a train batch is always whole",
+    "dataloader_prefetch_factor": "rows are read as they are",
+    "dataloader_persistent_workers": "rows are read as they are",
+    "teacher_deepspeed": "a teacher has an engine of its own: explorer.auxiliary_models",
+    "offload_teacher_model": "a teacher has an engine of its own: explorer.auxiliary_models",
+    "check_model": "a model's files are read as they are",
+    "fsdp": "several ranks share weights by FSDP2: cluster.gpu_per_node",
+    "freeze_vit": "models are of text alone",
+    "freeze_aligner": "models are of text alone",
+    "freeze_llm": "models are of text alone",
+    "agent_template": "the tokenizer's chat template is used; explorer.rollout_model."
+    "tool_call_parser reads calls",
+    "use_hf": "HF_ENDPOINT says where a hub is",
+    "use_liger_kernel": "the loss never holds the logits of all tokens at once",
+    "packing": "samples are always laid end to end, without padding",
+    "lora_dropout": "an adapter is trained without dropout",
+    "data_seed": "--seed is of everything",
+    "vllm_max_num_seqs": "explorer.rollout_model.extra_engine_args has vLLM's max_num_seqs",
+    "ddp_find_unused_parameters": "every weight is used",
+    "save_safetensors": "weights are always safetensors",
+    "average_tokens_across_devices": "averages are always over all ranks",
+    "wandb_log_unique_prompts": "all completions are in buffer/explorer_output.db",
+    "eval_on_start": "explorer.eval_on_startup says so",
+    "logging_first_step": "every step is logged",
 }
 """Accepted and said to be without effect, each with why."""
 _LOSSES = {
@@ -111,18 +139,27 @@ _LOSSES = {
     "dr_grpo": ("ppo", "seq-mean-token-sum-norm"),
     "cispo": ("cispo", "token-mean"),
     "sapo": ("sapo", "seq-mean-token-mean"),
+    "real": ("real", "seq-mean-token-mean"),
+    "fipo": ("fipo", "token-mean"),
 }
 """`--loss_type` -> policy loss, and how it is averaged."""
+_GSPO = {
+    "policy_loss_fn": "gspo",
+    "policy_loss_fn_args.clip_range_low": 0.2,
+    "policy_loss_fn_args.clip_range_high": 0.2,
+}
+"""`--epsilon` is 0.2 there by default, whatever the ratio is of."""
+_TINY = 1e-9
 CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "loss_type": {
         name: {"policy_loss_fn": loss, "loss_agg_mode": mode}
         for name, (loss, mode) in _LOSSES.items()
     },
-    "importance_sampling_level": {"token": {}, "sequence": {"policy_loss_fn": "gspo"}},
+    "importance_sampling_level": {"token": {}, "sequence": _GSPO, "sequence_token": _GSPO},
     "advantage_estimator": {
         "grpo": {"advantage_fn": "grpo"},
         "rloo": {"advantage_fn": "rloo"},
-        "reinforce_plus_plus": {"advantage_fn": "reinforceplusplus"},
+        "reinforce_plus_plus": {"advantage_fn": "reinforceplusplus_baseline"},
     },
     "scale_rewards": {
         "group": {"advantage_fn_args.std_cal_level": "group"},
@@ -146,17 +183,29 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "tuner_type": {"full": {}, "lora": {}},
     "rollout_importance_sampling_mode": {
         "token_truncate": {"rollout_correction.rollout_is": "token"},
-        "token_mask": {"rollout_correction.rollout_rs": "token"},
-        "sequence_truncate": {"rollout_correction.rollout_is": "sequence"},
-        "sequence_mask": {"rollout_correction.rollout_rs": "sequence"},
+        "token_mask": {
+            "rollout_correction.rollout_is": "token",
+            "rollout_correction.rollout_rs": "token",
+            "rollout_correction.rollout_rs_threshold_lower": _TINY,
+        },
+        "sequence_truncate": {"rollout_correction.rollout_is": "geometric"},
+        "sequence_mask": {
+            "rollout_correction.rollout_is": "token",
+            "rollout_correction.rollout_is_threshold": float("inf"),
+            "rollout_correction.rollout_rs": "geometric",
+            "rollout_correction.rollout_rs_threshold_lower": _TINY,
+        },
     },
     "overlong_filter": {"true": {}, "false": {}},
     "async_generate": {"true": {}, "false": {}},
+    "advantage_reweight": {"rlsd": {"advantage_fn": "rlsd"}},
+    "kl_in_reward": {"false": {}},
+    "truncation_strategy": {"left": {}, "delete": {}},
 }
 """Flags with few values -> what each sets in the `algorithm` section."""
-NUMBERS = ("beta", "epsilon", "epsilon_high", "delta", "top_entropy_quantile", "lora_rank")
+NUMBERS = ("beta", "epsilon", "epsilon_high", "lora_rank")
 NUMBERS += ("lora_alpha", "rollout_importance_sampling_threshold", "teacher_kl_coef")
-NUMBERS += ("max_resample_times", "tau_pos", "tau_neg", "off_policy_sequence_mask_delta")
+NUMBERS += ("sdar_loss_coef", "max_resample_times", "off_policy_sequence_mask_delta")
 REWARD_OPTIONS = {
     "soft_max_length": ("soft_overlong", "soft_max_length"),
     "soft_cache_length": ("soft_overlong", "soft_cache_length"),
@@ -169,29 +218,61 @@ REWARD_OPTIONS = {
     "repetition_max_penalty": ("repetition", "max_penalty"),
 }
 """Numbers that are a reward's: its name in `--reward_funcs`, and the option's name here."""
+LOSS_OPTIONS = {
+    "top_entropy_quantile": "top_entropy_quantile",
+    "tau_pos": "tau_pos",
+    "tau_neg": "tau_neg",
+    "delta": "clip_ratio_c",
+    "real_tau": "tau",
+    "fipo_decay_rate": "half_life",
+    "fipo_clip_range": "influence_clip",
+    "fipo_clip_high_only": "influence_clip_high_only",
+    "fipo_safety_threshold": "safety_threshold",
+}
+"""Flags that are an option of the policy loss: its name here."""
+REWEIGHT_OPTIONS = {
+    "rlsd_lambda": "lam",
+    "rlsd_reweight_clip_range": "weight_clip",
+    "rlsd_lambda_warmup_steps": "lam_warmup_steps",
+    "rlsd_lambda_decay_steps": "lam_decay_steps",
+    "rlsd_negative_only": "negative_only",
+}
+"""Those of the advantage rlsd."""
 REWARD_MODELS = ("reward_model", "reward_model_plugin")
-TRANSLATED = (*CHOICES, *NUMBERS, *REWARD_OPTIONS, *REWARD_MODELS, "teacher_model")
+TRANSLATED = (*CHOICES, *NUMBERS, *LOSS_OPTIONS, *REWEIGHT_OPTIONS, *REWARD_OPTIONS)
+TRANSLATED += (*REWARD_MODELS, "teacher_model", "sdar_gate_beta", "target_modules", "columns")
 """Flags that become several keys, or another value."""
-_NO_LOSS = "--loss_type, without the losses real and fipo, which are not here"
-_NO_TEACHER = "--teacher_model with --teacher_kl_coef: RLSD and SDAR are not here"
+_MEGATRON = "the flags of swift rlhf: FSDP2 shards the trainer, and Megatron's flags are not here"
 ELSEWHERE = {
-    "advantage_reweight": _NO_TEACHER,
-    "sdar_loss_coef": _NO_TEACHER,
-    "real_tau": _NO_LOSS,
-    "fipo_*": _NO_LOSS,
     "chord_*": "algorithm.algorithm_type=mix_chord, with the options in policy_loss_fn_args",
     "context_manager": "workflow_args.context_manager of the taskset, with gym_scheduler",
     "dataset_shuffle": "data_selector.selector_type of the taskset: shuffle or sequential",
     "num_generations_eval": "repeat_times of each of buffer.explorer_input.eval_tasksets",
     "steps_per_generation": "buffer.batch_size (tasks) and buffer.train_batch_size",
-    "truncation_strategy": "model.enable_prompt_truncation: what is too long is never trained",
     "val_dataset": "buffer.explorer_input.eval_tasksets",
     "per_device_train_batch_size": "buffer.batch_size (tasks) and buffer.train_batch_size",
     "gradient_accumulation_steps": "buffer.train_batch_size; micro-batches are cut by tokens",
-    "kl_in_reward": "algorithm.kl_penalty_fn, where the trainer computes the advantages",
     "ref_model": "model.model_path: the reference is the model that a stage begins with",
     "resume_from_checkpoint": "nothing: the same command resumes, and --output_dir says which run",
-    "quant_bits": "model.lora_configs over the model as it is: nothing is quantized",
+    **dict.fromkeys(
+        ("quant_bits", "quant_method", "bnb_4bit_quant_type"),
+        "model.lora_configs over the model as it is: nothing is quantized",
+    ),
+    "teacher_model_server": "--teacher_model: a teacher is an engine of this run",
+    "use_ray": "cluster.launcher=ray, and the flags of swift rlhf in place of its YAML",
+    "adam_beta*": "algorithm.optimizer.betas",
+    "cached_dataset": "--dataset: rows are read as they are",
+    "adapters": "model.lora_configs=[{path: FOLDER}]",
+    "streaming": "--dataset with --max_steps: rows are read when they are needed",
+    **dict.fromkeys(
+        (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters"),
+            *("expert_model_parallel_size", "context_parallel_size", "micro_batch_size"),
+            *("global_batch_size", "lr_warmup_fraction", "sequence_parallel", "recompute_*"),
+            *("moe_*", "mcore_*"),
+        ),
+        _MEGATRON,
+    ),
     "push_to_hub": "nothing: trireme convert writes a folder to upload",
 }
 """No flag here: what to set instead; a name that ends in * stands for all that begin so."""
@@ -199,5 +280,5 @@ ELSEWHERE = {
 
 def elsewhere(name: str) -> str | None:
     """What to set instead of a flag that is none here; None: it is not known."""
-    family = f"{name.partition('_')[0]}_*"
-    return ELSEWHERE.get(name) or ELSEWHERE.get(family)
+    families = (key for key in ELSEWHERE if key.endswith("*") and name.startswith(key[:-1]))
+    return ELSEWHERE.get(name) or ELSEWHERE.get(next(families, ""))

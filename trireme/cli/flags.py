@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,20 +19,22 @@ from trireme.cli.flag_names import (
     IDLE,
     INPUT,
     KEYS,
+    LOSS_OPTIONS,
     NUMBERS,
     REWARD_MODELS,
     REWARD_OPTIONS,
+    REWEIGHT_OPTIONS,
     TASKSETS,
     TRANSLATED,
     elsewhere,
 )
 from trireme.demo import YAML as DEMO
 
-_VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
-_VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
-"""Options of vLLM's engine that `trireme rollout` passes on."""
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
-_SEVERAL += REWARD_MODELS
+_SEVERAL += (*REWARD_MODELS, "target_modules", "loss_type", "loss_weights")
+_ONE_OF = "expected one of "
+_HINTS = {"kl_in_reward": "the KL is a term of the loss, by --beta: expected "}
+_ADVANTAGE = "algorithm.advantage_fn_args."
 _PLAIN = (None, "ppo", "grpo")
 """What a flag says of a key by default there: another flag may say more of it."""
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
@@ -67,34 +71,6 @@ class WithFlags(TyperCommand):
             flags = {*options, *KEYS, *TASKSETS, *TRANSLATED, *self.own_flags}
             if near := get_close_matches(name, flags, n=1, cutoff=0.75):
                 raise typer.BadParameter(f"no such option: --{name}; did you mean --{near[0]}?")
-        return super().parse_args(ctx, rest)
-
-
-class WithEngineFlags(TyperCommand):
-    """A command that also takes vLLM's options as ms-swift spells them; they are in its context's
-    `obj`, by their keys in `explorer.rollout_model`.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the flags out; what has no effect is said."""
-        own = {name.lstrip("-") for p in self.params for name in p.opts}
-        ctx.obj = {}
-        rest: list[str] = []
-        words = list(args)
-        while words:
-            word = words.pop(0)
-            name, equals, value = word.removeprefix("--").partition("=")
-            key = name.removeprefix("vllm_")
-            if not word.startswith("--") or name in own or (key not in _VLLM and name not in IDLE):
-                rest.append(word)
-                continue
-            if not equals and not words:
-                raise typer.BadParameter(f"--{name} needs a value")
-            value = value if equals else words.pop(0)
-            if key in _VLLM:
-                ctx.obj[key] = yaml.safe_load(value)
-            else:
-                typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
         return super().parse_args(ctx, rest)
 
 
@@ -175,6 +151,11 @@ def overrides(flags: Given, config: Source) -> list[str]:
         for name, values in flags.items()
         if name in TASKSETS
     ]
+    out += [
+        f"{section}.format.{key}={column}"
+        for section in _tasksets(config)
+        for key, column in _columns(flags)
+    ]
     if "multi_turn_scheduler" in flags:
         out.append(f"{INPUT}.default_workflow_type=multi_turn_scheduler")
     each, keys = _each_batch(flags), _chosen(flags)
@@ -189,6 +170,31 @@ def overrides(flags: Given, config: Source) -> list[str]:
     if urls := list(_urls(flags)):
         out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={_text(urls)}"]
     return out
+
+
+_COLUMNS = {"solution": "response_key", "messages": "prompt_key", "query": "prompt_key"}
+
+
+def _columns(flags: Given) -> Iterator[tuple[str, str]]:
+    """Keys of `format` with the columns that `--columns '{"answer": "solution"}'` renames. Raises
+    BadParameter for what it cannot be.
+    """
+    text = flags.get("columns", ["{}"])[0]
+    try:
+        renamed = json.loads(text)
+    except ValueError:
+        renamed = None
+    if not isinstance(renamed, dict):
+        raise typer.BadParameter(
+            f'--columns {text}: expected JSON such as {{"answer": "solution"}}'
+        )
+    for column, name in renamed.items():
+        if name not in _COLUMNS:
+            raise typer.BadParameter(
+                f"--columns {text}: {column} becomes {name}: expected one of "
+                f"{', '.join(_COLUMNS)}; rewards see every other column by its own name"
+            )
+        yield _COLUMNS[name], column
 
 
 def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list[str]:
@@ -206,25 +212,33 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
         low, high = None, None if high is None else high - 1
     keys |= {f"{loss}clip_range_low": low} if low is not None else {}
     keys |= {f"{loss}clip_range_high": high} if high is not None else {}
-    same = ("top_entropy_quantile", "tau_pos", "tau_neg")
-    for name, key in (("delta", "clip_ratio_c"), *zip(same, same, strict=True)):
-        keys |= {f"{loss}{key}": number[name]} if name in number else {}
+    for name in (*LOSS_OPTIONS, *REWEIGHT_OPTIONS):
+        if name in flags:
+            option = LOSS_OPTIONS.get(name)
+            key = f"{loss}{option}" if option else f"{_ADVANTAGE}{REWEIGHT_OPTIONS[name]}"
+            keys[key] = _scalar(name, flags[name][0])
     if (delta := number.get("off_policy_sequence_mask_delta")) is not None:
         keys |= {f"{loss}enable_sequence_masking": True, f"{loss}delta_sequence_masking": delta}
     if (most := number.get("rollout_importance_sampling_threshold")) is not None:
         mode = "rollout_importance_sampling_mode"
         correction = "algorithm.rollout_correction"
         _needs(flags, mode.replace("mode", "threshold"), mode, "token_truncate", correction)
-        masks = flags[mode][0].endswith("mask")
-        keys[f"algorithm.rollout_correction.rollout_{'rs' if masks else 'is'}_threshold"] = most
+        for kind in ("is", "rs"):
+            if f"{correction}.rollout_{kind}" in keys:
+                keys.setdefault(f"{correction}.rollout_{kind}_threshold", most)
     if "lora" in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
         rank, alpha = number.get("lora_rank", 8), number.get("lora_alpha", 32)
-        keys["model.lora_configs"] = [{"lora_rank": int(rank), "lora_alpha": int(alpha)}]
+        adapter: dict[str, Any] = {"lora_rank": int(rank), "lora_alpha": int(alpha)}
+        if modules := flags.get("target_modules", []):
+            adapter["target_modules"] = modules[0] if len(modules) == 1 else modules
+        keys["model.lora_configs"] = [adapter]
     elif "full" not in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
-        for name in ("lora_rank", "lora_alpha"):
+        for name in ("lora_rank", "lora_alpha", "target_modules"):
             _needs(flags, name, "train_type", "lora", "model.lora_configs")
     _needs(flags, "max_resample_times", "dynamic_sample", "true", f"{_RESAMPLES} with dapo")
     keys |= _teacher(flags, config, number)
+    if flags.get("truncation_strategy", ["left"])[0].lower() == "delete":
+        keys["model.enable_prompt_truncation"] = False
     if flags.get("overlong_filter", ["false"])[0].lower() == "true":
         key = "data_processor.experience_pipeline.operators"
         keys[key] = [*_operators(config), {"name": "mask_response_truncated"}]
@@ -245,7 +259,7 @@ def _chosen(flags: Given) -> dict[str, Any]:
         value = flags[name][0].lower()
         word = f"--{name} {flags[name][0]}"
         if value not in choices:
-            raise typer.BadParameter(f"{word}: expected one of {', '.join(choices)}")
+            raise typer.BadParameter(f"{word}: {_HINTS.get(name, _ONE_OF)}{', '.join(choices)}")
         for key, item in choices[value].items():
             if keys.get(key) not in (*_PLAIN, item):
                 raise typer.BadParameter(
@@ -253,6 +267,14 @@ def _chosen(flags: Given) -> dict[str, Any]:
                     "expected one of them"
                 )
             keys[key], whose[key] = item, word
+    norm, level = "advantage_fn_args.norm_by_std", "advantage_fn_args.std_cal_level"
+    estimator = keys.get("advantage_fn")
+    if estimator == "rloo":
+        keys.pop(norm, None)  # it never divides
+    elif estimator == "reinforceplusplus_baseline" and keys.get(level) == "batch":
+        del keys[level]  # so it does
+    elif estimator == "reinforceplusplus_baseline" and (norm in keys or level in keys):
+        keys["advantage_fn"] = "grpo"  # which it is then
     chosen = {f"algorithm.{key}": item for key, item in keys.items()}
     if _RESAMPLES in chosen and "max_resample_times" in flags:
         times = number_of("max_resample_times", flags["max_resample_times"][0])
@@ -301,6 +323,8 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
     """A teacher beside the rewards. Raises BadParameter where the YAML has auxiliary models."""
     key, coefficient = "explorer.auxiliary_models", "teacher_kl_coef"
     _needs(flags, coefficient, "teacher_model", "MODEL", "algorithm.teacher_kl_fn_args.kl_coef")
+    for name in ("advantage_reweight", "sdar_loss_coef"):
+        _needs(flags, name, "teacher_model", "MODEL (a teacher_prompt of a row is not read)", key)
     if "teacher_model" not in flags:
         return {}
     teacher = flags["teacher_model"][0]
@@ -309,9 +333,15 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
             f"--teacher_model {teacher}: the YAML has {key} already: expected the teacher there, "
             "before the others, and algorithm.teacher_kl_fn=k2 in place of this flag"
         )
-    keys: dict[str, Any] = {key: [{"model_path": teacher}], "algorithm.teacher_kl_fn": "k2"}
-    if coefficient in number:
-        keys["algorithm.teacher_kl_fn_args.kl_coef"] = number[coefficient]
+    keys: dict[str, Any] = {key: [{"model_path": teacher}]}
+    if "advantage_reweight" in flags:
+        return keys
+    part = "algorithm.teacher_kl_fn"
+    keys[part] = "sdar" if "sdar_loss_coef" in flags else "k2"
+    if (weight := number.get("sdar_loss_coef", number.get(coefficient))) is not None:
+        keys[f"{part}_args.kl_coef"] = weight
+    if "sdar_gate_beta" in flags:
+        keys[f"{part}_args.gate_beta"] = number_of("sdar_gate_beta", flags["sdar_gate_beta"][0])
     return keys
 
 
@@ -329,6 +359,8 @@ def _each_batch(flags: Given) -> dict[str, list[str]]:
         steps = number_of(name, flags.get(name, ["0"])[0])
         if steps < 1:
             continue
+        if name != "max_steps":
+            steps = math.ceil(steps / iterations) * iterations  # at the next whole batch
         if steps % iterations:
             raise typer.BadParameter(
                 f"--{name} {flags[name][0]} counts optimizer steps, and a batch has "
@@ -356,6 +388,14 @@ def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
         )
 
 
+def _scalar(name: str, text: str) -> Any:
+    """The number or switch that a flag's text is; `None`: none. BadParameter for other text."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    return int(text) if text.isdigit() else number_of(name, text)
+
+
 def number_of(name: str, text: str) -> float:
     """The number that a flag's text is. Raises BadParameter for other text."""
     try:
@@ -369,9 +409,23 @@ def _value(name: str, values: Sequence[str]) -> str:
         raise typer.BadParameter(f"--{name} {values[0]}: expected a whole number; 0: no limit")
     if name == "reward_weights":
         return f"[{', '.join(values)}]"
+    if name == "system":
+        return _text(_system(values[0]))
     if name == "external_plugins":
         return _text([str(Path(value).resolve()) for value in values])
+    if name == "report_to":
+        values = [value for value in values if value != "none"]
     return _text(list(values)) if name in _SEVERAL else values[0]
+
+
+def _system(text: str) -> str:
+    """A system prompt as it is, or that of a .txt file. BadParameter where there is no such."""
+    if not text.endswith(".txt"):
+        return text.replace("\\n", "\n")
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--system {text}: expected a text file: {error}") from error
 
 
 def _urls(flags: Given) -> Iterator[str]:

@@ -33,7 +33,8 @@ from trireme.cli.arguments import (
     ToolCallParser,
     Words,
 )
-from trireme.cli.flags import WithEngineFlags, WithFlags, yaml_and_keys
+from trireme.cli.engine_flags import WithEngineFlags
+from trireme.cli.flags import WithFlags, yaml_and_keys
 from trireme.cli.rlhf import WithAllFlags
 from trireme.launch import GC_THRESHOLDS
 from trireme.log import LEVELS
@@ -96,7 +97,7 @@ def run(
 
 @app.command(cls=WithAllFlags, epilog=FLAGS_HELP)
 def rlhf(ctx: typer.Context, words: Keys = None, plugin_dir: PluginDirs = None) -> None:
-    """Run GRPO or KTO from ms-swift's flags; print the YAML they stand for."""
+    """Run GRPO, DPO or KTO from ms-swift's flags; print the YAML they stand for."""
     from trireme.cli.rlhf import yaml_of
     from trireme.cli.run import run as command
 

@@ -1,10 +1,13 @@
 """`trireme rlhf`: a run from ms-swift's flags alone, and the YAML that these stand for.
 
-`--rlhf_type` is grpo or kto. KTO's data set has labelled replies, and there are no rollouts.
+`--rlhf_type` is grpo, dpo or kto. The data sets of the latter two have replies, and there are no
+rollouts. What no flag says is as ms-swift has it by default. NPROC_PER_NODE and NNODES are read as
+there: counts by device are multiplied by them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,38 @@ from trireme.cli.flags import Given, WithFlags, number_of, overrides
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-_LOSS = ("beta", "desirable_weight", "undesirable_weight")
-"""Options of KTO's loss."""
-_LORA = ("train_type", "tuner_type", "lora_rank", "lora_alpha")
+_PROCESSES = ("NPROC_PER_NODE", "NNODES")
+_INSTEAD = {
+    "gkd": "a teacher's distillation is algorithm_type on_policy_distill or jsd of a YAML",
+    "ppo": "a critic's PPO is algorithm_type ppo of a YAML, with the reward reward_model",
+    "rm": "reward models are asked here, not trained (docs/rewards.md)",
+    **dict.fromkeys(("cpo", "orpo", "simpo"), "of losses of pairs there is dpo"),
+}
+_LOSSES = {
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "dpo": ("beta", "label_smoothing", "rpo_alpha"),
+}
+"""Options of the losses of replies."""
+_LOSS = tuple(dict.fromkeys(name for names in _LOSSES.values() for name in names))
+_LORA = ("train_type", "tuner_type", "lora_rank", "lora_alpha", "target_modules")
+_REPLIES: dict[str, dict[str, Any]] = {
+    "kto": {},
+    "dpo": {"format": {"chosen_key": "messages", "rejected_key": "rejected_response"}},
+}
+"""Columns of replies."""
 _SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k", "repetition_penalty")
+_OTHERS = ("lmbda", "sft_alpha", "seq_kd", "gkd_logits_topk", "num_ppo_epochs", "cpo_alpha")
+_OTHERS += ("simpo_gamma", "response_length", "loss_weights", "num_mini_batches", "kl_coef")
+_OTHERS += ("whiten_rewards", "vf_coef", "teacher_model_server", "center_rewards_coefficient")
+"""Flags of algorithms that this command does not have, which it says by their names."""
+_EVALUATION = ("eval_steps", "val_dataset")
 _ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
 
 
 class WithAllFlags(WithFlags):
     """The command's flags are all there is to its configuration."""
 
-    own_flags = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:])
+    own_flags = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:], *_OTHERS)
 
 
 def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
@@ -41,25 +65,38 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     from trireme.files import write_text
 
     kind = flags.get("rlhf_type", ["grpo"])[0]
-    if kind not in ("grpo", "kto"):
-        raise typer.BadParameter(
-            f"--rlhf_type {kind}: expected grpo or kto; other algorithms are named in a YAML "
-            "(algorithm.algorithm_type) for trireme run"
-        )
-    if kind == "kto":
-        _refuse_rollouts(flags)
-    elif only := next((name for name in _LOSS[1:] if name in flags), None):
-        raise typer.BadParameter(f"--{only} has no effect on grpo: expected --rlhf_type kto")
+    replies = kind in _LOSSES
+    if kind != "grpo" and not replies:
+        instead = _INSTEAD.get(kind, "other algorithms are named in a YAML for trireme run")
+        raise typer.BadParameter(f"--rlhf_type {kind}: expected grpo, dpo or kto; {instead}")
+    taken = _LOSSES.get(kind, ("beta",))
+    if only := next((name for name in _LOSS if name in flags and name not in taken), None):
+        others = " or ".join(name for name, options in _LOSSES.items() if only in options)
+        raise typer.BadParameter(f"--{only} has no effect on {kind}: expected --rlhf_type {others}")
+    if other := next((name for name in _OTHERS if name in flags), None):
+        raise typer.BadParameter(f"--{other} has no effect on {kind}: expected it to be left out")
+    flags = _of_replies(flags, kind) if replies else _of_lengths(flags)
     for name in ("model", "dataset"):
         if name not in flags:
             raise typer.BadParameter(f"--{name} is not given: expected one")
     folder = Path(flags.get("output_dir", ["output"])[0])
     path = folder / FILE
-    tree = _labelled(flags, folder) if kind == "kto" else _tree(flags, folder)
-    read = (*WithAllFlags.own_flags, "generation_batch_size")
-    read += ("beta", "max_length") if kind == "kto" else ()
+    if (count := _devices()) > 1:
+        typer.echo(
+            f"note: by {' and '.join(_PROCESSES)} the batch is that of {count} devices; "
+            "cluster.gpu_per_node and cluster.node_num say how many there are",
+            err=True,
+        )
+    tree = _with_replies(flags, folder, kind) if replies else _tree(flags, folder)
+    read = (*WithAllFlags.own_flags, "generation_batch_size", "rlhf_type")
+    read += ("beta", "max_length") if replies else ()
+    if not replies and _distils(flags):
+        tree = _distilled(tree, flags)
+        read += ("teacher_model", "teacher_kl_coef")
     rest = {name: values for name, values in flags.items() if name not in read}
-    loss = _LOSS if kind == "kto" else ()
+    if not {"train_type", "tuner_type"} & rest.keys():
+        rest["tuner_type"] = ["lora"]
+    loss = _LOSSES.get(kind, ())
     options = [
         f"algorithm.policy_loss_fn_args.{name}={number_of(name, flags[name][0])}"
         for name in loss
@@ -84,6 +121,8 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
         "algorithm": {
             "algorithm_type": "grpo",
             "repeat_times": rollouts,
+            "optimizer": _optimizer(flags),
+            **_arithmetic(flags, completions == of_a_step),
             "loss_agg_mode": "seq-mean-token-mean",
             "kl_loss_fn": "k3",
             "kl_loss_fn_args": {"kl_coef": 0.04},
@@ -92,8 +131,10 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
             "model_path": flags["model"][0],
             **({} if "vllm_max_model_len" in flags else {"max_prompt_tokens": 2048}),
             "max_response_tokens": 512,
+            "temperature": 0.9,
         },
         "buffer": {
+            "total_epochs": 3,
             "batch_size": completions // rollouts,
             "train_batch_size": of_a_step,
             "explorer_input": {
@@ -106,48 +147,133 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
     }
 
 
-def _labelled(flags: Given, folder: Path) -> dict[str, Any]:
-    """The same of KTO, which reads labelled replies."""
-    micro_batch = _count(flags, "per_device_train_batch_size", 1)
-    accumulated = _count(flags, "gradient_accumulation_steps", max(16 // micro_batch, 1))
+def _optimizer(flags: Given) -> dict[str, Any]:
+    full = "full" in (*flags.get("train_type", ()), *flags.get("tuner_type", ()))
+    return {
+        "lr": 1e-5 if full else 1e-4,
+        "lr_scheduler_type": "cosine",
+        "min_lr_ratio": 0.0,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+    }
+
+
+def _arithmetic(flags: Given, once: bool) -> dict[str, Any]:
+    """Options of the advantage and the loss. `once`: a generation is one optimizer step's, so that
+    the old log-probabilities are those from before it, the trainer's own.
+    """
+    out: dict[str, Any] = {"bypass_old_logprobs": False} if once else {}
+    if flags.get("scale_rewards", [""])[0] == "gdpo":
+        out["advantage_fn_args"] = {"epsilon": 1e-8}
+    elif flags.get("advantage_estimator", [""])[0] != "rloo":
+        out["advantage_fn_args"] = {"epsilon": 1e-4}
+    kind, level = (flags.get(name, [""])[0] for name in ("loss_type", "importance_sampling_level"))
+    if kind in ("", "grpo", "bnpo", "dapo", "dr_grpo") and level in ("", "token"):
+        out["policy_loss_fn_args"] = {"clip_ratio_c": float("inf")}  # no dual clip without --delta
+    return out
+
+
+def _with_replies(flags: Given, folder: Path, kind: str) -> dict[str, Any]:
+    """The same of DPO and KTO, which read pairs of replies and labelled ones."""
+    micro_batch = _count(flags, "per_device_train_batch_size", 1) * _devices()
+    accumulated = _count(flags, "gradient_accumulation_steps", -(-16 // micro_batch))
     if len(flags["dataset"]) > 1:
         raise typer.BadParameter(
-            f"--dataset has {len(flags['dataset'])} names: expected one, which --rlhf_type kto "
+            f"--dataset has {len(flags['dataset'])} names: expected one, which --rlhf_type {kind} "
             "reads"
         )
     length = {} if "vllm_max_model_len" in flags else {"max_model_len": 2048}
     length |= {"max_model_len": _count(flags, "max_length", 1)} if "max_length" in flags else {}
     return {
         "project": "rlhf",
-        "name": "kto",
+        "name": kind,
         "checkpoint_root_dir": str(folder),
         "mode": "train",
-        "algorithm": {"algorithm_type": "kto"},
+        "algorithm": {"algorithm_type": kind, "optimizer": _optimizer(flags)},
         "model": {"model_path": flags["model"][0], **length},
         "buffer": {
             "train_batch_size": micro_batch * accumulated,
-            "trainer_input": {"experience_buffer": _rows_of(flags["dataset"][0])},
+            "total_epochs": 3,
+            "trainer_input": {
+                "experience_buffer": {**_rows_of(flags["dataset"][0]), **_REPLIES[kind]}
+            },
         },
         "trainer": {"save_interval": 500},
     }
 
 
-def _refuse_rollouts(flags: Given) -> None:
-    """Raise BadParameter for a flag about rollouts, which KTO does not have."""
+def _of_replies(flags: Given, kind: str) -> Given:
+    """The flags without those that say what is so anyway. Raises BadParameter for one about
+    rollouts, which DPO and KTO do not have, and for another loss of pairs.
+    """
+    loss = "sigmoid" if kind == "dpo" else "kto"
+    if flags.get("loss_type", [loss]) != [loss]:
+        raise typer.BadParameter(
+            f"--loss_type {' '.join(flags['loss_type'])} with --rlhf_type {kind}: expected {loss}"
+        )
+    idle = ("loss_type", "truncation_strategy", *_EVALUATION)
+    for name in _EVALUATION:
+        if name in flags:
+            typer.echo(f"note: --{name} is without effect here: trireme eval measures", err=True)
+    flags = {name: values for name, values in flags.items() if name not in idle}
     for name in flags:
         explores = KEYS.get(name, "").startswith(("explorer.", "buffer.explorer_input."))
         translated = name in TRANSLATED and name not in (*_LOSS, *_LORA)
         other = name in (*TASKSETS, *REWARD_OPTIONS, *_SAMPLING, *_ROLLOUTS)
-        if name != "dataset" and (explores or translated or other):
+        if name not in ("dataset", "torch_dtype") and (explores or translated or other):
             raise typer.BadParameter(
-                f"--{name} has no effect with --rlhf_type kto, which learns from a data set and "
+                f"--{name} has no effect with --rlhf_type {kind}, which learns from a data set and "
                 "has no rollouts"
             )
+    return flags
+
+
+def _of_lengths(flags: Given) -> Given:
+    """The flags with lengths that fit --vllm_max_model_len, which a prompt and its reply share."""
+    most = _count(flags, "vllm_max_model_len", 1) if "vllm_max_model_len" in flags else None
+    reply = _count(flags, "max_completion_length", 512)
+    if most is None or most > reply + _count(flags, "max_length", 1):
+        return flags
+    flags = {name: values for name, values in flags.items() if name != "max_length"}
+    if reply >= most:
+        flags["max_completion_length"] = [str(max(most // 2, 1))]
+    typer.echo(
+        f"note: a prompt and its reply have {most} tokens (--vllm_max_model_len): a reply has at "
+        f"most {flags.get('max_completion_length', [reply])[0]}, a prompt what is left",
+        err=True,
+    )
+    return flags
+
+
+def _distils(flags: Given) -> bool:
+    """Whether there is no reward, so that a teacher alone is learned from."""
+    rewards = ("reward_funcs", "reward_model", "gym_env", "use_gym_env", "multi_turn_scheduler")
+    return "teacher_model" in flags and not any(name in flags for name in rewards)
+
+
+def _distilled(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
+    """The tree with the teacher in place of rewards: its KL is the advantage of each token."""
+    weight = number_of("teacher_kl_coef", flags.get("teacher_kl_coef", ["1"])[0])
+    algorithm = tree["algorithm"] | {"algorithm_type": "on_policy_distill"}
+    algorithm["advantage_fn_args"] = {"kl_coef": weight}
+    teacher = {"model_path": flags["teacher_model"][0]}
+    return tree | {"algorithm": algorithm, "explorer": {"auxiliary_models": [teacher]}}
+
+
+def _devices() -> int:
+    """How many processes train, by the variables of ms-swift's launcher; 1 without them."""
+    count = 1
+    for name in _PROCESSES:
+        text = os.environ.get(name) or "1"
+        if not text.isdigit() or not int(text):
+            raise typer.BadParameter(f"{name}={text}: expected a whole number of at least 1")
+        count *= int(text)
+    return count
 
 
 def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
     """Completions of a generation, and those of an optimizer step."""
-    micro_batch = _count(flags, "per_device_train_batch_size", rollouts)
+    micro_batch = _count(flags, "per_device_train_batch_size", rollouts) * _devices()
     accumulated = _count(flags, "gradient_accumulation_steps", 1)
     completions = micro_batch * _count(flags, "steps_per_generation", accumulated)
     of_a_step = micro_batch * accumulated
@@ -164,6 +290,8 @@ def _batches(flags: Given, rollouts: int) -> tuple[int, int]:
             f"{completions} completions of a generation: expected a multiple of --num_generations "
             f"({rollouts}), set by --generation_batch_size"
         )
+    if not of_a_step % completions:
+        completions = of_a_step  # several generations by the same weights are one
     if completions % of_a_step:
         raise typer.BadParameter(
             f"{completions} completions of a generation and {of_a_step} of an optimizer step "

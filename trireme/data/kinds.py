@@ -2,7 +2,8 @@
 
 Pairs: the columns that `format` names; else `prompt` + `chosen` + `rejected`, or `messages` for the
 prompt. A prompt is text or a list of messages, which may be JSON text. A reply is text, a message,
-or a list of the reply alone or of the prompt's messages and the reply. Where there is no prompt,
+or a list of the reply alone or of the prompt's messages and the reply. With `chosen_key: messages`
+the last message is the better reply, and those before it are the prompt. Where there is no prompt,
 `chosen` and `rejected` are whole conversations that differ in their last reply alone.
 
 Labels: the columns of a solved example (formats.py), and `format.label_key`: whether the reply is
@@ -82,6 +83,8 @@ class DpoFormat(SftFormat):
 
     def _prompt_of(self, row: Mapping[str, Any]) -> Any:
         """The prompt. Raises ValueError, naming the column, where two conversations have none."""
+        if self._prompt is not None and self._prompt == self._columns.replies[0]:
+            return self._conversation(row, self._prompt)[:-1]
         if self._prompt is not None:
             return row.get(self._prompt)
         chosen, rejected = (self._conversation(row, column) for column in self._columns.replies)

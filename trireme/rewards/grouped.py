@@ -296,6 +296,12 @@ def _function(given: Any, options: dict[str, Any]) -> Function:
             raise ValueError(
                 f"reward function {given!r} does not take the options {options}: {error}"
             ) from error
+        except ValueError:  # it says itself what is wrong
+            raise
+        except Exception as error:  # a user's constructor, which may ask a server or read a file
+            raise ValueError(
+                f"reward function '{name}' cannot be made: {type(error).__name__}: {error}"
+            ) from error
     if not callable(found) or options:
         what = f"has no options, and got {options}" if callable(found) else "cannot be called"
         raise ValueError(f"reward function {given!r} {what}")
