@@ -361,6 +361,35 @@ def step(machine: Machine) -> Lines:
             )
 
 
+def blocks(machine: Machine) -> Lines:
+    """The same train step with blocks as they are and compiled (`trainer.use_torch_compile`)."""
+    most, says = machine.most()
+    tokens = machine.sizes.tokens[-2]
+    batch = batch_of(machine.sizes, tokens, shared=True)
+    seconds: dict[bool, float] = {}
+    for compiles in (False, True):
+        backend = backend_on(machine, compile=compiles)
+
+        def train(backend: Any = backend) -> None:
+            backend.forward_backward(batch, lambda part, logprobs, _: -logprobs.mean())
+            backend.step()
+
+        first = machine.once(train)
+        seconds[compiles] = machine.seconds(train, times=2)
+        backend.arithmetic.take()
+        train()
+        use = backend.arithmetic.take() / seconds[compiles] / most
+        yield Row(
+            "blocks",
+            f"{'compiled' if compiles else 'eager'}, {tokens} tokens with shared prompts",
+            f"{seconds[compiles]:.3f} s, {use:.1%} MFU ({says}), the first {first:.1f} s",
+            "compiled at most as long as eager",
+            machine.judged(seconds[compiles] <= seconds[False]),
+            {"seconds": seconds[compiles], "mfu": use, "first_seconds": first},
+        )
+        del backend
+
+
 def kernels(machine: Machine) -> Lines:
     """Attention of one layer over a trie, forward and backward, by each kernel that there is."""
     from trireme.trainer.attention import choose_kernel
@@ -673,6 +702,7 @@ LINES: tuple[Callable[[Machine], Lines], ...] = (
     sdpa,
     tests,
     step,
+    blocks,
     kernels,
     head,
     gap,

@@ -51,6 +51,31 @@ def test_attention_that_cannot_be_computed_is_a_problem(tmp_path, monkeypatch):
     assert text == f"{key} is varlen: torch 2.9.1+cu128 has none, 2.10 and newer do"
 
 
+def test_blocks_that_cannot_be_compiled_are_a_problem(tmp_path, monkeypatch):
+    key = "trainer.use_torch_compile"
+    asked = f"{key}=true"
+    assert problems_of(tmp_path, asked) == []
+    dora = "model.lora_configs=[{lora_rank: 4, use_dora: true}]"
+    expected = f"{key} is true, and peft's DoRA cannot be compiled: expected use_dora false"
+    assert only_problem(tmp_path, asked, dora) == expected
+    sequence = "trainer.ulysses_sequence_parallel_size=2"
+    assert problems_of(tmp_path, asked, sequence) == []  # one process trains on whole sequences
+    ray = ("cluster.launcher=ray", "cluster.node_num=1", "cluster.gpu_per_node=3")
+    text = only_problem(tmp_path, asked, sequence, *ray)
+    assert "talk to each other within a block" in text
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    expected = f"{key} is true, and no C++ compiler is here (no-such-compiler, or what CXX names)"
+    assert only_problem(tmp_path, asked) == expected
+    assert problems_of(tmp_path, asked, "mode=explore") == []
+    monkeypatch.setattr("trireme.config.plan.num_gpus", lambda: 1)
+    flex = "trainer.attn_implementation=flex"
+    monkeypatch.setattr("trireme.config.check.find_spec", lambda name: None)
+    texts = problems_of(tmp_path, asked, flex)
+    assert [text.partition(",")[0] for text in texts] == [f"{key} is true"] * 2
+    assert "FlexAttention is compiled by itself" in texts[0]
+    assert "Triton" in texts[1]
+
+
 def test_capped_attention_scores_are_a_problem(tmp_path):
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text()) | {"attn_logit_softcapping": 50.0}

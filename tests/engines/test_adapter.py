@@ -17,8 +17,8 @@ from trireme.engines.device import Device
 from trireme.engines.torch.engine import TorchEngine
 from trireme.sync.probe import Probe, WrongWeights
 from trireme.sync.push import MemorySync
-from trireme.trainer.backend import AdapterSource, Backend
-from trireme.trainer.lora import Lora
+from trireme.trainer.backend import Backend
+from trireme.trainer.lora import AdapterSource, Lora
 
 WITHIN = 1e-5
 """Nats, float32: what one order of the same sums differs from another by, at most."""

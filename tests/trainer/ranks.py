@@ -25,19 +25,19 @@ def start(function: Callable[..., Any], place: RankSpec, *args: Any) -> BaseProc
 
 def run(function: Callable[..., Any], folder: Path, *args: Any, **place: Any) -> list[Any]:
     """`function(place, *args)` on all ranks at once; what each returns (plain values, tensors)."""
-    world = place.pop("world", 2)
+    world, limit = place.pop("world", 2), place.pop("limit", LIMIT)
     address = free_address()
-    places = [RankSpec(rank, world, address, timeout=LIMIT, **place) for rank in range(world)]
+    places = [RankSpec(rank, world, address, timeout=limit, **place) for rank in range(world)]
     folder.mkdir(exist_ok=True)
     files = [folder / f"rank_{p.rank}.pt" for p in places]
     processes = [
         start(_keep, p, function, file, args) for p, file in zip(places, files, strict=True)
     ]
     for process in processes:
-        process.join(LIMIT)
+        process.join(limit)
         process.kill()
     codes = [process.exitcode for process in processes]
-    assert codes == [0] * world, f"exit codes {codes}: -9 is a rank that took over {LIMIT:g} s"
+    assert codes == [0] * world, f"exit codes {codes}: -9 is a rank that took over {limit:g} s"
     return [torch.load(file, weights_only=True) for file in files]
 
 

@@ -6,10 +6,12 @@ options is told by making them, in launch/check.py.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from datetime import datetime, timedelta
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from trireme.config.lookup import ModelFacts, check_adapter, located, model_config, model_facts
@@ -166,6 +168,25 @@ def check_attention(stage: StageConfig, device: str, dtype: str) -> None:
             f"({path}) has attn_logit_softcapping: the torch trainer does not compute attention "
             "whose scores are capped",
         )
+
+
+def check_compiler(stage: StageConfig, device: str, ranks: int) -> None:
+    """Whether a stage that trains on `ranks` can compile its blocks, where that is asked for."""
+    trainer, key = stage.config.trainer, "trainer.use_torch_compile"
+    if not trainer.use_torch_compile or stage.config.mode not in ("both", "train"):
+        return
+    if trainer.attn_implementation == "flex":
+        stage.problem(key, "is true, and FlexAttention is compiled by itself: take another kernel")
+    if ranks > 1 and trainer.ulysses_sequence_parallel_size > 1:
+        text = "is true, and ranks that share a sequence talk to each other within a block"
+        stage.problem(key, f"{text}: expected trainer.ulysses_sequence_parallel_size 1")
+    if any(lora.use_dora for lora in stage.config.model.lora_configs or []):
+        stage.problem(key, "is true, and peft's DoRA cannot be compiled: expected use_dora false")
+    name = os.environ.get("CXX", "g++")
+    if device == "cpu" and shutil.which(name) is None:
+        stage.problem(key, f"is true, and no C++ compiler is here ({name}, or what CXX names)")
+    if device == "cuda" and find_spec("triton") is None:
+        stage.problem(key, "is true, and Triton, by which torch compiles for GPUs, is not here")
 
 
 _OF_THE_ADAPTER = (

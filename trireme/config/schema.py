@@ -331,6 +331,9 @@ class TrainerConfig(Section):
     attn_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     """What computes attention: torch's SDPA everywhere, or in bfloat16 on a GPU its variable-length
     flash attention (varlen; auto, where a trial shows that it works) or FlexAttention (flex)."""
+    use_torch_compile: bool = False
+    """Compile each block of the model by torch, one graph for all, as it is first called: the first
+    step takes a minute longer."""
     offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
     param_offload: Annotated[bool, Moved(to="trainer.offload")] = False

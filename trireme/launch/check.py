@@ -21,6 +21,7 @@ from trireme.config.check import (
     check_algorithm,
     check_attention,
     check_auxiliary_models,
+    check_compiler,
     check_experts,
     check_folder,
     check_model,
@@ -154,6 +155,7 @@ def draft(config: Config) -> Draft:
     plans = [derive(x, root, gpus) for x in stages]
     for stage, plan in zip(stages, plans, strict=True):
         check_attention(stage, plan.device, plan.dtype)
+        check_compiler(stage, plan.device, plan.trainer_ranks)
     for name, count in Counter(stage.name for stage in stages).items():
         if count > 1:
             whole.problem("stages", f"has {count} stages named {name!r}: expected one")

@@ -26,11 +26,11 @@ from trireme.sync.checkpoint import PolledSync
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
-from trireme.trainer.backend import AdapterSource, Backend, TrainSettings
+from trireme.trainer.backend import Backend, TrainSettings
 from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
-from trireme.trainer.lora import Lora
+from trireme.trainer.lora import AdapterSource, Lora
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import commands
 
@@ -110,6 +110,7 @@ def _settings(plan: Plan) -> TrainSettings:
         lora=lora,
         gradient_checkpointing=plan.gradient_checkpointing,
         attn_implementation=config.trainer.attn_implementation,
+        compile=config.trainer.use_torch_compile,
         offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
         seed=plan.seed,

@@ -29,6 +29,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from transformers import AttentionInterface
 
 from trireme.engines.torch.rows import attend, refuse_plans
+from trireme.trainer import compiled
 
 logger = logging.getLogger(__name__)
 
@@ -425,6 +426,11 @@ class HasLayout(Protocol):
         """Who attends to whom, as the kernel takes it."""
         ...
 
+    @property
+    def handle(self) -> Tensor:
+        """Of that layout, for blocks that are compiled."""
+        ...
+
 
 def packed_attention(
     module: nn.Module,
@@ -445,8 +451,11 @@ def packed_attention(
             raise ValueError(
                 f"{type(module).__name__} wants '{name}' in its attention: not supported"
             )
-    out = packed.attention.attend(query, key, value, window=sliding_window or 0, scale=scaling)
-    return out, None
+    options: dict[str, Any] = {"window": sliding_window or 0, "scale": scaling}
+    if torch.compiler.is_compiling():
+        inputs = _as_autocast(query, key, value)
+        return compiled.attend(packed.handle, *inputs, **options), None
+    return packed.attention.attend(query, key, value, **options), None
 
 
 def register() -> None:

@@ -28,9 +28,9 @@ from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import REFERENCE
 from trireme.checkpoint.saved import fill_from_file, random_state, read, set_random_state
 from trireme.config.schema import OptimizerConfig
-from trireme.engines.weight_group import fingerprint
 from trireme.trainer import ulysses
 from trireme.trainer.attention import Kernel, choose_kernel
+from trireme.trainer.compiled import compile_blocks
 from trireme.trainer.leader import Command, Leader
 from trireme.trainer.lora import Adapter, Lora
 from trireme.trainer.measure import Arithmetic, Phases, peak_flops
@@ -44,7 +44,17 @@ from trireme.trainer.model import (
     without_dropout,
 )
 from trireme.trainer.optim import ScheduledOptimizer
-from trireme.trainer.ranks import NotFinite, Ranks, Root, Team, dummy, materialize, shard, whole
+from trireme.trainer.ranks import (
+    NotFinite,
+    Ranks,
+    Root,
+    Team,
+    blocks,
+    dummy,
+    materialize,
+    shard,
+    whole,
+)
 from trireme.trainer.write import Writing, shared_files
 
 T = TypeVar("T")
@@ -72,6 +82,8 @@ class TrainSettings:
     dtype: str = "float32"
     lora: Lora | None = None
     gradient_checkpointing: bool = False
+    compile: bool = False
+    """Blocks run compiled, see trainer/compiled.py."""
     offload: bool = False
     """Shards and optimizer lie in the CPU's memory; of ranks only."""
     share_prefix: bool = True
@@ -109,6 +121,8 @@ class TrainSettings:
                 trust_remote_code=trust,
             )
         without_dropout(model)
+        if self.compile:
+            compile_blocks(blocks(model))
         if ranks and frozen and self.half:
             for parameter in model.requires_grad_(False).parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -472,28 +486,3 @@ class Backend:
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-class AdapterSource:
-    """What engines that hold the base are pushed: the additions alone. See sync/probe.py."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.score = backend.score
-        self._backend = backend
-        self._unmoved: dict[str, float] | None = None
-
-    def weights(self) -> dict[str, Tensor]:
-        """The additions as engines take them."""
-        return dict(self.each_weight())
-
-    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
-        """The same, one after the other."""
-        return self._backend.each_weight(dtype, "adapter")
-
-    def unmoved(self, dtype: str) -> dict[str, float]:
-        """Fingerprints of the base, which engines have from its folder."""
-        if self._unmoved is None:
-            each = self._backend.each_weight(dtype, "base")
-            marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)
-            self._unmoved = {name: mark for part in marks for name, mark in part.items()}
-        return self._unmoved

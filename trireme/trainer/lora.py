@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +25,10 @@ from transformers.pytorch_utils import Conv1D
 from trireme.checkpoint.save import write_weights
 from trireme.checkpoint.saved import assign
 from trireme.engines.adapter import A, B
+from trireme.engines.weight_group import fingerprint
+
+if TYPE_CHECKING:
+    from trireme.trainer.backend import Backend
 
 _ADAPTER, _START = "default", "start"
 _BASE_LAYER = ".base_layer."
@@ -243,3 +247,28 @@ def _merged(layer: Any, base: Tensor) -> Tensor:
         return merged
     length = torch.linalg.norm(merged, dim=1, keepdim=True)
     return merged * (layer.lora_magnitude_vector[_ADAPTER].weight.unsqueeze(1) / length)
+
+
+class AdapterSource:
+    """What engines that hold the base are pushed: the additions alone. See sync/probe.py."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.score = backend.score
+        self._backend = backend
+        self._unmoved: dict[str, float] | None = None
+
+    def weights(self) -> dict[str, Tensor]:
+        """The additions as engines take them."""
+        return dict(self.each_weight())
+
+    def each_weight(self, dtype: str | None = None) -> Generator[tuple[str, Tensor]]:
+        """The same, one after the other."""
+        return self._backend.each_weight(dtype, "adapter")
+
+    def unmoved(self, dtype: str) -> dict[str, float]:
+        """Fingerprints of the base, which engines have from its folder."""
+        if self._unmoved is None:
+            each = self._backend.each_weight(dtype, "base")
+            marks = (fingerprint({name: tensor}, dtype) for name, tensor in each)
+            self._unmoved = {name: mark for part in marks for name, mark in part.items()}
+        return self._unmoved

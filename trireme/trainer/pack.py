@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trireme.batch import Batch
 from trireme.trainer.attention import Kernel, Layout, Trie, lay_out
+from trireme.trainer.compiled import handle_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class PackedBatch:
     """Who attends to whom, as the kernel takes it."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
+    handle: Tensor = field(init=False)
+    """Of `attention`, for blocks that are compiled."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", handle_of(self.attention))
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same layout on a device."""

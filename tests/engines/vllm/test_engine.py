@@ -24,7 +24,8 @@ from trireme.engines.weight_group import fingerprint
 from trireme.launch.engine_host import EngineHost, start_all, stop_all
 from trireme.sync.probe import Gap, Probe, WrongWeights, compare_weights
 from trireme.sync.push import GroupSync, HttpSync
-from trireme.trainer.backend import AdapterSource, Backend, TrainSettings
+from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.lora import AdapterSource
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = [5, 6, 7, 8]

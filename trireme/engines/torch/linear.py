@@ -95,7 +95,8 @@ def _is_whole(weight: Tensor) -> bool:
 def _suits(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is to multiply these."""
     return (
-        x.dtype is torch.float32
+        not torch.compiler.is_compiling()  # which chooses by itself, and does not know how here
+        and x.dtype is torch.float32
         and weight.dtype is torch.float32
         and weight.numel() >= _LEAST_WEIGHTS
         and x.numel() * weight.shape[0] >= _LEAST_PRODUCT

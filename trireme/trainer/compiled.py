@@ -1,0 +1,164 @@
+"""Compiled: compiles a model's blocks by torch, attention being one operator to the compiler.
+
+One graph serves all blocks of a kind and any number of flat tokens. Attention is not looked into:
+how many rows a layout has, and of which sizes, is different in every micro-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_LARGEST_NUMBER_OF_GRAPHS = 64
+"""Of one kind of block: with and without gradients, an adapter switched off, each window."""
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Have each of a model's blocks run compiled; they are compiled as they are first called."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _LARGEST_NUMBER_OF_GRAPHS)
+    for block in blocks:
+        block.forward = _compiled(block)
+
+
+def _compiled(block: nn.Module) -> Callable[..., Any]:
+    """A block's forward, with what transformers wraps around it to compute activations again left
+    around what is compiled: within, the compiler would keep most of them.
+    """
+    plain = type(block).forward
+    # older releases of transformers 5 have it around the call
+    checkpoints = isinstance(block, GradientCheckpointingLayer) and hasattr(plain, "__wrapped__")
+    checkpoints = checkpoints and "__call__" not in vars(GradientCheckpointingLayer)
+    plain = plain.__wrapped__ if checkpoints else plain
+    inner = torch.compile(MethodType(plain, block), fullgraph=True, dynamic=True)
+
+    def forward(*args: Any, **options: Any) -> Any:
+        if checkpoints and block.gradient_checkpointing and block.training:
+            again: Any = block._gradient_checkpointing_func
+            return again(partial(inner, **options), *args)
+        return inner(*args, **options)
+
+    return forward
+
+
+class _Held(np.ndarray):
+    """The memory of a handle, which holds an object with it."""
+
+    thing: Any
+
+
+_numbers = itertools.count(1)
+_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
+
+
+def handle_of(thing: Any) -> Tensor:
+    """A number [1] by which operators find an object, for as long as its memory is in use."""
+    memory = np.array([next(_numbers)]).view(_Held)
+    memory.thing = thing
+    _held[int(memory[0])] = memory
+    return torch.from_numpy(memory)
+
+
+def attend(
+    layout: Tensor, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
+) -> Tensor:
+    """The attention of a layout (of trainer/attention.py), given by its handle, within a block that
+    is compiled.
+    """
+    keep = torch.is_grad_enabled() and query.requires_grad
+    return _attend(query, key, value, layout, window, scale, keep)[0]
+
+
+def _thing(handle: Tensor) -> Any:
+    return _held[int(handle)].thing
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """Autograd as it is outside of an operator, in which torch leaves it out."""
+    native: Any = torch._C
+    keys = native.DispatchKeySet(native.DispatchKey.ADInplaceOrView)
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA"):
+        keys = keys | native.DispatchKeySet(getattr(native.DispatchKey, name))
+    left_out = native._dispatch_tls_local_exclude_set() - keys
+    included = native._dispatch_tls_local_include_set()
+    with torch.enable_grad(), native._ForceDispatchKeyGuard(included, left_out):
+        yield
+
+
+@torch.library.custom_op("trireme::attend", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Tensor,
+    window: int,
+    scale: float | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention [1, T, H, D], and a handle of what its backward pass needs, where `keep` says so:
+    it is given up with the handle, be it after that pass or by gradient checkpointing.
+    """
+    if not keep:
+        out = _thing(layout).attend(query, key, value, window=window, scale=scale)
+        return out.contiguous(), handle_of(None)
+    with _recorded():
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        out = _thing(layout).attend(*inputs, window=window, scale=scale)
+    return out.detach().contiguous(), handle_of((inputs, out))
+
+
+@_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Tensor,
+    window: int,
+    scale: float | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    return out, layout.new_empty(1)
+
+
+@torch.library.custom_op("trireme::attend_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor, kept: Tensor, key_heads: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, by that of the attention and what was kept."""
+    inputs, out = _thing(kept)
+    with _recorded():
+        query, key, value = torch.autograd.grad(out, inputs, gradient)
+    return query.contiguous(), key.contiguous(), value.contiguous()
+
+
+@_attend_backward.register_fake
+def _(gradient: Tensor, kept: Tensor, key_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    _, tokens, heads, value_width = gradient.shape
+    query = gradient.new_empty(1, heads, tokens, width)
+    key = gradient.new_empty(1, key_heads, tokens, width)
+    return query, key, gradient.new_empty(1, key_heads, tokens, value_width)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.sizes = inputs[1].shape[1], inputs[1].shape[3]
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    (kept,) = ctx.saved_tensors
+    return *_attend_backward(gradient, kept, *ctx.sizes), None, None, None, None
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
