@@ -20,7 +20,8 @@ from trireme import (
 )
 from trireme.model.model import Model
 from trireme.workflows import loss_scale
-from trireme.workflows.scheduled import multi_turn_scheduler
+from trireme.workflows.scheduled import make_scheduler, multi_turn_scheduler
+from trireme.workflows.swift import Absent
 from trireme.workflows.workflow import resolve
 
 ROW = {"messages": [{"role": "user", "content": "2+2?"}], "solution": "4", "level": 3}
@@ -346,3 +347,10 @@ def test_images_are_refused() -> None:
 def test_the_workflow_is_known_by_its_name() -> None:
     spec = resolve("multi_turn_scheduler")
     assert not spec.blocking and spec.judge is not None and spec.examine is not None
+
+
+def test_a_scheduler_on_a_base_of_ms_swift_that_is_not_here_is_refused() -> None:
+    base = type("OpenEnvScheduler", (Absent,), {})
+    mine = type("SudokuScheduler", (base,), {"step": lambda self: None})
+    with pytest.raises(ValueError, match="extends ms-swift's OpenEnvScheduler, which is not here"):
+        make_scheduler({"scheduler": mine})

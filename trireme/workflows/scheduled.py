@@ -23,6 +23,7 @@ from trireme.rewards.grouped import Judges, judge_of, reward_group
 from trireme.task import Task
 from trireme.workflows import loss_scale
 from trireme.workflows.scheduler import MultiTurnScheduler, RolloutInferRequest, request_of
+from trireme.workflows.swift import Absent
 from trireme.workflows.turns import Ended, play
 
 _OWN = ("scheduler", "max_turns", "loss_scale")
@@ -108,6 +109,13 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
         return None
     scheduler: Any = MULTI_TURNS.get(name) if isinstance(name, str) else name
     options = {key: value for key, value in args.items() if key not in _OWN}
+    if isinstance(scheduler, type) and issubclass(scheduler, Absent):
+        base = next(one.__name__ for one in scheduler.__mro__ if Absent in one.__bases__)
+        raise ValueError(
+            f"multi-turn scheduler {name!r} extends ms-swift's {base}, which is not here: expected "
+            "one that extends MultiTurnScheduler; OpenEnv's servers have openenv_workflow "
+            "(docs/environments.md)"
+        )
     if not isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"multi-turn scheduler {name!r} is {scheduler!r:.60}: expected a class")
     make: Any = scheduler
