@@ -357,6 +357,9 @@ def test_ranks_that_share_a_sequence_divide_the_heads(tmp_path):
 def test_auxiliary_models_and_experts_must_be_there(tmp_path):
     found = only_problem(tmp_path, "explorer.auxiliary_models=[{max_model_len: 9}]")
     assert found.startswith("explorer.auxiliary_models[0].model_path is not given")
+    judge = "{model_path: m, engine_type: external, base_urls: ['http://h/v1'], "
+    found = only_problem(tmp_path, f"explorer.auxiliary_models=[{judge} reasoning_parser: qwen3}}]")
+    assert found.startswith("explorer.auxiliary_models[0].reasoning_parser (qwen3): an OpenAI API")
     found = only_problem(tmp_path, "explorer.auxiliary_models=[{model_path: /none}]")
     assert found.startswith("explorer.auxiliary_models[0].model_path (/none)")
     mix = ("algorithm.algorithm_type=mix", "algorithm.repeat_times=2")

@@ -239,6 +239,11 @@ def check_auxiliary_models(stage: StageConfig) -> None:
                 f"is {model.base_urls}: expected the server's address with engine_type external "
                 "(an OpenAI API) or remote (trireme rollout), and with no other",
             )
+        if model.reasoning_parser and model.engine_type == "external":
+            text = (
+                f"({model.reasoning_parser}): an OpenAI API splits its replies itself, leave it out"
+            )
+            stage.problem(f"{key}.reasoning_parser", text)
         if model.engine_type in ("sglang", "vllm"):
             text = "the embedded torch engine generates in its place"
             stage.notes.append(f"{key}.engine_type ({model.engine_type}): {text}")

@@ -204,10 +204,9 @@ class RolloutModelConfig(Section):
     """Let the model decide when it calls a tool."""
     tool_call_parser: str | None = None
     """How tool calls are read from a reply."""
-    reasoning_parser: Annotated[
-        str | None, Refused("is not supported: a reply keeps its thinking")
-    ] = None
-    """How thinking is split from a reply."""
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = None
+    """Gives clients of the API a reply's thinking as `reasoning_content`, and `content` the rest.
+    deepseek_r1: a reply begins with its thinking; qwen3: if it, or its prompt, opens it."""
     chat_template: Annotated[str | None, _of_model("custom_chat_template")] = None
     """A chat template for rollouts; not given: the model's."""
     enable_thinking: Annotated[bool | None, _of_model("enable_thinking")] = None

@@ -67,6 +67,7 @@ def make_text(plan: Plan, model_path: str) -> Text:
         chat_template=template,
         enable_thinking=model.enable_thinking,
         tool_call_parser=plan.config.explorer.rollout_model.tool_call_parser,
+        reasoning_parser=plan.config.explorer.rollout_model.reasoning_parser,
     )
     return Text(tokenizer, chat, template)
 

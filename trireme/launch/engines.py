@@ -212,7 +212,10 @@ def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
         )
         engine = make_torch_engine(spec, tokenizer, device)
     chat = ChatTokens(
-        tokenizer, chat_template=config.chat_template, enable_thinking=config.enable_thinking
+        tokenizer,
+        chat_template=config.chat_template,
+        enable_thinking=config.enable_thinking,
+        reasoning_parser=config.reasoning_parser,
     )
     reply = config.max_response_tokens or min(plan.max_response_tokens, longest - 1)
     return Auxiliary(engine, chat, path, longest, Sampling(max_tokens=reply))

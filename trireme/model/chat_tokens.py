@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from trireme.model.thinking import ReasoningParser
 from trireme.model.tool_calls import format_of, object_or_text
 from trireme.task import Task
 
@@ -65,12 +66,15 @@ class ChatTokens:
         chat_template: str | None = None,
         enable_thinking: bool | None = None,
         tool_call_parser: str | None = None,
+        reasoning_parser: ReasoningParser | None = None,
     ) -> None:
         """`chat_template` goes before the tokenizer's own; `enable_thinking` is passed to it.
 
-        `tool_call_parser` names the format of tool calls: see `format_of`.
+        `tool_call_parser` names the format of tool calls: see `format_of`. `reasoning_parser` says
+        how the API splits thinking from replies: see thinking.py.
         """
         self.tokenizer = tokenizer
+        self.reasoning_parser: ReasoningParser | None = reasoning_parser
         self.tool_format = format_of(
             tool_call_parser, str(chat_template or tokenizer.chat_template or "")
         )

@@ -28,6 +28,7 @@ from trireme.model.openai_wire import (
     token_row,
     wants_tool_calls,
 )
+from trireme.model.thinking import record_thinking
 from trireme.model.tool_calls import record_tool_calls
 
 if TYPE_CHECKING:
@@ -171,6 +172,10 @@ async def _ask(
     if form.always or wanted:
         for reply in replies:
             record_tool_calls(reply.call, form, model.chat_tokens.decode, begin, wanted=wanted)
+    parser = model.chat_tokens.reasoning_parser
+    if parser is not None and not begin and messages[-1].get("role") != "assistant":
+        for reply in replies:
+            record_thinking(reply.call, parser, model.chat_tokens.decode)
     return replies
 
 
@@ -186,6 +191,7 @@ class _Chunks:
         if chat and (form.always or wants_tool_calls(body)):
             self._barriers += form.openings
             self._waits = not form.openings or forced_tool(body) is not None
+        self._waits |= chat and model.chat_tokens.reasoning_parser is not None
         logprobs = body.get("logprobs")
         self._logprobs = bool(logprobs) if chat else logprobs is not None
         self._pieces: dict[int, StreamedText] = {}
@@ -219,6 +225,8 @@ class _Chunks:
         rows += [token_row(*one, self._decode) for one in late]
         rest = self._of(index).rest(whole)
         chunks = []
+        if self._chat and (thought := choice["message"].get("reasoning_content")):
+            chunks.append(self._chunk(index, {"reasoning_content": thought}))
         if rest or (rows and self._logprobs) or index not in self._told:
             chunks.append(self._chunk(index, {"content": rest}))
         if calls:

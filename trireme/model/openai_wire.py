@@ -179,6 +179,9 @@ def chat_response(
             message |= {"content": reply.call.shown or None, "tool_calls": calls}
         elif reply.call.shown is not None:
             message["content"] = reply.call.shown
+        if reply.call.thinking and reply.call.reply:
+            thought = reply.call.reply["reasoning_content"]
+            message |= {"content": message["content"] or None, "reasoning_content": thought}
         ended = "tool_calls" if calls else "stop"
         choice = {
             "index": index,

@@ -37,7 +37,9 @@ class Call:
     truncated: bool = False
     """Its prompt was too long, and nothing was sampled."""
     shown: str | None = None
-    """What clients see of the reply beside its tool calls; None: all of its text."""
+    """What clients see of the reply beside its tool calls and thinking; None: all of its text."""
+    thinking: str | None = None
+    """What it begins with as it was sampled, where clients see that apart."""
     weights: list[float] | None = None
     """Weight of each sampled token in the loss, 0: not trained; None: all 1."""
     extended: bool = False
@@ -77,7 +79,11 @@ class Call:
         """What a continuing prompt needs to know."""
         c = self.completion
         ended = c.stop_reason == "stop" and not isinstance(c.stop, str)
-        return Recorded(self.conversation, c.ids or self.inserted, ended=ended)
+        messages = self.conversation
+        if self.thinking and self.reply:  # a template may treat a reply that holds it differently
+            whole = {**self.reply, "content": self.thinking + self.reply["content"]}
+            messages = [*messages[:-1], whole]
+        return Recorded(messages, c.ids or self.inserted, ended=ended)
 
 
 class Recorder:
@@ -192,7 +198,7 @@ def _retries(call: Call, other: Call) -> bool:
 
 def _same(message: Message, recorded: Message | None) -> bool:
     """Whether two messages say the same; the white space around a reply does not count, nor what
-    a client calls who said it.
+    a client calls who said it, nor thinking that it leaves out.
     """
     if recorded is None or message["role"] != recorded["role"]:
         return False
@@ -201,6 +207,9 @@ def _same(message: Message, recorded: Message | None) -> bool:
     if message["role"] != "assistant":
         return False
     one, two = ({k: v for k, v in m.items() if k != "name"} for m in (message, recorded))
+    if not one.get("reasoning_content"):
+        one.pop("reasoning_content", None)
+        two.pop("reasoning_content", None)
     texts = (one.pop("content", None) or "", two.pop("content", None) or "")
     calls = (_plain_calls(one.pop("tool_calls", None)), _plain_calls(two.pop("tool_calls", None)))
     return (

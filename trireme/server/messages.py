@@ -70,6 +70,8 @@ def message_of(response: Mapping[str, Any]) -> dict[str, Any]:
     """A chat completion as a message."""
     choice, usage = response["choices"][0], response["usage"]
     content: list[dict[str, Any]] = []
+    if thought := choice["message"].get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thought, "signature": ""})
     if choice["message"]["content"]:
         content.append({"type": "text", "text": choice["message"]["content"]})
     for call in choice["message"].get("tool_calls") or ():
@@ -95,6 +97,11 @@ async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
         for choice in chunk["choices"]:
             if choice["finish_reason"]:
                 end = _end(choice)
+            if thought := choice["delta"].get("reasoning_content"):
+                yield _start(index, {"type": "thinking", "thinking": "", "signature": ""})
+                yield _delta(index, {"type": "thinking_delta", "thinking": thought})
+                yield {"type": "content_block_stop", "index": index}
+                index += 1
             if text := choice["delta"].get("content"):
                 if not opened:
                     opened = True
@@ -129,6 +136,8 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
                 function = {"name": text_in(block, "name"), "arguments": arguments}
                 calls.append({"id": text_in(block, "id"), "type": "function", "function": function})
+            case "thinking" | "redacted_thinking":
+                pass  # the record has it, token for token
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": text_in(block, "tool_use_id")}
                 out.append({**result, "content": _text(block.get("content") or "")})
