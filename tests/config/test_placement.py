@@ -15,7 +15,6 @@ from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, Plan, load_config, placement
 from trireme.config.plan import gpu_bytes
 from trireme.launch.check import draft, make_plans
-from trireme.launch.engines import engine_spec
 
 ENGINES = "explorer.rollout_model.engine_num"
 
@@ -438,36 +437,3 @@ def test_several_torch_engines_are_processes(tmp_path: Path) -> None:
     found = plan(tmp_path, f"{key('engine_type')}=torch", f"{key('engine_num')}=2")
     assert (found.engine_kind, found.engine_hosts, found.sync_method) == ("torch", 2, "nccl")
     assert plan(tmp_path, f"{key('engine_num')}=2").engine_hosts == 0
-
-
-def test_colocate_is_one_device_whose_engine_reads_the_trainers_weights(tmp_path: Path) -> None:
-    found = plan(tmp_path, "mode=colocate", "synchronizer.sync_method=checkpoint")
-    assert (found.mode, found.engine_hosts, found.sync_method) == ("both", 0, "memory")
-    assert found.share_tensors and not found.takes_turns
-    said = problems(tmp_path, "mode=colocate", f"{key('engine_num')}=2")
-    assert said == [f"{key('engine_num')} is 2: expected 1 in mode colocate"]
-    wide = key("data_parallel_size")
-    assert f"{wide} is 2: expected 1 in mode colocate" in problems(
-        tmp_path, "mode=colocate", VLLM, f"{wide}=2"
-    )
-
-
-@pytest.mark.usefixtures("vllm")
-def test_vllm_in_colocate_takes_turns_with_the_trainer(tmp_path: Path) -> None:
-    found = plan(tmp_path, "mode=colocate", VLLM, head_dim=64)
-    assert (found.engine_hosts, found.sync_method, found.takes_turns) == (1, "memory", True)
-    assert any("only pauses while the trainer works" in note for note in found.notes)
-    behind = plan(tmp_path, "mode=colocate", VLLM, "trainer.save_behind=true", head_dim=64)
-    assert any(
-        "save_behind: checkpoints are written at once all the same" in note for note in behind.notes
-    )
-    options = engine_spec(found, "model").options
-    assert (options["enable_sleep_mode"], options["gpu_memory_utilization"]) == (True, 0.25)
-    apart = plan(
-        tmp_path, "mode=colocate", VLLM, "synchronizer.sync_style=fully_async", head_dim=64
-    )
-    assert (apart.engine_hosts, apart.takes_turns) == (0, False)
-    assert any("which needs sync_style fixed, sync_interval 1" in note for note in apart.notes)
-    assert (
-        "enable_sleep_mode" not in engine_spec(plan(tmp_path, VLLM, head_dim=64), "model").options
-    )

@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from tests.e2e.job import wait_for
-from trireme.engines.weight_group import Meeting, WeightGroup
+from trireme.engines.bucket_handles import Lender, borrow
+from trireme.engines.weight_group import Meeting, NotTaken, WeightGroup
 
 
-def pair(timeout: float = 20) -> tuple[WeightGroup, WeightGroup]:
+def pair(timeout: float = 20, backend: str = "gloo") -> tuple[WeightGroup, WeightGroup]:
     """The trainer and one engine, met."""
-    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, timeout=timeout))
-    engine = WeightGroup(Meeting("127.0.0.1", trainer.port, 2, 1, timeout=timeout))
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, backend, timeout))
+    engine = WeightGroup(Meeting("127.0.0.1", trainer.port, 2, 1, backend, timeout))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda group: group.connect(), (trainer, engine)))
     return trainer, engine
 
 
-def test_tensors_of_all_kinds_arrive_in_buckets_as_they_were() -> None:
-    trainer, engine = pair()
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_tensors_of_all_kinds_arrive_in_buckets_as_they_were(backend: str) -> None:
+    trainer, engine = pair(backend=backend)
     sent = {
         "odd": torch.arange(3, dtype=torch.uint8),
         "next": torch.randn(7, 5),
@@ -60,6 +62,76 @@ def test_who_does_not_come_is_named_on_both_sides() -> None:
             theirs.result()
     with pytest.raises(RuntimeError, match=r"meeting point 127.0.0.1:1 was not there in 1 s"):
         WeightGroup(Meeting("127.0.0.1", 1, 2, 1, timeout=1))
+
+
+def test_a_lent_bucket_is_written_over_only_when_the_engine_has_copied_it() -> None:
+    trainer, engine = pair(backend="ipc")
+    sent = {f"{n}": torch.full((64,), float(n)) for n in range(20)}
+    for _ in range(2):  # a second push begins anew
+        with ThreadPoolExecutor() as pool:
+            sending = pool.submit(trainer.send, sent.items(), bucket_bytes=512)
+            received = {}
+            for name, tensor in engine.receive():
+                received[name] = tensor  # held, as an engine that loads whole layers does
+                assert not sending.done() or name in ("18", "19")
+            sending.result(timeout=20)
+        assert list(received) == list(sent)
+        assert all(torch.equal(received[name], sent[name]) for name in sent)
+
+
+def test_an_engine_that_does_not_take_what_it_is_lent_is_named_and_can_be_given_up() -> None:
+    trainer, _ = pair(timeout=1, backend="ipc")
+    trainer.connect({1: "engine 0"})
+    with pytest.raises(NotTaken, match=r"^engine 0 did not come to bucket 1 of push 1 in 1 s$"):
+        trainer.send([("a", torch.zeros(8))])
+    trainer, _ = pair(timeout=60, backend="ipc")
+    with pytest.raises(NotTaken, match="given up"):
+        trainer.send([("a", torch.zeros(8))], given_up=lambda: True)
+
+
+LENDS = """
+import sys, torch
+from trireme.engines.weight_group import Meeting, WeightGroup
+group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, "ipc", timeout=60))
+group.connect()
+print(sum(float(tensor.sum()) for _, tensor in group.receive()), flush=True)
+"""
+
+
+def test_another_process_reads_the_lent_bytes() -> None:
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, "ipc", timeout=60))
+    trainer.connect()
+    process = subprocess.Popen(
+        [sys.executable, "-c", LENDS, f"{trainer.port}"], stdout=subprocess.PIPE, text=True
+    )
+    trainer.send([(f"{n}", torch.ones(1000)) for n in range(7)], bucket_bytes=8000)
+    assert process.communicate(timeout=60)[0].strip() == "7000.0"
+
+
+def test_memory_that_is_gone_or_too_small_is_said() -> None:
+    lender = Lender(torch.device("cpu"))
+    handle = lender.handle(lender.new_bytes(100))
+    assert borrow(handle).numel() == 100
+    with pytest.raises(RuntimeError, match="shared memory cannot be read: it has fewer than 101"):
+        borrow(handle | {"size": 101})
+    lender.abort()
+    with pytest.raises(RuntimeError, match="shared memory cannot be read"):
+        borrow(handle)
+
+
+@pytest.mark.gpu
+def test_another_process_reads_the_lent_memory_of_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    device = torch.device("cuda", 0)
+    trainer = WeightGroup(Meeting("127.0.0.1", 0, 2, 0, "ipc", timeout=60), device)
+    trainer.connect()
+    process = subprocess.Popen(
+        [sys.executable, "-c", LENDS, f"{trainer.port}"], stdout=subprocess.PIPE, text=True
+    )
+    weights = [(f"{n}", torch.ones(1000, device=device)) for n in range(7)]
+    trainer.send(weights, bucket_bytes=8000)
+    assert process.communicate(timeout=60)[0].strip() == "7000.0"
 
 
 def test_a_sender_that_fails_is_heard_at_once() -> None:

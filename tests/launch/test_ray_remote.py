@@ -134,13 +134,15 @@ def test_actors_get_what_the_command_was_steered_by(monkeypatch: pytest.MonkeyPa
     for name, value in (steered | kept).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    plan: Any = SimpleNamespace(device="cuda", places_per_node=8)
+    plan: Any = SimpleNamespace(device="cuda", places_per_node=8, takes_turns=False)
     trainer, engine = (environment_of(plan, trains=trains) for trains in (True, False))
     assert steered.items() <= trainer.items() and steered.items() <= engine.items()
     assert not kept.keys() & (trainer.keys() | engine.keys())
     assert trainer["OMP_NUM_THREADS"] == "4"
     assert trainer["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in engine  # vLLM's sleep does without it
+    plan.takes_turns = True  # its memory is lent to the engine beside it
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(plan, trains=True)
     plan.device = "cpu"
     assert environment_of(plan, trains=True)["OMP_NUM_THREADS"] == "1"
 

@@ -20,7 +20,7 @@ from transformers import (
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
 from trireme.batch import of_tokens
-from trireme.config.memory import GIB, ModelShape, Use, memory_of, shape_of
+from trireme.config.memory import GIB, ModelShape, Use, engine_share, memory_of, shape_of
 from trireme.engines.torch import linear
 from trireme.trainer.ranks import Ranks, RankSpec
 
@@ -104,7 +104,24 @@ def test_an_engine_that_sleeps_and_the_training_do_not_add_up() -> None:
         sum(memory_of(policy, replace(use, engine=size, engine_sleeps=sleeps)).values()) - alone
         for size, sleeps in ((20 * GIB, False), (20 * GIB, True), (200 * GIB, True))
     ]
-    assert beside[:2] == [20 * GIB, 0] and 0 < beside[2] < 200 * GIB
+    # its context stays; of a larger one counts what the trainer's steps leave it
+    assert beside[:2] == [20 * GIB, GIB] and GIB < beside[2] < 200 * GIB
+
+
+def test_an_engine_gets_what_a_resting_trainer_leaves_and_more_where_moments_are_parked() -> None:
+    policy, card = ModelShape(*LARGE), 80 * GIB
+    shares = {}
+    for parks in (False, True):
+        use = Use(ranks=4, tokens=16384, half=True, device="cuda", reference=True, parks=parks)
+        use = replace(use, engine_sleeps=True, checkpointing=True)
+        share = shares[parks] = engine_share(policy, use, card)
+        # by hand: weights, moments and the reference's bfloat16, the embedding on its way, a
+        # bucket, CUDA
+        held = (4 + 8 * (not parks) + 2) * policy.weights / 4 + 4 * 152064 * 3584
+        held += 64 * 2**20 + GIB
+        assert 0.05 * card <= card - held - share * card <= 0.1 * card
+        assert sum(memory_of(policy, replace(use, engine=int(share * card))).values()) <= card
+    assert shares == {False: 0.6, True: 0.75}
 
 
 def _status(name: str) -> int:

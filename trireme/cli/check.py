@@ -115,7 +115,10 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory:
         again = "; activations are computed again" * plan.gradient_checkpointing
         where = "in each trainer process" if plan.device == "cpu" else "on each trainer GPU"
-        rows.append(("memory", f"{told(plan.memory)} {where}{again}"))
+        turns = f"; in its turn the engine has {plan.engine_share:g} of it" * bool(
+            plan.engine_share
+        )
+        rows.append(("memory", f"{told(plan.memory)} {where}{again}{turns}"))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
         engine = ", ".join(plan.engine_urls) or _engines(plan)
@@ -171,6 +174,8 @@ def _places(plan: Plan) -> str:
     processes += [trainer] * bool(plan.trainer_ranks)
     nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
     total = plan.nodes * plan.places_per_node
+    if plan.takes_turns:
+        processes = ["on each a rank of the trainer and an engine, which take turns"]
     return f"{total} on {nodes}: {', '.join(processes)}"
 
 
@@ -206,6 +211,8 @@ def _count(steps: int | None) -> str:
 
 def _sync(plan: Plan) -> str:
     how = "tensors are shared" if plan.share_tensors else f"by {plan.sync_method}"
+    if plan.takes_turns and plan.sync_method == "memory":
+        how = "each rank lends its engine a bucket at a time"
     how += ", the adapter alone" if plan.adapter_rank else ""
     ahead = f", explorer {plan.sync_offset} ahead" if plan.sync_offset else ""
     beat = "every step" if plan.sync_interval == 1 else f"every {plan.sync_interval} steps"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trireme.config.lookup import located, model_config, model_shapes
 from trireme.config.placement import COLOCATED_SHARE, EngineChoice, Places, adapter_rank_of
@@ -24,6 +24,10 @@ LOGIT_NUMBERS = {"cpu": 2**24, "cuda": 2**28}
 """Float32 logits that a chunk may have: 64 MiB on a CPU, whose caches are small; 1 GiB on a GPU."""
 _CHUNK_COPIES = 4  # logits, their log-softmax, probabilities and gradient
 _BUCKET = 64 * 2**20
+_OF_STEPS = (
+    "gradients", "gathered", "activations", "their gradients", "logits", "merged adapter",
+)  # fmt: skip
+"""What a trainer holds while it computes alone."""
 _CONTEXT = {"cpu": 0, "cuda": GIB}  # CUDA's own, and what its libraries keep
 MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
 """The embedded engine's: rollouts that decode at once, their tokens, and those that it keeps of
@@ -145,7 +149,11 @@ class Use:
     engine: int = 0
     """Bytes that an engine takes of the same device."""
     engine_sleeps: bool = False
-    """While the trainer computes, it gives them back."""
+    """While the trainer computes, it gives them back but for its context, and while it generates
+    the trainer has given back what only its steps need.
+    """
+    parks: bool = False
+    """The optimizer's moments are in the CPU's memory then."""
     auxiliary: int = 0
     """Bytes of judges' and teachers' weights on the same device."""
     cache: int = 0
@@ -187,17 +195,31 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     # a weight, its addition and their sum; the micro-batches' own have gone by then
     wide = shape.hidden * max(shape.intermediate, shape.query_width)
     merged = 0 if use.trains_all else 3 * FLOAT * wide * lies_here
-    beside = sum(passing.values()) if use.engine_sleeps else 0  # of the two the larger one counts
+    # of a side that works and what the other holds while it rests, the larger sum counts
+    beside = sum(passing.values()) + states["gradients"] + states["moments"] * use.parks
+    at_rest = _CONTEXT[use.device] if use.engine else 0
+    engine = max(use.engine - beside, at_rest) if use.engine_sleeps else use.engine
     return {
         **states,
         **passing,
         "merged adapter": max(merged - sum(passing.values()), 0),
         "sync": FLOAT * largest * apart + _BUCKET,
-        "engine": max(use.engine - beside, 0),
+        "engine": engine,
         "engine's cache": use.cache,
         "auxiliary models": use.auxiliary,
         "context": _CONTEXT[use.device],
     }
+
+
+def engine_share(shape: ModelShape, use: Use, free: int) -> float:
+    """Of a GPU of `free` bytes, what an engine may take that takes turns with the trainer: a
+    twentieth stays free, and all that the trainer does not hold while it rests is the engine's.
+    """
+    parts = memory_of(shape, replace(use, engine=0, engine_sleeps=False))
+    resting = sum(size for name, size in parts.items() if name not in _OF_STEPS)
+    resting -= parts["moments"] * use.parks
+    steps = int((free - resting) * 20 / free) - 1
+    return max(min(steps / 20, 0.85), COLOCATED_SHARE)
 
 
 def _chunk(shape: ModelShape, use: Use) -> int:
@@ -217,9 +239,9 @@ def _engine_of(
     *,
     hosts: int,
     shared: bool,
+    apart: bool,
     length: int,
     width: int,
-    free: int,
 ) -> dict[str, Any]:
     """What `Use` tells of an engine on the trainer's device. Engine processes that do not take
     turns with the trainer have GPUs of their own, and a trainer that reads data has no engine.
@@ -228,8 +250,7 @@ def _engine_of(
     if config.mode != "both" or stage.remote or stage.reads_file:
         return {}
     if hosts:
-        share = int(free * COLOCATED_SHARE)
-        return {"engine": share, "engine_sleeps": True} if stage.colocated else {}
+        return {"engine_sleeps": True} if stage.colocated else {}
     runners = explorer.runner_per_model * explorer.rollout_model.engine_num
     rows = min(min(runners, config.buffer.batch_size) * config.algorithm.repeat_times, MAX_ROWS)
     tokens = min(rows * length, KV_TOKENS) + PREFIX_TOKENS
@@ -237,8 +258,10 @@ def _engine_of(
     by_files = config.synchronizer.sync_method in ("checkpoint", "offline")
     alone = adapter_rank_of(stage, EngineChoice(), "checkpoint" if by_files else "memory")
     numbers = shape.weights + shape.layers * shape.linear * bool(alone)
+    # a process of its own holds new weights beside its old ones until they are all there
+    copies = 0 if shared else 1 + apart
     return {
-        "engine": 0 if shared else width * numbers,
+        "engine": copies * width * numbers,
         "cache": tokens * 2 * width * shape.key_width * shape.layers,
     }
 
@@ -251,6 +274,17 @@ def _auxiliary_of(stage: StageConfig, width: int) -> int:
     return sum(width * shape.weights for shape in shapes if shape is not None)
 
 
+class MemoryPlan(NamedTuple):
+    """What a trainer's rank takes of its device."""
+
+    memory: dict[str, int]
+    """Bytes by what for; empty: that is not known."""
+    gradient_checkpointing: bool
+    """Activations are computed again."""
+    engine_share: float | None = None
+    """Of a GPU, of an engine that takes turns with the trainer."""
+
+
 def plan_memory(
     stage: StageConfig,
     places: Places,
@@ -260,11 +294,12 @@ def plan_memory(
     device: str,
     half: bool,
     hosts: int,
+    takes_turns: bool,
     shared: bool,
     free: int | None,
-) -> tuple[dict[str, int], bool]:
-    """What a trainer's rank takes, nothing where that is not known; and whether activations are
-    computed again: as asked for, else on a GPU of `free` bytes whose memory is too small for them.
+) -> MemoryPlan:
+    """Whether activations are computed again: as asked for, else on a GPU of `free` bytes whose
+    memory is too small for them.
 
     What cannot fit is a problem of the stage, or a note. `length`: tokens of a sequence at most;
     `hosts`: engine processes of this machine; `shared`: the engine reads the trainer's tensors;
@@ -273,19 +308,19 @@ def plan_memory(
     config, trainer = stage.config, stage.config.trainer
     asked = trainer.enable_gradient_checkpointing
     trains = config.mode in ("both", "train")
-    if (takes_turns := stage.colocated and hosts > 0) and trainer.save_behind:
+    if takes_turns and trainer.save_behind:
         stage.notes.append(
             "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
             "engine take turns on one GPU"
         )
     shape = shape_at(config.model.model_path) if trains else None
     if shape is None:
-        return {}, bool(asked)
+        return MemoryPlan({}, bool(asked))
     on_ray = places.launcher == "ray"
     engine: dict[str, Any] = {}
-    if device == "cuda" and not on_ray:
+    if device == "cuda" and (takes_turns or not on_ray):
         facts = {"hosts": hosts, "length": length, "width": 2 if half else FLOAT}
-        engine = _engine_of(stage, shape, shared=shared, free=free or 0, **facts)
+        engine = _engine_of(stage, shape, shared=shared, apart=places.paired, **facts)
         engine["auxiliary"] = _auxiliary_of(stage, facts["width"])
     shards = max(places.trainer_ranks, 1)
     if 0 < trainer.fsdp_size < shards:
@@ -305,8 +340,13 @@ def plan_memory(
         critic_moments=_moments(config.algorithm.critic.optimizer),
         trains_all=not config.model.lora_configs,
         offload=trainer.offload,
+        parks=trainer.park_optimizer and takes_turns and not trainer.offload,
         **engine,
     )
+    share = None
+    if use.engine_sleeps and free is not None:
+        share = _share_of(stage, shape, use, free)
+        use = replace(use, engine=int(free * share))
     if trainer.save_behind and not takes_turns:
         _note_copy(stage, shape, use)
     needs = memory_of(shape, use)
@@ -315,7 +355,23 @@ def plan_memory(
         needs = memory_of(shape, use)
     if free is not None and sum(needs.values()) > free:
         _say_what_is_short(stage, needs, use, free)
-    return needs, use.checkpointing
+    return MemoryPlan(needs, use.checkpointing, share)
+
+
+def _share_of(stage: StageConfig, shape: ModelShape, use: Use, free: int) -> float:
+    """What the engine gets; a problem where the model does not fit into it."""
+    model = stage.config.explorer.rollout_model
+    given = "gpu_memory_utilization" in model.model_fields_set
+    share = model.gpu_memory_utilization if given else engine_share(shape, use, free)
+    needed, gets = (2 if use.half else FLOAT) * shape.weights + _CONTEXT[use.device], free * share
+    if needed > gets:
+        stage.problem(
+            "mode",
+            f"is colocate: beside the resting trainer the engine gets {gets / GIB:.1f} GiB of a "
+            f"GPU ({share:g}), and its weights take {needed / GIB:.1f} GiB; more ranks or "
+            "trainer.park_optimizer leave it more",
+        )
+    return share
 
 
 def _note_copy(stage: StageConfig, shape: ModelShape, use: Use) -> None:

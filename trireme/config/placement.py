@@ -63,7 +63,7 @@ _OURS = {
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
 COLOCATED_SHARE = 0.25
-"""Of a GPU's memory that vLLM takes beside a trainer."""
+"""Of a GPU's memory that vLLM takes beside a trainer at least, or where that GPU is not known."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM can make room for, of a LoRA adapter."""
 PASSED = tuple(
@@ -86,6 +86,8 @@ class Places(NamedTuple):
     trainer_ranks: int
     auxiliary: int = 0
     """For the models that the explorer's process holds beside the engines: a GPU for all."""
+    paired: bool = False
+    """Each place is a rank's and an engine's, which take turns."""
 
     @property
     def total(self) -> int:
@@ -95,6 +97,8 @@ class Places(NamedTuple):
     def split(self) -> str:
         """`4 for engines (2 x 2), 4 for the trainer`."""
         parts = []
+        if self.paired:
+            return f"{self.total} for pairs of a trainer's rank and an engine"
         if self.num_engines:
             taken = self.num_engines * self.engine_size
             parts.append(f"{taken} for engines ({self.num_engines} x {self.engine_size})")
@@ -109,10 +113,11 @@ def size_of(model: RolloutModelConfig) -> int:
     """Places of one engine."""
     if model.engine_type == "torch":  # where the others have no effect
         return model.tensor_parallel_size
-    return math.prod((model.tensor_parallel_size, *_further(model).values()))
+    return math.prod((model.tensor_parallel_size, *further_sizes(model).values()))
 
 
-def _further(model: RolloutModelConfig) -> dict[str, int]:
+def further_sizes(model: RolloutModelConfig) -> dict[str, int]:
+    """Of one engine, beside tensor_parallel_size."""
     return {name: getattr(model, name) for name in ("pipeline_parallel_size", "data_parallel_size")}
 
 
@@ -120,6 +125,8 @@ def places_of(stage: StageConfig, present: int) -> Places:
     """The places of a stage on a machine with `present` GPUs. Problems are noted."""
     cluster, model = stage.config.cluster, stage.config.explorer.rollout_model
     launcher = _launcher(stage, present)
+    if stage.colocated and launcher == "ray":
+        return _pairs_of(stage, present)
     engines, size = model.engine_num, size_of(model)
     generates = stage.config.mode != "train" or stage.evaluates
     if stage.remote or not generates:
@@ -142,6 +149,21 @@ def places_of(stage: StageConfig, present: int) -> Places:
         _check_split(stage, places)
     here = cluster.ray_address in ("auto", "local") and nodes == 1
     if cluster.launcher == "auto" and here:
+        _check_present(stage, places, present)
+    return places
+
+
+def _pairs_of(stage: StageConfig, present: int) -> Places:
+    """Of `mode: colocate` on several devices: a trainer's rank and an engine on each."""
+    cluster = stage.config.cluster
+    nodes, per_node = max(cluster.node_num, 1), cluster.gpu_per_node or max(present, 1)
+    total = nodes * per_node
+    engines = 0 if stage.reads_file and not stage.evaluates else total
+    places = Places("ray", nodes, per_node, engines, 1, total, paired=True)
+    _check_ranks(stage, total)
+    if nodes > 1:
+        stage.problem("cluster.node_num", f"is {nodes}: expected 1 in mode colocate")
+    if cluster.launcher == "auto" and cluster.ray_address in ("auto", "local"):
         _check_present(stage, places, present)
     return places
 
@@ -210,12 +232,12 @@ def _check_split(stage: StageConfig, places: Places) -> None:
     have = f"{places.total} places ({places.nodes} x {places.per_node})"
     asked = f"({model.engine_num}) x tensor_parallel_size ({model.tensor_parallel_size})"
     if model.engine_type != "torch":
-        more = {name: size for name, size in _further(model).items() if size > 1}
+        more = {name: size for name, size in further_sizes(model).items() if size > 1}
         asked += "".join(f" x {name} ({size})" for name, size in more.items())
     asked += " and the auxiliary models' GPU" * bool(places.auxiliary)
     key = "explorer.rollout_model.engine_num"
     if places.num_engines and places.engine_size > places.per_node:
-        sizes = {"tensor_parallel_size": model.tensor_parallel_size} | _further(model)
+        sizes = {"tensor_parallel_size": model.tensor_parallel_size} | further_sizes(model)
         largest = max(sizes, key=lambda name: sizes[name])
         together = f" of {places.engine_size} places" * (sizes[largest] != places.engine_size)
         stage.problem(
@@ -237,15 +259,21 @@ def _check_split(stage: StageConfig, places: Places) -> None:
             f"{asked} leaves {places.trainer_ranks} of the cluster's {have} for the trainer: "
             f"expected at most {places.per_node}, or whole machines",
         )
+    if places.trainer_ranks:
+        _check_ranks(stage, places.trainer_ranks)
+
+
+def _check_ranks(stage: StageConfig, ranks: int) -> None:
+    """Sizes that have to divide the ranks that train."""
     window = stage.config.trainer.ulysses_sequence_parallel_size
-    if places.trainer_ranks and places.trainer_ranks % window:
+    if ranks % window:
         stage.problem(
             "trainer.ulysses_sequence_parallel_size",
-            f"is {window}: expected a divisor of the trainer's {places.trainer_ranks} places",
+            f"is {window}: expected a divisor of the trainer's {ranks} places",
         )
     shards = stage.config.trainer.fsdp_size
-    if places.trainer_ranks and shards != -1 and (not shards or places.trainer_ranks % shards):
-        text = f"expected a divisor of the trainer's {places.trainer_ranks} places, or -1 for all"
+    if shards != -1 and (not shards or ranks % shards):
+        text = f"expected a divisor of the trainer's {ranks} places, or -1 for all"
         stage.problem("trainer.fsdp_size", f"is {shards}: {text}")
 
 
@@ -312,8 +340,6 @@ def _inner(targets: str | list[str]) -> bool:
 def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoice:
     """The engine of a stage. Problems and notes are the stage's."""
     model = stage.config.explorer.rollout_model
-    if stage.colocated:
-        _check_colocated(stage, gpus, on_ray)
     if stage.config.mode == "train" or stage.reads_file or stage.remote:
         return EngineChoice()
     kind = model.engine_type or ("vllm" if gpus and model.engine_python else "torch")
@@ -379,7 +405,7 @@ def _vllm_of(stage: StageConfig, gpus: int, on_ray: bool) -> Vllm | None:
     if stage.colocated:
         rests = "it only pauses while the trainer works: on a CPU vLLM has no sleep mode"
         if gpus:
-            rests = f"it sleeps while the trainer works, and takes {COLOCATED_SHARE} of the GPU"
+            rests = "it sleeps while the trainer works"
         stage.notes.append(f"{prefix}: {rests}")
     if not gpus:
         stage.notes.append(
@@ -448,28 +474,3 @@ def _check_heads(stage: StageConfig, gpus: int) -> None:
             f"is vllm, which has no attention on a CPU for heads of {width}: expected "
             f"{', '.join(map(str, _CPU_HEADS))}, or engine_type torch",
         )
-
-
-def _check_colocated(stage: StageConfig, gpus: int, on_ray: bool) -> None:
-    """One device for both sides: the rules of `mode: colocate`."""
-    explorer, key = stage.config.explorer, "mode"
-    if gpus > 1 or on_ray:
-        have = "a cluster" if on_ray else f"{gpus} GPUs"
-        stage.problem(key, f"is colocate, on {have}: expected exactly one GPU, or the CPU")
-    model = explorer.rollout_model
-    further = _further(model) if model.engine_type != "torch" else {}
-    sizes = {
-        f"{KEY}.engine_num": model.engine_num,
-        f"{KEY}.tensor_parallel_size": model.tensor_parallel_size,
-        **{f"{KEY}.{name}": size for name, size in further.items()},
-        "trainer.ulysses_sequence_parallel_size": (
-            stage.config.trainer.ulysses_sequence_parallel_size
-        ),
-    }
-    for name, size in sizes.items():
-        if size != 1:
-            stage.problem(name, f"is {size}: expected 1 in mode colocate")
-    if explorer.auxiliary_models:
-        stage.problem("explorer.auxiliary_models", "is given: expected none in mode colocate")
-    if stage.remote:
-        stage.problem(f"{KEY}.engine_type", "is remote: expected torch or vllm in mode colocate")

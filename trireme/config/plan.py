@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trireme.config.colocate import check_colocated
 from trireme.config.gpus import gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
 from trireme.config.placement import (
@@ -25,7 +26,6 @@ from trireme.config.sync import (
     SyncMethod,
     SyncStyle,
     check_beat,
-    check_whole_steps,
     is_exact,
     method_of,
     style_of,
@@ -87,6 +87,8 @@ class Plan:
     """Activations are computed again in the backward pass."""
     memory: dict[str, int]
     """Bytes that a trainer's rank takes of its device, by what for; empty: that is not known."""
+    engine_share: float | None
+    """Of a GPU, what an engine takes that takes turns with the trainer; None: a default."""
     sync_method: SyncMethod
     adapter_rank: int
     """Largest rank of the LoRA adapter that is pushed alone; 0: all weights are pushed."""
@@ -96,7 +98,8 @@ class Plan:
     lock_step: bool
     """Explorer and trainer take turns: neither works while the other does."""
     share_tensors: bool
-    """The engine reads the trainer's own tensors: only in lock-step."""
+    """The engine reads the trainer's own tensors: only in lock-step and in float32, as they are; an
+    engine in bfloat16 would multiply in float32 with them."""
     deterministic: bool
     """Equal seeds give byte-equal weights."""
     buffer_type: BufferType
@@ -120,7 +123,8 @@ class Plan:
     engine_hosts: int
     """Engine processes that the local launcher starts; 0: the engine is embedded, or remote."""
     takes_turns: bool
-    """The engine's process and the trainer have one device, and one rests while the other works."""
+    """Each engine's process and a rank of the trainer have one device, and one rests while the
+    other works."""
     trainer_ranks: int
     gpus: dict[str, int]
     """GPUs of each role."""
@@ -157,26 +161,26 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     lengths, steps = lengths_of(stage), steps_of(stage)
     style = style_of(stage, steps.own_batch)
     method = method_of(stage, on_ray, hosts)
-    lock_step = not on_ray and not hosts and takes_lock_step(stage, steps.own_batch, method)
+    in_turns = takes_lock_step(stage, steps.own_batch, method)
+    lock_step = in_turns and (places.paired or (not on_ray and not hosts))
+    takes_turns = check_colocated(stage, places, gpus, hosts=hosts, lock_step=lock_step)
+    exact = is_exact(stage, lock_step and not on_ray)
     device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
-    # the trainer's tensors are float32: an engine in bfloat16 would multiply in float32 with them
-    shares = lock_step and not config.model.lora_configs and dtype == "float32"
-    check_whole_steps(stage)
-    check_beat(stage, style, is_exact(stage, lock_step))
+    shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
+    check_beat(stage, style, exact)
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
     _note_engine(stage, on_ray or hosts > 0)
-    window = config.trainer.ulysses_sequence_parallel_size
-    max_tokens = config.trainer.max_token_len_per_gpu
-    max_tokens = max_tokens or math.ceil(2 * lengths.max_model_len / window)
-    memory, checkpointing = plan_memory(
+    max_tokens = _max_tokens(stage, lengths.max_model_len)
+    memory = plan_memory(
         stage,
         places,
         tokens=max_tokens,
         length=lengths.max_model_len,
         device=device,
         half=dtype == "bfloat16",
-        hosts=hosts,
+        hosts=hosts or (places.num_engines if places.paired and engine.kind == "vllm" else 0),
+        takes_turns=takes_turns,
         shared=shares,
         free=gpu_bytes() if gpus and not elsewhere else None,
     )
@@ -194,13 +198,12 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         batch_size=config.buffer.batch_size,
         repeat_times=config.algorithm.repeat_times,
         whole_steps=stage.whole_steps,
-        runners=explorer.runner_per_model * explorer.rollout_model.engine_num,
+        runners=explorer.runner_per_model
+        * max(places.num_engines, explorer.rollout_model.engine_num),
         engine_urls=tuple(explorer.rollout_model.base_urls) if stage.remote else (),
         engine_key=explorer.rollout_model.api_key,
         eval_interval=max(explorer.eval_interval // sync.sync_interval, 1) * sync.sync_interval,
         max_token_len=max_tokens,
-        gradient_checkpointing=checkpointing,
-        memory=memory,
         sync_method=method,
         adapter_rank=adapter_rank_of(stage, engine, method),
         sync_style=style,
@@ -208,7 +211,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         sync_offset=sync.sync_offset,
         lock_step=lock_step,
         share_tensors=shares,
-        deterministic=(is_exact(stage, lock_step) or (stage.reads_file and not on_ray))
+        deterministic=(exact or (stage.reads_file and not on_ray))
         and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,
@@ -222,13 +225,21 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         engine_kind=engine.kind,
         engine_python=engine.python,
         engine_hosts=hosts,
-        takes_turns=stage.colocated and hosts > 0,
+        takes_turns=takes_turns,
         trainer_ranks=places.trainer_ranks if on_ray else 1,
         gpus=gpus_of(places, gpus),
         notes=(*stage.notes, *stage.file_notes),
         **lengths._asdict(),
         **steps._asdict(),
+        **memory._asdict(),
     )
+
+
+def _max_tokens(stage: StageConfig, longest: int) -> int:
+    """Of a micro-batch, on a rank: as asked for, or two of the longest sequences."""
+    trainer = stage.config.trainer
+    asked, window = trainer.max_token_len_per_gpu, trainer.ulysses_sequence_parallel_size
+    return asked or math.ceil(2 * longest / window)
 
 
 def _dtype(stage: StageConfig, gpus: int) -> str:

@@ -336,6 +336,8 @@ class TrainerConfig(Section):
     step takes a minute longer."""
     offload: Annotated[bool, Mapped("one process trains, so nothing is sharded", on="ray")] = False
     """Keep shards and optimizer in the CPU's memory, where the optimizer then works: slower."""
+    park_optimizer: bool = False
+    """In mode colocate the optimizer's state lies in the CPU's memory while engines generate."""
     param_offload: Annotated[bool, Moved(to="trainer.offload")] = False
     """Keep weights in the CPU's memory."""
     optimizer_offload: Annotated[bool, Moved(to="trainer.offload")] = False

@@ -93,7 +93,7 @@ def is_exact(stage: StageConfig, lock_step: bool) -> bool:
     return lock_step and not explorer.dynamic_timeout.enable and not external
 
 
-def check_whole_steps(stage: StageConfig) -> None:
+def _check_whole_steps(stage: StageConfig) -> None:
     """A batch that is an explore step has no other size, and needs the queue of one process."""
     config, key = stage.config, "algorithm.sample_strategy"
     if not stage.whole_steps:
@@ -112,7 +112,10 @@ def check_whole_steps(stage: StageConfig) -> None:
 
 
 def check_beat(stage: StageConfig, style: SyncStyle, exact: bool) -> None:
-    """Over-rollout needs a beat that is not fixed, and determinism one that is."""
+    """Over-rollout needs a beat that is not fixed, and determinism one that is; see also
+    `_check_whole_steps`.
+    """
+    _check_whole_steps(stage)
     config = stage.config
     ratio = config.explorer.over_rollout.ratio
     if ratio > 0 and config.mode in ("both", "explore") and style == "fixed":

@@ -3,10 +3,10 @@
 An engine step and a train step so exclude each other, and torch keeps one pool of threads. Two
 objects decide whose work comes next:
 
-- ColocationLock: a trainer and an engine process share one accelerator, and one works at a time.
-  Before the trainer's work the engine pauses, which frees its memory where vLLM can sleep. It goes
-  on before the next call of it, or at once where requests wait in it; calls during the trainer's
-  work wait.
+- ColocationLock: a trainer and an engine process share one accelerator, and one works at a time;
+  or all ranks of a trainer and as many engines, a pair a device. Before the trainer's work the
+  engines pause, which frees their memory where vLLM can sleep. They go on before the next call of
+  them, or at once where requests wait in them; calls during the trainer's work wait.
 - RolloutBarrier, in deterministic mode only: the engine's next step waits until every live rollout
   waits on it, since a batch's make-up changes floating-point sums, and byte-equal runs need every
   step to see the same requests. The explorer counts rollouts in and out; the engine asks `open`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
 
 class ColocationLock:
-    """Gives the accelerator to the trainer of this process or to one engine."""
+    """Gives the accelerators to the trainer, of which this process is the first rank, or to the
+    engines.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._resting = False
         self._taken = asyncio.Lock()
+        self.make_room: Callable[[], Awaitable[object]] | None = None
+        """Has the trainer free what it does not need while the engines work."""
 
     @asynccontextmanager
     async def for_trainer(self) -> AsyncIterator[None]:
@@ -53,6 +57,8 @@ class ColocationLock:
         if self._resting:
             async with self._taken:
                 if self._resting:
+                    if self.make_room is not None:
+                        await self.make_room()
                     await self._engine.resume()
                     self._resting = False
 
@@ -120,14 +126,25 @@ class Device:
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)` in the device's thread, after what was asked for before."""
-        loop = asyncio.get_running_loop()
+        async with self.turn():
+            return await self.amid_turn(function, *args)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The trainer's, of several calls: an engine that shares the device rests inside."""
         if self.colocation is None:
-            return await loop.run_in_executor(self._pool, self._work, function, *args)
+            yield
+            return
         async with self.colocation.for_trainer():
             try:
-                return await loop.run_in_executor(self._pool, self._work, function, *args)
+                yield
             finally:
                 torch.cuda.empty_cache()  # what torch keeps for later the engine needs now
+
+    async def amid_turn(self, function: Callable[..., T], *args: Any) -> T:
+        """The same, whoever has the device."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._work, function, *args)
 
     def _work(self, function: Callable[..., T], *args: Any) -> T:
         began = time.monotonic()

@@ -15,18 +15,25 @@ import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from safetensors.torch import save
 from torch import Tensor
 
-from trireme.engines.device import ColocationLock
 from trireme.engines.engine import Completion, Health, OnToken, Sampling
 from trireme.engines.servers import RequestBatcher, Servers
 from trireme.engines.weight_group import buckets
 
 BUCKET_BYTES = 256 * 2**20
+
+
+class Wakes(Protocol):
+    """Who has engines work that share a trainer's devices: a ColocationLock, here or on Ray."""
+
+    async def for_engine(self) -> None:
+        """The engines work when this returns."""
+        ...
 
 
 class RemoteEngine:
@@ -52,7 +59,7 @@ class RemoteEngine:
             timeout=httpx.Timeout(timeout, connect=30.0), headers=headers, limits=limits
         )
         self.servers = Servers(urls, self._client, seed)
-        self.colocation: ColocationLock | None = None
+        self.colocation: Wakes | None = None
         """With a trainer that has the same accelerator."""
         self.bucket_bytes = BUCKET_BYTES
         self._version = 0
@@ -172,10 +179,13 @@ class RemoteEngine:
         calls = (self._ask(url, path, self._client.get(url + path)) for url in self.urls)
         return await self._all(calls)
 
-    async def call_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
-        """POST to every server, to each its own body, or to all the one or none that is given."""
+    async def call_all(self, path: str, *bodies: dict[str, Any], asleep: bool = False) -> list[Any]:
+        """POST to every server, to each its own body, or to all the one or none that is given.
+
+        `asleep`: also to engines that rest while their trainer works.
+        """
         self._check()
-        await self.connect()
+        await (self.servers.connect() if asleep else self.connect())
         each_body = bodies if len(bodies) == len(self.urls) else (bodies or ({},)) * len(self.urls)
         pairs = zip(self.urls, each_body, strict=True)
         return await self._all(self._post(url, path, body) for url, body in pairs)

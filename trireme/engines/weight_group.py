@@ -10,6 +10,9 @@ The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, t
 - No member waits inside a collective. NCCL's would return at once, and its watchdog would later end
   the process: so we ask whether a broadcast is complete, and at the deadline abort the communicator
   and name who has not come to the bucket.
+- Where trainer and engine share a device (`ipc`), nothing is broadcast: the group is of two, and
+  the header has a handle of the bucket, which the engine copies and then says so. The trainer
+  writes the next bucket over it.
 - A trainer of ms-swift or TRL is the last of two ranks and lists the parts by HTTP:
   `server/weights.py`.
 
@@ -23,7 +26,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +37,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
+
+from trireme.engines.bucket_handles import Lender, borrow
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout: float) -> TCPStore:
@@ -162,6 +167,12 @@ TIMEOUT_S = 120.0
 """How long a member may take to come, and then a bucket."""
 _PAUSE_S = 2e-5, 2e-3
 """Between two looks at a broadcast: at first, and when it takes long."""
+_LOOK_S = 0.2
+"""Between two looks at whether a push is given up."""
+
+
+class NotTaken(RuntimeError):
+    """An engine has not taken a bucket that its trainer lent."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +185,16 @@ class Meeting:
     rank: int
     """In an engine of several workers that of its first one."""
     backend: str = "gloo"
+    """gloo, nccl, or ipc: handles of the trainer's memory, in a group of two."""
     timeout: float = TIMEOUT_S
 
 
 class WeightGroup:
     """One member."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: Meeting, device: torch.device | None = None) -> None:
         """Rank 0 opens the meeting point, on any free port where none is given. Raises RuntimeError
-        where it is not there.
+        where it is not there. `device`: where a trainer that lends has its weights.
         """
         self._timeout = timedelta(seconds=meeting.timeout)
         self._meeting = meeting
@@ -197,8 +209,8 @@ class WeightGroup:
             ) from error
         self.port = self._store.port
         kind = "cuda" if meeting.backend == "nccl" else "cpu"
-        self.device = torch.device(kind)
-        if kind == "cuda":
+        self.device = device or torch.device(kind)
+        if kind == "cuda" and device is None:
             self.device = torch.device(kind, torch.cuda.current_device())
         self._group: Any = None
         self._names: Mapping[int, str] = {}
@@ -210,10 +222,16 @@ class WeightGroup:
         """Kept: memory that is new costs more than what is written into it."""
 
     def connect(self, names: Mapping[int, str] | None = None) -> None:
-        """Wait for all. Raises TimeoutError naming who did not come: `names` are those of ranks."""
+        """Wait for all. Raises TimeoutError naming who did not come: `names` are those of ranks.
+
+        Who lends its buckets does not wait: it sees who does not take the first.
+        """
         m = self._meeting
         self._names = {0: "the trainer"} | dict(names or {})
         self._store.set(f"here/{m.rank}", "1")
+        if m.backend == "ipc" and m.rank == 0:
+            self.open()
+            return
         keys = {rank: f"here/{rank}" for rank in range(m.world_size)}
         try:
             self._store.wait(list(keys.values()), self._timeout)
@@ -239,17 +257,33 @@ class WeightGroup:
             # its watchdog ends the process: `_finish` comes before it
             options._timeout = 3 * self._timeout + timedelta(seconds=60)
             self._group = c10d.ProcessGroupNCCL(store, m.rank, m.world_size, options)
+        elif m.backend == "ipc":
+            self._group = Lender(self.device)
         else:
             self._group = gloo_group(store, m.rank, m.world_size, timeout=m.timeout, address=m.host)
 
     def send(
-        self, tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Broadcast them."""
+        """Broadcast them, or lend them. `given_up`: asked while an engine takes what it is lent.
+
+        Raises NotTaken where the engine does not come to a bucket, or that is given up.
+        """
         self._begin()
+        lender = self._group if isinstance(self._group, Lender) else None
         try:
             for bucket in buckets(tensors, bucket_bytes):
-                self._announce(parts=[list(vars(part).values()) for part in parts_of(bucket)])
+                parts = [list(vars(part).values()) for part in parts_of(bucket)]
+                if lender is not None:
+                    handle = lender.handle(self._flat(bucket.values()))
+                    self._announce(parts=parts, handle=handle)
+                    self._await_taken(given_up)
+                    continue
+                self._announce(parts=parts)
                 self.broadcast(self._flat(bucket.values()))
         except BaseException as error:
             with suppress(RuntimeError):  # what it failed of is the cause, also where no peer hears
@@ -260,9 +294,15 @@ class WeightGroup:
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the trainer sends. Raises RuntimeError where it has failed, or nothing comes."""
         self._begin()
-        while parts := self._header():
-            data = torch.empty(parts[-1].end_idx, dtype=torch.uint8, device=self.device)
-            yield from unpack(parts, self.broadcast(data))
+        while (header := self._header())["parts"]:
+            parts = [BucketEntry(*row) for row in header["parts"]]
+            if (handle := header.get("handle")) is not None:
+                data = borrow(handle)
+                self._store.set(f"{self._headers[-1]}/taken", "1")
+            else:
+                empty = torch.empty(parts[-1].end_idx, dtype=torch.uint8, device=self.device)
+                data = self.broadcast(empty)
+            yield from unpack(parts, data)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, failure: str = "the weight group has broken"
@@ -278,6 +318,15 @@ class WeightGroup:
             first = str(error).strip().partition("\n")[0]
             raise RuntimeError(f"{failure}: {first}") from error
         return tensor
+
+    def _await_taken(self, given_up: Callable[[], bool]) -> None:
+        """Until the engine has copied the bucket that was announced last."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while time.monotonic() < deadline and not given_up():
+            with suppress(DistStoreError):
+                self._store.wait([f"{self._headers[-1]}/taken"], timedelta(seconds=_LOOK_S))
+                return
+        raise NotTaken("the push was given up" if given_up() else self._who_is_late())
 
     def _finish(self, work: Any) -> None:
         """Return when it is complete. Raises RuntimeError naming who did not come in time."""
@@ -324,14 +373,15 @@ class WeightGroup:
         """
         for key in self._old if self._meeting.rank == 0 else ():
             self._store.delete_key(key)
+            self._store.delete_key(f"{key}/taken")
         self._pushes, self._old, self._headers = self._pushes + 1, self._headers, []
 
     def _announce(self, **header: Any) -> None:
         self._headers.append(f"push/{self._pushes}/{len(self._headers)}")
         self._store.set(self._headers[-1], json.dumps(header))
 
-    def _header(self) -> list[BucketEntry]:
-        """The parts of the next bucket; none where there is none."""
+    def _header(self) -> dict[str, Any]:
+        """That of the next bucket: its `parts`, none where there is none, and its `handle`."""
         if self._group is None:
             raise RuntimeError("there is no weight group: its members have not met")
         key = f"push/{self._pushes}/{len(self._headers)}"
@@ -350,14 +400,21 @@ class WeightGroup:
             raise RuntimeError(
                 f"the trainer has failed while it sent its weights: {header['failed']}"
             )
-        return [BucketEntry(*row) for row in header["parts"]]
+        return header
 
     def _flat(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Their bytes, until the next call; those of a tensor that is alone are not copied."""
+        """Their bytes, until the next call; those of a tensor that is alone are not copied, unless
+        they have to lie where they can be lent.
+        """
         flat = [t.to(self.device).contiguous().view(-1).view(torch.uint8) for t in tensors]
-        if len(flat) == 1:
+        lender = self._group if isinstance(self._group, Lender) else None
+        if len(flat) == 1 and (lender is None or lender.lends_all):
             return flat[0]
         size = sum(t.numel() for t in flat)
         if self._bucket is None or self._bucket.numel() < size:
-            self._bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._bucket = (
+                lender.new_bytes(max(size, 1))
+                if lender
+                else torch.empty(size, dtype=torch.uint8, device=self.device)
+            )
         return torch.cat(flat, out=self._bucket[:size])

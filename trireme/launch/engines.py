@@ -101,9 +101,9 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
         options["extra_engine_args"] = dict(options["extra_engine_args"])
         if plan.adapter_rank:
             options["max_lora_rank"] = min(r for r in VLLM_RANKS if r >= plan.adapter_rank)
-    if plan.takes_turns:
+    if plan.takes_turns and plan.engine_kind == "vllm":
         options["enable_sleep_mode"] = True
-        options["gpu_memory_utilization"] = COLOCATED_SHARE
+        options["gpu_memory_utilization"] = plan.engine_share or COLOCATED_SHARE
     return EngineSpec(
         model_path,
         plan.max_model_len,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from trireme.buffer.buffer import Buffer, Puts
@@ -27,6 +28,7 @@ from trireme.launch.rollout import make_scheduler
 from trireme.launch.stage import Stage, StageResult
 from trireme.launch.training import (
     Models,
+    make_pairs,
     make_push,
     make_synchronizer,
     push_source,
@@ -80,6 +82,9 @@ class TrainerSide:
         """Where an explorer of the same run stands: checkpoints hold it too."""
         self._probe = Probe(models.backend.module.config.vocab_size, plan.dtype)
         self._source = push_source(plan, models.backend)
+        self._pairs = make_pairs(plan, models.backend)
+        if (lock := stage.device.colocation) is not None and self._pairs is not None:
+            lock.make_room = partial(stage.device.amid_turn, self._pairs.make_room)
         self._files = CheckpointPush(
             models.backend,
             stage.device,
@@ -239,7 +244,8 @@ class TrainerSide:
         if plan.mode == "train" or plan.sync_method == "checkpoint":
             return self._files.push
         assert self.engine is not None
-        return make_push(plan, self._source, self.engine, self.stage.device, host, self._probe)
+        device = self.stage.device
+        return make_push(plan, self._source, self.engine, device, host, self._probe, self._pairs)
 
     def _auxiliary(self) -> dict[str, Buffer]:
         """Data sets that are mixed into the batches, where the checkpoint left them."""

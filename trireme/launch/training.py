@@ -23,6 +23,7 @@ from trireme.engines.servers import Renew
 from trireme.launch.data import make_trained_tokens
 from trireme.launch.stage import Stage
 from trireme.sync.checkpoint import PolledSync
+from trireme.sync.colocated import ColocatedSync
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
@@ -31,6 +32,7 @@ from trireme.trainer.critic import Critic
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState
 from trireme.trainer.lora import AdapterSource, Lora
+from trireme.trainer.pairs import EnginePairs
 from trireme.trainer.ranks import Ranks, RankSpec
 from trireme.trainer.step import commands
 
@@ -204,6 +206,18 @@ def push_source(plan: Plan, backend: Backend) -> WeightSource:
     return AdapterSource(backend) if plan.adapter_rank else backend
 
 
+def make_pairs(plan: Plan, backend: Backend) -> EnginePairs | None:
+    """This rank's half of the pairs of ranks and engines; None where they share no device."""
+    if not plan.takes_turns:
+        return None
+    trainer = plan.config.trainer
+    return EnginePairs(
+        backend,
+        part="adapter" if plan.adapter_rank else "merged",
+        parks=trainer.park_optimizer and not trainer.offload,
+    )
+
+
 def make_push(
     plan: Plan,
     source: WeightSource,
@@ -211,10 +225,14 @@ def make_push(
     device: Device,
     host: str,
     probe: Probe,
+    pairs: EnginePairs | None,
 ) -> Push:
-    """Of `push_source`, from this process to its engine: through memory, by HTTP or over a process
-    group that meets at `host`.
+    """Of `push_source`, from this process to its engine: through memory, by HTTP, over a process
+    group that meets at `host`, or from each of the `pairs`' ranks to the engine on its device.
     """
+    if pairs is not None:
+        assert isinstance(engine, RemoteEngine)
+        return ColocatedSync(source, pairs, engine, device, dtype=plan.dtype, probe=probe).push
     if plan.sync_method == "nccl":
         assert isinstance(engine, RemoteEngine)
         return GroupSync(
@@ -286,6 +304,8 @@ def follow_plan(plan: Plan, model_path: str, spec: RankSpec) -> None:
 
     def make(ranks: Ranks) -> Commands:
         backend = make_backend(plan, model_path, recipe, ranks)
-        return commands(backend, recipe, make_learning(plan, model_path, recipe, ranks))
+        steps = commands(backend, recipe, make_learning(plan, model_path, recipe, ranks))
+        pairs = make_pairs(plan, backend)
+        return {**steps, **pairs.commands()} if pairs else steps
 
     follow(spec, make)

@@ -249,6 +249,10 @@ def _line(index: int, task: asyncio.Task[list[Completion]]) -> dict[str, Any]:
 MAX_TIMEOUT_S = 86400.0
 
 
+BACKENDS = ("gloo", "nccl", "ipc")
+"""Of weight groups."""
+
+
 def group_router(rollouts: Rollouts) -> APIRouter:
     """See the module."""
     router = APIRouter(prefix="/engine/group", route_class=JsonRoute)
@@ -267,10 +271,10 @@ def group_router(rollouts: Rollouts) -> APIRouter:
             raise ValueError(
                 f"timeout is {meeting.timeout}: expected 0 to {MAX_TIMEOUT_S:g} seconds"
             )
-        if not 1 <= meeting.port <= 65535 or meeting.backend not in ("gloo", "nccl"):
+        if not 1 <= meeting.port <= 65535 or meeting.backend not in BACKENDS:
             raise ValueError(
                 f"port is {meeting.port}, backend {meeting.backend!r:.40}: expected 1 to 65535, "
-                "and gloo or nccl"
+                f"and one of {', '.join(BACKENDS)}"
             )
         await engine.join_group(meeting)
         return asdict(meeting)

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trireme.config.schema import OptimizerConfig
 from trireme.trainer.ranks import whole
@@ -78,12 +79,38 @@ class ScheduledOptimizer:
         self.schedule = Schedule(settings, total_steps)
         self.steps = 0
         self._grad_clip = grad_clip
+        self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        """Memory of the state that holds nothing now, and what has its numbers."""
+
+    @torch.no_grad()
+    def park(self) -> None:
+        """Move the state's numbers from the device to memory of the CPU, until they are needed."""
+        if self._parked:
+            return
+        for values in self.inner.state.values():
+            for tensor in values.values():
+                if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    storage, pin = local.untyped_storage(), local.device.type == "cuda"
+                    if storage.resizable():  # not what is mapped from a file
+                        flat = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+                        flat.untyped_storage().copy_(storage)
+                        self._parked.append((storage, flat.untyped_storage()))
+        for storage, _ in self._parked:
+            storage.resize_(0)
+
+    def _unpark(self) -> None:
+        for storage, kept in self._parked:
+            storage.resize_(kept.nbytes())
+            storage.copy_(kept)
+        self._parked = []
 
     def step(self) -> tuple[float, float]:
         """One step by the gradients, which are forgotten; the gradient's norm and learning rate.
 
         Nothing moves where the norm is not finite. A collective where parameters are sharded.
         """
+        self._unpark()
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for parameter in parameters:
             # No gradient is one of 0: momentum and weight decay go on.
@@ -102,6 +129,7 @@ class ScheduledOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Where optimizer and schedule stand."""
+        self._unpark()
         return {
             "optimizer": self.inner.state_dict(),
             "scheduler": {"last_epoch": self.steps},
@@ -109,6 +137,7 @@ class ScheduledOptimizer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Back to where `state` was taken; decay rates and the like stay as they are set now."""
+        self._unpark()
         options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.inner.param_groups

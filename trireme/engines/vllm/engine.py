@@ -40,6 +40,9 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
+WHOLE, CACHE = ("weights", "kv_cache"), ("kv_cache",)
+"""What of a sleeping vLLM is not in the device's memory, by its names: all, or the second part."""
+
 
 class VllmEngine:
     """See Engine."""
@@ -81,6 +84,7 @@ class VllmEngine:
         self._version = 0
         self._generated = self._prefilled = self._cached = 0
         self._paused = self._closed = False
+        self._asleep: tuple[str, ...] = ()
         self._failure: BaseException | None = None
         self._own: WeightGroup | None = None
         """With our workers, for weights that come by HTTP."""
@@ -208,9 +212,16 @@ class VllmEngine:
         await self._rpc("trireme_join", asdict(meeting))
 
     async def receive_weights(self) -> None:
-        """Freeze, and take what the trainer broadcasts. `commit_weights` goes on."""
+        """Freeze, and take what the trainer broadcasts. `commit_weights` goes on.
+
+        Asleep beside a trainer it wakes for its weights alone: their numbers come now, and there is
+        no room yet for keys and values.
+        """
         self._check()
         async with self._updating:
+            if self._asleep == WHOLE:
+                await self._llm.wake_up(tags=["weights"])
+                self._asleep = CACHE
             await self._freeze_and(lambda: self._rpc("trireme_receive"))
 
     async def commit_weights(self, version: int) -> None:
@@ -231,6 +242,7 @@ class VllmEngine:
             self._paused = True
             if self._sleeps:  # where vLLM cannot, on a CPU, this is a pause
                 await self._llm.sleep(level=1, mode="keep")
+                self._asleep = WHOLE
             else:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
 
@@ -239,7 +251,11 @@ class VllmEngine:
         self._check()
         async with self._updating:
             self._paused = False
-            await (self._llm.wake_up() if self._sleeps else self._llm.resume_generation())
+            if self._sleeps:  # what is awake cannot be woken again
+                await self._llm.wake_up(tags=list(self._asleep) or None)
+                self._asleep = ()
+            else:
+                await self._llm.resume_generation()
 
     async def abort(self, key: tuple[Any, ...] = ()) -> int:
         """See Engine."""

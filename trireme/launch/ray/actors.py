@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import ray
 
 from trireme.config import Plan
-from trireme.engines.device import Device
+from trireme.engines.device import ColocationLock, Device
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.servers import Servers
 from trireme.experience import Experience
@@ -134,12 +134,19 @@ class TrainerWorker(SideWorker[TrainerSide]):
     async def open(self, spec: RunSpec) -> None:
         """Load the model, where the checkpoint left it."""
         stage, plan = await self._open(spec), spec.plan
+        if plan.takes_turns and self._engine is not None:
+            self._device.colocation = self._engine.colocation = ColocationLock(self._engine)
         rank0 = make_rank_spec(plan, 0, plan.trainer_ranks, spec.rank0) if spec.rank0 else None
         models = await self._device.run(load_models, stage, rank0)
         side = TrainerSide(stage, models, self._engine, host=ray.util.get_node_ip_address())
         if plan.mode == "both":
             side.explorer_state = self._where_the_explorer_is
         self.side = side
+
+    async def for_engine(self) -> None:
+        """See Wakes: what the explorer asks before it asks engines that share our devices."""
+        assert self._device.colocation is not None, "the engines have devices of their own"
+        await self._device.colocation.for_engine()
 
     async def stop_training(self) -> bool:
         """See Trainer.stop."""
@@ -218,6 +225,23 @@ class Link:
         self._metrics |= status.metrics
 
 
+class EnginesTurn:
+    """The trainer's ColocationLock, as an explorer elsewhere knows it; calls of the same moment ask
+    it once.
+    """
+
+    def __init__(self, trainer: TrainerWorker) -> None:
+        self._trainer = trainer
+        self._asked: asyncio.Future[None] | None = None
+
+    async def for_engine(self) -> None:
+        """See Wakes."""
+        if self._asked is None:
+            asked = self._asked = asyncio.ensure_future(self._trainer.for_engine())
+            asked.add_done_callback(lambda _: setattr(self, "_asked", None))
+        await asyncio.shield(self._asked)
+
+
 class ExplorerWorker(SideWorker[ExplorerSide]):
     """The explorer's side."""
 
@@ -226,6 +250,8 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
         stage, plan = await self._open(spec), spec.plan
         engine = self._engine
         assert engine is not None
+        if plan.takes_turns:
+            engine.colocation = EnginesTurn(remote(TrainerWorker, spec.trainer))
         if plan.mode == "both":
             trainer = remote(TrainerWorker, spec.trainer)
             link = Link(trainer, stage)

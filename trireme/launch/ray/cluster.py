@@ -143,14 +143,19 @@ def _reach(address: str) -> None:
 
 
 class PlacementGroups:
-    """The run's places, reserved: a bundle an engine, the trainer's on one or on whole machines."""
+    """The run's places, reserved: a bundle an engine, the trainer's on one or on whole machines; or
+    a bundle a place, of which a rank and an engine have half each.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._gpu = plan.device == "cuda"
         self._groups: list[PlacementGroup] = []
         ranks, per_node = plan.trainer_ranks, plan.places_per_node
-        self._ranks_per_bundle = min(ranks, per_node)
+        self._ranks_per_bundle = 1 if plan.takes_turns else min(ranks, per_node)
+        if plan.takes_turns:
+            self._reserve([self._bundle(1)] * ranks, "STRICT_PACK")
+            return
         if ranks:
             bundles = max(ranks // per_node, 1)
             strategy = "STRICT_SPREAD" if bundles > 1 else "STRICT_PACK"
@@ -178,11 +183,13 @@ class PlacementGroups:
 
     def engine(self, index: int) -> dict[str, Any]:
         """Options of the actor that hosts an engine."""
-        return self._options(self._groups[-1], index, self._plan.engine_size)
+        places = 0.5 if self._plan.takes_turns else self._plan.engine_size
+        return self._options(self._groups[-1], index, places)
 
     def rank(self, index: int) -> dict[str, Any]:
         """Options of the actor of a trainer rank."""
-        return self._options(self._groups[0], index // self._ranks_per_bundle, 1)
+        places = 0.5 if self._plan.takes_turns else 1
+        return self._options(self._groups[0], index // self._ranks_per_bundle, places)
 
     def explorer(self) -> dict[str, Any]:
         """Options of the explorer's actor: a place where it holds auxiliary models, else beside the
@@ -205,7 +212,7 @@ class PlacementGroups:
     def _bundle(self, places: int) -> dict[str, float]:
         return {"GPU": places, "CPU": places} if self._gpu else {"CPU": places}
 
-    def _options(self, group: PlacementGroup, bundle: int, places: int) -> dict[str, Any]:
+    def _options(self, group: PlacementGroup, bundle: int, places: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         return {
             "num_cpus": places,

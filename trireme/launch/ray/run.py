@@ -348,7 +348,9 @@ def environment_of(plan: Plan, *, trains: bool) -> dict[str, str]:
     }
     if plan.device == "cuda":
         threads = max((os.cpu_count() or 1) // plan.places_per_node, 1)
-        if trains and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
+        # CUDA lends no memory of that kind to other processes everywhere
+        expands = trains and not plan.takes_turns
+        if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(variables):
             # micro-batches differ in size; the name that every torch knows
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {
