@@ -49,7 +49,6 @@ READ_AS = {
     f"{_ACTOR}.use_dynamic_bsz": "trainer.use_dynamic_bsz",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "trainer.ulysses_sequence_parallel_size",
     f"{_ACTOR}.fsdp_config.fsdp_size": "trainer.fsdp_size",
-    f"{_ACTOR}.use_torch_compile": "trainer.use_torch_compile",
     f"{_ACTOR}.fsdp_config.param_offload": "trainer.offload",
     f"{_ACTOR}.fsdp_config.optimizer_offload": "trainer.offload",
     f"{_ACTOR}.fsdp_config.offload_policy": "trainer.offload",
