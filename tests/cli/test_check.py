@@ -3,6 +3,7 @@ from io import StringIO
 from rich.console import Console
 
 from tests.config.made import config_of, values
+from tests.config.test_placement import SEVEN, tree
 from trireme.cli.check import check
 
 
@@ -26,6 +27,14 @@ def test_a_plan_is_printed_by_topic(tmp_path):
     assert f"{tmp_path}/out/p/n\n" in text
     assert "note: cluster asks for 2 GPUs" in text
     assert "no problems" in text
+
+
+def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
+    config_of(tmp_path, tree(tmp_path, SEVEN))
+    code, text = printed(tmp_path / "config.yaml")
+    assert code == 0
+    assert "memory        " in text and " each trainer " in text
+    assert "in its turn" not in text
 
 
 def test_problems_of_the_file_and_of_what_it_names_are_told_together(tmp_path):

@@ -115,9 +115,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory:
         again = "; activations are computed again" * plan.gradient_checkpointing
         where = "in each trainer process" if plan.device == "cpu" else "on each trainer GPU"
-        turns = f"; in its turn the engine has {plan.engine_share:g} of it" * bool(
-            plan.engine_share
-        )
+        share = plan.engine_share
+        turns = "" if share is None else f"; in its turn the engine has {share:g} of it"
         rows.append(("memory", f"{told(plan.memory)} {where}{again}{turns}"))
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
