@@ -3,7 +3,8 @@
 `from swift.plugin import ORM, orms` then gives Trireme's own. Modules are those of its versions 3
 and 4; what lay in which of them changed often, so that each has all names. What Trireme has no
 counterpart of (engines, templates, classes of reward model plug-ins) can be imported and
-subclassed, and says so when it is used.
+subclassed, and says so when it is used. A clone of ms-swift in the current folder is found by
+Python like an installed package: without what it requires it is passed over.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import logging
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,9 @@ _TIPS = "trireme.workflows.math_tips"
 _SCALE = "trireme.workflows.loss_scale"
 _GROUP = "trireme.rewards.orm"
 _HERE = "trireme.workflows.swift"
+_REQUIRED = "modelscope"
+"""What every module of ms-swift imports, and Trireme does not need."""
+_logger = log.get_logger("plugin")
 _ABSENT = (
     *("DefaultRMPlugin", "GenRMPlugin", "PRM", "InferEngine", "PtEngine", "VllmEngine"),
     *("GRPOVllmEngine", "TransformersEngine", "InferClient", "Template", "OpenEnvScheduler"),
@@ -116,13 +122,27 @@ class Absent:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules of `MODULES` that no other finder has found."""
+    """Finds modules of `MODULES` before other finders, where these find no ms-swift that works."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """None for what is not ours."""
-        if name not in MODULES or ("swift" in sys.modules and not _is_stand_in()):
+        if name not in MODULES:
             return None
-        return ModuleSpec(name, _Loader(), is_package=True)
+        ours = _is_stand_in() if "swift" in sys.modules else not self._another_works()
+        return ModuleSpec(name, _Loader(), is_package=True) if ours else None
+
+    def _another_works(self) -> bool:
+        """Whether there is a package `swift` that can be imported."""
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec("swift", None) for finder in finders)
+        origin = next((spec.origin for spec in specs if spec is not None), None)
+        if origin is None:  # none, or a folder of that name that is no package
+            return False
+        is_ms_swift = (Path(origin).parent / "cli" / "rlhf.py").is_file()
+        if not is_ms_swift or find_spec(_REQUIRED) is not None:
+            return True
+        _logger.info("%s needs %s, which is not installed: it is not used", origin, _REQUIRED)
+        return False
 
 
 class _Loader(Loader):
@@ -133,9 +153,9 @@ class _Loader(Loader):
 
 
 def stand_in() -> None:
-    """From now on `import swift` finds this, unless ms-swift is installed."""
+    """From now on `import swift` finds this, unless an ms-swift is there that can be imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())
 
 
 def no_counterpart(error: Exception) -> str:
