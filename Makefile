@@ -118,7 +118,7 @@ test-postgres: setup
 # vLLM's CPU build, in an environment of its own (3.5 GB): the engines' tests, and short runs with it
 test-vllm: setup $(VLLM)/.installed
 	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rs \
-	    tests/engines tests/e2e/test_engine_processes.py \
+	    tests/engines tests/e2e/test_engine_processes.py tests/e2e/test_colocate.py \
 	    "tests/e2e/test_command.py::test_programs_are_the_rollouts_whatever_generates[vllm]" \
 	    "tests/e2e/test_serve_engines.py::test_agents_are_served_whatever_generates[vllm]" \
 	    "tests/server/test_command.py::test_a_run_over_a_server_trains_and_ends[vllm]"
