@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -18,6 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 CHATML = (
     "{%- for message in messages %}"
@@ -54,12 +56,20 @@ def make_model(
     tie: bool = True,
     head_dim: int = 8,
 ) -> Path:
-    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2 or llama. `head_dim`: qwen3's;
-    vLLM has kernels for no less than 32 on a CPU.
+    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2, llama or qwen3_moe, which has
+    four experts and takes two of them for a token. `head_dim`: qwen3's; vLLM has kernels for no
+    less than 32 on a CPU.
     """
     tokenizer = make_tokenizer(template)
-    kinds = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
-    extra = {"head_dim": head_dim} if arch == "qwen3" else {}
+    kinds: dict[str, Any] = {
+        "qwen3": Qwen3Config,
+        "qwen2": Qwen2Config,
+        "llama": LlamaConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+    }
+    extra = {"head_dim": head_dim} if arch.startswith("qwen3") else {}
+    if arch == "qwen3_moe":
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     config = kinds[arch](
         vocab_size=len(tokenizer),
         hidden_size=hidden,
