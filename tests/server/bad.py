@@ -100,6 +100,9 @@ def trainers_requests() -> list[tuple[str, dict[str, Any]]]:
         ("/v1/completions", {"prompt": ["a"] * 100, "n": 1000}),
         ("/v1/completions", {"prompt": "ab", "odd": 1}),  # agents may send keys that we do not know
         ("/engine/stream", {"id": "x", "requests": [{"ids": [5], "sampling": {"n": 1024}}] * 17}),
+        ("/engine/generate", {"ids": [5], "key": [1, [2, [{}]]]}),
+        ("/engine/abort", {"key": [{}]}),
+        ("/infer/", {"infer_requests": infer, "key": [1, {}]}),
         ("/engine/cancel", {"id": "x", "index": -1}),
         ("/engine/weights/commit", {"version": -1}),
         ("/engine/weights/commit", {"version": 1, "path": "/nowhere"}),

@@ -94,6 +94,11 @@ def test_bad_requests_in_the_middle_of_a_good_one_do_not_touch_it(
         ),
         ("/engine/generate", {"ids": [10**6]}, "the prompt holds the id 1000000 (at 0): expected"),
         (
+            "/engine/generate",
+            {"ids": [5], "key": [1, [2], {"a": 3}]},
+            "key holds {'a': 3}: expected numbers, texts, or lists of them",
+        ),
+        (
             "/infer/",
             {"infer_requests": [{"messages": bad.HI}], "request_config": {"stop": 5}},
             "sampling stop is 5: expected at most 64 texts of 1 to 1024 characters",

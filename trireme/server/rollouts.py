@@ -180,7 +180,9 @@ def _usage(experience: Experience) -> dict[str, int]:
 
 
 def as_key(wire: Any) -> Any:
-    """A request's key from JSON, whose tuples are lists."""
+    """A request's key from JSON, whose tuples are lists. Raises ValueError for objects in it."""
+    if isinstance(wire, dict):
+        raise ValueError(f"key holds {wire!r:.60}: expected numbers, texts, or lists of them")
     return tuple(map(as_key, wire)) if isinstance(wire, list) else wire
 
 
