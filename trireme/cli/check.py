@@ -121,6 +121,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("steps", _steps(plan, explores, trains)))
     if plan.mode != "train":
         engine = ", ".join(plan.engine_urls) or _engines(plan)
+        engine = f"the API at {plan.api.base_url}" if plan.api else engine
         at_once = min(plan.runners, plan.batch_size) * plan.repeat_times
         each = -(-at_once // max(plan.num_engines, len(plan.engine_urls)))
         requests = f"at most {each} requests at once{' an engine' * (each < at_once)}"
@@ -142,6 +143,8 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _model(plan: Plan) -> str:
+    if plan.api is not None:
+        return f"{plan.api.name}, behind an API"
     if plan.model_from_stage is None:
         return plan.model_path
     return f"as stage {plan.model_from_stage + 1} leaves it (at first {plan.model_path})"

@@ -20,6 +20,7 @@ import yaml
 
 from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
+from trireme.config.api import Api
 from trireme.explorer.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
 
@@ -107,7 +108,7 @@ def _interrupts(came: list[int]) -> Iterator[None]:
 def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -> int:
     """Add what each model did to `measured`, and write it; 1 if a model could not be tried."""
     from trireme.cli.run import complain
-    from trireme.launch.evaluation import Api, evaluate
+    from trireme.launch.evaluation import evaluate
 
     apis = [_api_of(model) for model in options.models]
     hosts = {urlsplit(url).netloc for _, url in apis if url}
@@ -145,6 +146,7 @@ def _plan(model: str, options: EvalOptions, root: Path) -> Plan:
 
     path = options.config
     keys = ["mode=bench", "stages=[]", f"checkpoint_root_dir={root}", "explorer.eval_interval=1"]
+    keys.append("model.external_model.enable=false")  # --model says what is measured
     if path is None:
         path = root / "eval.yaml"
         path.write_text(yaml.safe_dump(_tree(options)), encoding="utf-8")

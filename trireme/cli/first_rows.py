@@ -33,7 +33,7 @@ Told = tuple[list[tuple[str, str]], list[str]]
 
 def first_rows(plan: Plan, parts: Parts) -> Told:
     """See the module. A plan whose model is made by another stage is not looked at."""
-    if located(plan.model_path, "models") is None or plan.mode == "serve":
+    if plan.mode == "serve" or plan.api or located(plan.model_path, "models") is None:
         return [], []
     lines, problems = _of_data(plan) if plan.buffer_type == "file" else ([], [])
     if parts.unread:

@@ -114,6 +114,8 @@ def _check_critic(stage: StageConfig) -> None:
 def check_model(stage: StageConfig) -> ModelFacts | None:
     """Whether the model is there; what its files tell, None where it is not."""
     model = stage.config.model
+    if stage.asks_api:
+        return None
     if not model.model_path:
         stage.problem("model.model_path", "is not given: expected a model's folder or hub id")
         return None

@@ -129,7 +129,7 @@ def places_of(stage: StageConfig, present: int) -> Places:
         return _pairs_of(stage, present)
     engines, size = model.engine_num, size_of(model)
     generates = stage.config.mode != "train" or stage.evaluates
-    if stage.remote or not generates:
+    if stage.remote or stage.asks_api or not generates:
         engines = 0
     loaded = [
         other
@@ -179,6 +179,8 @@ def gpus_of(places: Places, present: int) -> dict[str, int]:
 def note_places(stage: StageConfig, places: Places, present: int) -> None:
     """One line where the cluster section asks for other machines than the run uses."""
     asked, nodes = places.total, places.nodes
+    if stage.asks_api:
+        return
     if places.launcher == "ray":
         if not present:
             stage.notes.append(
@@ -203,6 +205,8 @@ def note_places(stage: StageConfig, places: Places, present: int) -> None:
 def _launcher(stage: StageConfig, present: int) -> Launcher:
     """`auto` is Ray where several GPUs are here and asked for, or a cluster is named."""
     cluster = stage.config.cluster
+    if stage.asks_api:
+        return "local"
     if cluster.ray_address.startswith("ray://"):
         stage.problem(
             "cluster.ray_address",
@@ -340,7 +344,7 @@ def _inner(targets: str | list[str]) -> bool:
 def choose_engine(stage: StageConfig, gpus: int, *, on_ray: bool) -> EngineChoice:
     """The engine of a stage. Problems and notes are the stage's."""
     model = stage.config.explorer.rollout_model
-    if stage.config.mode == "train" or stage.reads_file or stage.remote:
+    if stage.config.mode == "train" or stage.reads_file or stage.remote or stage.asks_api:
         return EngineChoice()
     kind = model.engine_type or ("vllm" if gpus and model.engine_python else "torch")
     if kind in ("vllm", "sglang"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trireme.config.api import Api, api_of
 from trireme.config.colocate import check_colocated
 from trireme.config.gpus import gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
@@ -142,6 +143,11 @@ class Plan:
         name = self.config.explorer.name
         return name if self.mode == "explore" and name != "explorer" else ""
 
+    @property
+    def api(self) -> Api | None:
+        """The model behind an OpenAI API that bench measures in place of `model_path`."""
+        return api_of(self.config) if self.mode == "bench" else None
+
 
 def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     """The Plan of one stage whose files lie in `root`. Problems found on the way are noted.
@@ -255,7 +261,7 @@ def _dtype(stage: StageConfig, gpus: int) -> str:
 def _note_engine(stage: StageConfig, several: bool) -> None:
     """Lines on what becomes of the engine that was asked for."""
     key, model = "explorer.rollout_model", stage.config.explorer.rollout_model
-    if stage.config.mode == "train":
+    if stage.config.mode == "train" or stage.asks_api:
         return
     if model.engine_type == "sglang":
         stage.notes.append(

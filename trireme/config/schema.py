@@ -144,6 +144,19 @@ class LoraConfig(Section):
     """Layers among these without one: names, or a regular expression of whole names."""
 
 
+class ExternalModelConfig(Section):
+    """A model behind an OpenAI API. It gets conversations; no files of a model are needed."""
+
+    enable: bool = False
+    """Measure it in place of `model_path`."""
+    model_name: str | None = None
+    """What requests call it; not given: `model.model_path`."""
+    base_url_env: str = "OPENAI_BASE_URL"
+    """The variable that holds the API's address."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The variable that holds its key."""
+
+
 class ModelConfig(Section):
     """What is trained and what it may read and write."""
 
@@ -200,11 +213,8 @@ class ModelConfig(Section):
         Refused("is not supported: leave it out, and this machine or your cluster trains"),
     ] = {}
     """Options of the Tinker service."""
-    external_model: Annotated[
-        dict[str, Any],
-        Refused("is not read here: trireme eval --config FILE --model NAME@URL measures it"),
-    ] = {}
-    """A model behind someone else's API, for `bench`."""
+    external_model: ExternalModelConfig = ExternalModelConfig()
+    """A model behind someone else's API, which `mode: bench` measures."""
 
 
 class ClusterConfig(Section):

@@ -72,7 +72,13 @@ class StageConfig:
     @property
     def remote(self) -> bool:
         """Whether rollout servers generate; a stage that reads data evaluates in its process."""
-        return self.config.explorer.rollout_model.engine_type == "remote" and not self.reads_file
+        servers = self.config.explorer.rollout_model.engine_type == "remote"
+        return servers and not self.reads_file and not self.asks_api
+
+    @property
+    def asks_api(self) -> bool:
+        """Whether a model behind an OpenAI API is measured, and no engine is started."""
+        return self.config.mode == "bench" and self.config.model.external_model.enable
 
     @property
     def evaluates(self) -> bool:

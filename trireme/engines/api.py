@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trireme.engines.engine import Completion, OnToken, Sampling
 from trireme.engines.scripted import ScriptedEngine
@@ -22,6 +22,12 @@ CONNECT_S = 10.0
 """For how long a connection may take, so that a dead address ends the evaluation."""
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses that refuse one conversation; any other one is the API's own failure."""
+END = "<|end|>"
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""What a record shows of a conversation that reached an API as messages."""
 
 
 class Asked(NamedTuple):
@@ -33,6 +39,19 @@ class Asked(NamedTuple):
 
 ASKED: ContextVar[Asked | None] = ContextVar("ASKED", default=None)
 """What the call under way asks; a Model's prompts are ids, which an API does not take."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Each byte is a token: what records text where no files of a model are at hand."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END)
+    made.chat_template = _TEMPLATE
+    return made
 
 
 class ApiEngine(ScriptedEngine):
@@ -57,10 +76,11 @@ class ApiEngine(ScriptedEngine):
         self._failed: str | None = None
         self._told: set[str] = set()
         self._limit = "max_tokens"
+        self._timeout, self._connect = timeout, min(CONNECT_S, timeout / 4)
         self._client = openai.AsyncOpenAI(
             base_url=base_url,
             api_key=api_key or "EMPTY",
-            timeout=openai.Timeout(timeout, connect=min(CONNECT_S, timeout / 4)),
+            timeout=openai.Timeout(timeout, connect=self._connect),
         )
 
     async def generate(
@@ -100,9 +120,9 @@ class ApiEngine(ScriptedEngine):
         for choice in answer.choices:
             if choice.message.tool_calls:
                 self._failed = (
-                    f"{self._base_url}: {self._model} answered with tool calls, which trireme eval "
-                    "does not hand on from an API yet: expected a workflow without tools, or a "
-                    "rollout server"
+                    f"{self._base_url}: {self._model} answered with tool calls, which are not "
+                    "handed on from an API yet: expected a workflow without tools, or a rollout "
+                    "server"
                 )
                 raise RuntimeError(self._failed)
             text = choice.message.content or ""
@@ -133,12 +153,23 @@ class ApiEngine(ScriptedEngine):
                 other = {k: v for k, v in options.items() if k not in dropped}
                 return await create(model=self._model, max_completion_tokens=most, **other)
         except openai.APIConnectionError as error:
-            self._failed = f"{self._base_url}: {error} {error.__cause__ or ''}".strip()
+            self._failed = f"{self._base_url}: {self._what_failed(error)}"
             raise
         except openai.APIStatusError as error:
             if error.status_code not in OF_THE_REQUEST:
                 self._failed = f"{self._base_url}: {error}"
             raise
+
+    def _what_failed(self, error: Exception) -> str:
+        """The sentence of a connection that failed, with the time it was given."""
+        import httpx
+        import openai
+
+        if not isinstance(error, openai.APITimeoutError):
+            return f"{error} {error.__cause__ or ''}".strip()
+        if isinstance(error.__cause__, httpx.ConnectTimeout):
+            return f"no connection within {self._connect:g} s"
+        return f"no answer within {self._timeout:g} s (explorer.max_timeout)"
 
     def _limits(self, sampling: Sampling) -> dict[str, Any]:
         """Its length under the name that the API takes, temperature and top_p. A reasoning model

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
 from trireme.config import ConfigError, Plan, Problem
+from trireme.config.api import check_api
 from trireme.config.check import (
     check_algorithm,
     check_attention,
@@ -200,6 +201,7 @@ def make_parts(stage: StageConfig, *, names_are_known: bool = True) -> Parts:
     if store.replay_buffer.enable and not stage.reads_file:
         key = "buffer.trainer_input.experience_buffer.replay_buffer"
         parts.tried(lambda: make_priority(store.replay_buffer, stage.config.seed), key)
+    check_api(stage)
     model = check_model(stage)
     if model is not None:
         _check_template(parts, model)
@@ -405,7 +407,9 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
                 plan, rows, make_text(plan, plan.model_path), (), schema=recipe.schema
             )
         )
-    if parts.stage.problems or plan.mode == "serve" or located(plan.model_path, "models") is None:
+    if parts.stage.problems or plan.mode == "serve" or plan.api:
+        return
+    if located(plan.model_path, "models") is None:
         return
     each = [one for taskset in tasksets for one in getattr(taskset, "tasksets", [taskset])]
     if not each:

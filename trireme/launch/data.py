@@ -28,6 +28,7 @@ from trireme.data.database import is_database
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
+from trireme.engines.api import byte_tokenizer
 from trireme.envs.env import refuse_missing
 from trireme.envs.gyms import COLUMNS, generated, made_rows
 from trireme.model.chat_tokens import ChatTokens
@@ -58,8 +59,12 @@ class Text:
 
 
 def make_text(plan: Plan, model_path: str) -> Text:
-    """Tokenizer and chat template of the model, or the template that the YAML gives."""
+    """Tokenizer and chat template of the model, or the template that the YAML gives; for an API,
+    which gets messages, a stand-in.
+    """
     model = plan.config.model
+    if plan.api is not None:
+        return Text(tokenizer := byte_tokenizer(), ChatTokens(tokenizer), None)
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=model.trust_remote_code)
     template = chat_template_of(plan)
     chat = ChatTokens(

@@ -15,12 +15,14 @@ from transformers import AutoTokenizer
 
 from trireme.aio import running_loop
 from trireme.config import Plan
+from trireme.config.api import Api
 from trireme.config.lookup import located, model_config
 from trireme.config.placement import COLOCATED_SHARE, PASSED, VLLM_RANKS
 from trireme.config.schema_rollout import RolloutModelConfig
+from trireme.engines.api import ApiEngine
 from trireme.engines.engine import Engine, Sampling
 from trireme.engines.make import EngineSpec, make_torch_engine
-from trireme.launch.data import chat_template_of
+from trireme.launch.data import Text, chat_template_of
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.rewards.asker import refuse_silent
@@ -126,6 +128,18 @@ def make_remote_engine(plan: Plan, urls: Sequence[str], key: str | None) -> Remo
     return RemoteEngine(urls, api_key=key, timeout=timeout, seed=plan.seed)
 
 
+def make_api_engine(plan: Plan, api: Api, text: Text) -> ApiEngine:
+    """Someone else's API."""
+    return ApiEngine(
+        api.base_url,
+        api.name,
+        tokenizer=text.tokenizer,
+        max_model_len=plan.max_model_len,
+        api_key=api.key,
+        timeout=plan.config.explorer.max_timeout,
+    )
+
+
 @dataclass(frozen=True)
 class Auxiliary:
     """A model that an engine of this run serves, or rollout servers do."""
@@ -162,9 +176,11 @@ def make_auxiliary(plan: Plan, device: Device) -> list[Auxiliary | Endpoint]:
 
 
 def examine_auxiliary(plan: Plan, *, teacher: bool = False) -> None:
-    """Raise ValueError where one of someone else's does not answer, or where the first of them is
-    to be a `teacher` and cannot be one.
+    """Raise ValueError where one of someone else's does not answer, bench's API included, or where
+    the first of them is to be a `teacher` and cannot be one.
     """
+    if plan.api is not None:
+        refuse_silent(f"model.external_model ({plan.api.name})", plan.api.base_url)
     for index, config in enumerate(plan.config.explorer.auxiliary_models):
         if config.engine_type == "external":
             who = f"explorer.auxiliary_models[{index}] ({config.model_path})"

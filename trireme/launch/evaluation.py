@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
+from trireme.config.api import Api
 from trireme.data.tasksets import Taskset
-from trireme.engines.api import ASKED, ApiEngine, Asked
 from trireme.engines.engine import Engine
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.launch.data import Text, make_eval_tasksets
 from trireme.launch.engine_host import engine_hosts, kept, remote_engine, start_all, stop_all
+from trireme.launch.engines import make_api_engine
 from trireme.launch.rollout import open_scheduler
-from trireme.model.model import Model, Reply
-
-
-@dataclass(frozen=True)
-class Api:
-    """A model behind someone else's OpenAI API."""
-
-    name: str
-    base_url: str
-    key: str | None = None
-
-
-class ApiModel(Model):
-    """A Model whose conversations reach an API as they are."""
-
-    async def chat_samples(
-        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **options: Any
-    ) -> list[Reply]:
-        """See Model."""
-        asked = ASKED.set(Asked(messages, tools))
-        try:
-            return await super().chat_samples(messages, tools, **options)
-        finally:
-            ASKED.reset(asked)
 
 
 def evaluate(plan: Plan, *, rollouts: int | None = None, api: Api | None = None) -> list[Evaluated]:
@@ -83,19 +58,9 @@ async def _try_here(
         if api is None:
             assert remote is not None
             return remote
-        return ApiEngine(
-            api.base_url,
-            api.name,
-            tokenizer=text.tokenizer,
-            max_model_len=plan.max_model_len,
-            api_key=api.key,
-            timeout=plan.config.explorer.max_timeout,
-        )
+        return make_api_engine(plan, api, text)
 
     embedded = remote is None and api is None
-    opened = open_scheduler(
-        plan, None if embedded else make_engine, model_type=Model if api is None else ApiModel
-    )
-    async with opened as (scheduler, _):
+    async with open_scheduler(plan, None if embedded else make_engine) as (scheduler, _):
         limit = plan.config.explorer.max_failures
         return await try_tasksets(scheduler, tasksets, rollouts, limit)

@@ -10,6 +10,7 @@ from trireme.engines.device import ColocationLock, Device
 from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.launch.engine_host import engine_hosts, kept, remote_engine, start_all, stop_all
+from trireme.launch.engines import make_api_engine
 from trireme.launch.modes import run_bench, run_both, run_explore, run_train
 from trireme.launch.opening import open_run
 from trireme.launch.sides import ExplorerSide, TrainerSide, embedded_engine
@@ -76,7 +77,9 @@ async def _run_mode(
     if stage.plan.mode == "explore":
         return await _run_explore(stage, remote or embedded_engine(stage))
     if stage.plan.mode == "bench":
-        return await _run_bench(stage, remote or embedded_engine(stage))
+        api = stage.plan.api
+        asked = make_api_engine(stage.plan, api, stage.text) if api else remote
+        return await _run_bench(stage, asked or embedded_engine(stage))
     from trireme.launch.serving import run_serve  # a web server, which no other mode needs
 
     return await run_serve(stage, remote, stop)
@@ -127,7 +130,9 @@ async def _run_bench(stage: Stage, engine: Engine) -> StageResult:
     sync = make_polled_sync(stage.plan, engine, stage.folder)
     explorer = ExplorerSide(stage, engine, None, sync, prefix="bench")
     try:
-        return await run_bench(stage, explorer)
+        result = await run_bench(stage, explorer)
+        engine.health()  # an API that failed has measured nothing
+        return result
     finally:
         await explorer.close()
         await engine.close()

@@ -107,8 +107,10 @@ async def run_explore(stage: Stage, explorer: Explores) -> StageResult:
 
 
 async def run_bench(stage: Stage, explorer: Explores) -> StageResult:
-    """Evaluate the base model and every checkpoint of the job, or its newest one alone."""
-    steps = stage.folder.steps()
+    """Evaluate the base model and every checkpoint of the job, or its newest one alone; of an API
+    there are none.
+    """
+    steps = [] if stage.plan.api else stage.folder.steps()
     if stage.plan.config.explorer.bench_on_latest_checkpoint:
         steps = steps[-1:]
     else:

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from trireme.config import Plan
+from trireme.engines.api import ASKED, ApiEngine, Asked
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.engines.make import make_torch_engine
@@ -19,10 +20,27 @@ from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
 from trireme.launch.data import Text, make_text
 from trireme.launch.engines import Auxiliary, Endpoint, engine_spec, make_auxiliary
-from trireme.model.model import Model
+from trireme.model.model import Model, Reply
 from trireme.server.gateway import Gateway
 from trireme.server.rollouts import Rollouts
 from trireme.task import Task
+
+UNLIMITED = 2**31
+"""Tokens, where an API has limits of its own."""
+
+
+class ApiModel(Model):
+    """A Model whose conversations reach an API as they are."""
+
+    async def chat_samples(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **options: Any
+    ) -> list[Reply]:
+        """See Model."""
+        asked = ASKED.set(Asked(messages, tools))
+        try:
+            return await super().chat_samples(messages, tools, **options)
+        finally:
+            ASKED.reset(asked)
 
 
 def make_scheduler(
@@ -36,7 +54,6 @@ def make_scheduler(
     teacher: bool = False,
     auxiliary: Sequence[Auxiliary | Endpoint] = (),
     max_retries: int | None = None,
-    model_type: type[Model] = Model,
 ) -> Scheduler:
     """As many runners as the plan says, each of which makes a Model for every attempt.
 
@@ -44,7 +61,9 @@ def make_scheduler(
     may ask; with `teacher` the first of them scores what is sampled. `max_retries` goes before the
     plan's.
     """
-
+    if plan.api is not None:  # which has its own limits, in tokens of its own
+        plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
+    model_type = ApiModel if isinstance(engine, ApiEngine) else Model
     remembered = [({}, sampling_of(plan, {}))]
     gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
 

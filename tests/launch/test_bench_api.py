@@ -1,0 +1,128 @@
+"""`mode: bench` with `model.external_model`: someone else's API is measured, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.cli.test_eval import Api
+from tests.cli.test_eval import api as api  # a fixture
+from trireme.cli.main import app
+from trireme.config.load import load_config
+from trireme.engines.api import byte_tokenizer
+from trireme.launch.check import draft
+
+KEY = "model.external_model"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taskset = {"name": "sums", "path": str(data), "repeat_times": 2,
+               "format": {"prompt_key": "question", "response_key": "answer"}}  # fmt: skip
+    tree: dict[str, Any] = {
+        "mode": "bench",
+        "name": "api",
+        "checkpoint_root_dir": str(tmp_path / "jobs"),
+        # shorter than a prompt's bytes: the API has its own limits
+        "model": {"model_path": "adder-of-theirs", "max_prompt_tokens": 8, "max_response_tokens": 9,
+                  "external_model": {"enable": True, "model_name": "adder",
+                                     "base_url_env": "THEIR_URL", "api_key_env": "THEIR_KEY"}},
+        "cluster": {"launcher": "ray", "gpu_per_node": 4},
+        "buffer": {"explorer_input": {"eval_tasksets": [taskset],
+                                      "default_workflow_type": "math_boxed_workflow"}},
+    }  # fmt: skip
+    path = tmp_path / "bench.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def ran(config: Path, url: str, monkeypatch: pytest.MonkeyPatch, *keys: str) -> Any:
+    monkeypatch.setenv("THEIR_URL", url)
+    monkeypatch.setenv("THEIR_KEY", "the key")
+    return CliRunner().invoke(app, ["run", "--config", str(config), *keys])
+
+
+def test_an_api_is_measured_where_bench_writes(
+    config: Path, tmp_path: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = ran(config, api, monkeypatch)
+    assert done.exit_code == 0, done.output
+    [job] = tmp_path.glob("jobs/*/api")
+    [line] = (job / "monitor" / "metrics.jsonl").read_text().splitlines()
+    figures = json.loads(line)["metrics"]
+    assert figures["bench/sums/accuracy/mean@2"] == 0.5 and figures["bench/sums/tasks"] == 4
+    assert len(Api.asked) == 8
+    assert {(one["model"], one["key"], one["max_tokens"]) for one in Api.asked} == {
+        ("adder", "Bearer the key", 9)
+    }
+    asked = {one["messages"][-1]["content"] for one in Api.asked}
+    assert asked == {f"{i} + 1?" for i in range(4)}
+    written = "".join(file.read_text() for file in (job / "run").glob("start*"))
+    assert "THEIR_KEY" in written and "the key" not in written
+
+
+def test_an_api_that_fails_midway_has_measured_nothing(
+    config: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Api, "status", 401)  # after three answers
+    done = ran(config, api, monkeypatch, "explorer.runner_per_model=1")
+    assert done.exit_code == 1 and "Error code: 401" in done.output, done.output
+
+
+def test_an_api_that_does_not_answer_is_told_with_its_limit(
+    config: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = Event()
+    monkeypatch.setattr(Api, "do_POST", lambda handler: over.wait(60))
+    monkeypatch.setattr(Api, "do_GET", lambda handler: handler.send_error(404), raising=False)
+    limits = "explorer.max_timeout=0.5", "explorer.max_retry_times=0"
+    done = ran(config, api, monkeypatch, *limits)
+    over.set()
+    assert done.exit_code == 1 and "explorer.max_timeout" in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentences"),
+    [
+        ((), []),
+        (("mode=explore",), [f"{KEY}.enable is true in mode explore: bench alone measures"]),
+        (
+            (f"{KEY}.base_url_env=NO_URL", f"{KEY}.api_key_env=NO_KEY"),
+            [
+                f"{KEY}.base_url_env names NO_URL, which is not set: expected the API's address",
+                f"{KEY}.api_key_env names NO_KEY, which is not set: expected the API's key",
+            ],
+        ),
+        (("explorer.env_vars={THEIR_URL: host}",), [f"{KEY}.base_url_env names THEIR_URL, which"]),
+        (
+            ("explorer.bench_on_latest_checkpoint=true",),
+            ["explorer.bench_on_latest_checkpoint is true, and"],
+        ),
+        (("model.lora_configs=[{lora_rank: 4}]",), ["model.lora_configs is given, and"]),
+    ],
+)
+def test_what_an_api_lacks_or_cannot_do_is_said(
+    config: Path, keys: tuple[str, ...], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THEIR_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("THEIR_KEY", "the key")
+    problems = [str(one) for one in draft(load_config(config, keys)).problems]
+    ours = [one for one in problems if "external_model" in one]
+    assert len(ours) == len(sentences), problems
+    assert all(one.startswith(sentence) for one, sentence in zip(ours, sentences, strict=True))
+
+
+@pytest.mark.parametrize("text", ["", "plain", "grün → 数\n\t  end"])
+def test_bytes_are_tokens(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
