@@ -237,6 +237,22 @@ def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
             "expected --teacher_model MODEL (a teacher_prompt of a row is not",
         ),
         ("--completion_length_limit_scope total", "expected one of per_round"),
+        (
+            "--teacher_model t --advantage_reweight rlsd --sdar_loss_coef 0.1",
+            "--advantage_reweight rlsd and --sdar_loss_coef 0.1 are several uses of one teacher",
+        ),
+        (
+            "--teacher_model t --advantage_reweight rlsd --teacher_kl_coef 0.3",
+            "--advantage_reweight rlsd and --teacher_kl_coef 0.3 are several uses",
+        ),
+        (
+            "--teacher_model t --sdar_loss_coef 0.1 --teacher_kl_coef 1",
+            "--sdar_loss_coef 0.1 and --teacher_kl_coef 1 are several uses",
+        ),
+        (
+            '--columns {"answer":"solution","gold":"solution"}',
+            "answer and gold both become format.response_key: expected one column for it",
+        ),
         ("--cosine_max_len 9", "is of the reward cosine: expected it among --reward_funcs"),
     ],
 )
@@ -335,6 +351,11 @@ def test_reward_models_are_rewards_behind_the_functions(keys: Any) -> None:
           "teacher_kl_fn": None}),
         ("--teacher_model m --sdar_loss_coef 0.1 --sdar_gate_beta 3",
          {"teacher_kl_fn": "sdar", "teacher_kl_fn_args": {"kl_coef": 0.1, "gate_beta": 3.0}}),
+        ("--teacher_model m --sdar_loss_coef 0 --teacher_kl_coef 0.3",
+         {"teacher_kl_fn": "k2", "teacher_kl_fn_args": {"kl_coef": 0.3}}),
+        ("--teacher_model m --sdar_loss_coef 0.1 --teacher_kl_coef 0",
+         {"teacher_kl_fn": "sdar", "teacher_kl_fn_args": {"kl_coef": 0.1}}),
+        ("--sdar_loss_coef 0.0", {"teacher_kl_fn": None}),
         ("--advantage_estimator reinforce_plus_plus --scale_rewards batch",
          {"advantage_fn": "reinforceplusplus_baseline", "advantage_fn_args": None}),
         ("--advantage_estimator reinforce_plus_plus --scale_rewards none",
@@ -355,6 +376,7 @@ def test_flags_that_become_several_keys(keys: Any, words: str, expected: dict[st
         ("--lora_rank 16", "--train_type lora"),
         ("--lora_alpha 16", "--train_type lora"),
         ("--teacher_kl_coef 0.5", "--teacher_model MODEL"),
+        ("--sdar_gate_beta 3", "--sdar_loss_coef above 0"),
         ("--max_resample_times 5", "--dynamic_sample true"),
         ("--rollout_importance_sampling_threshold 2", "--rollout_importance_sampling_mode"),
     ],
@@ -529,6 +551,15 @@ def test_rlhf_of_a_teacher_without_a_reward_distils(rlhf: Any) -> None:
     assert config.algorithm.advantage_fn_args == {"kl_coef": 0.5}
     assert config.algorithm.teacher_kl_fn is None
     assert [one.model_path for one in config.explorer.auxiliary_models] == ["t"]
+
+
+@pytest.mark.parametrize("words", ["--sdar_loss_coef 0.1", "--advantage_reweight rlsd"])
+def test_rlhf_says_that_a_use_of_the_teacher_needs_a_reward(rlhf: Any, words: str) -> None:
+    said = re.sub(r"[│╭╮╰╯─]", "", rlhf(f"--model m --dataset d --teacher_model t {words}"))
+    expected = f"{words} needs a reward beside the teacher: expected --reward_funcs"
+    assert expected in " ".join(said.split())
+    config = rlhf("--model m --dataset d --teacher_model t --sdar_loss_coef 0")
+    assert config.algorithm.algorithm_type == "on_policy_distill"
 
 
 def test_rlhf_of_pairs(rlhf: Any) -> None:

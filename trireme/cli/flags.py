@@ -38,6 +38,7 @@ _ADVANTAGE = "algorithm.advantage_fn_args."
 _PLAIN = (None, "ppo", "grpo")
 """What a flag says of a key by default there: another flag may say more of it."""
 _RESAMPLES = "algorithm.advantage_fn_args.max_resample_times"
+SDAR = "sdar_loss_coef"
 _SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
 Source = Path | Mapping[str, Any] | None
@@ -144,7 +145,7 @@ def overrides(flags: Given, config: Source) -> list[str]:
     for name in flags:
         if name in IDLE:
             typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
-    flags = {**flags, **_rewards(flags)}
+    flags = {**in_effect(flags), **_rewards(flags)}
     out = [
         f"{section}.{TASKSETS[name]}={_value(name, values)}"
         for section in _tasksets(config)
@@ -177,7 +178,7 @@ _COLUMNS = {"solution": "response_key", "messages": "prompt_key", "query": "prom
 
 def _columns(flags: Given) -> Iterator[tuple[str, str]]:
     """Keys of `format` with the columns that `--columns '{"answer": "solution"}'` renames. Raises
-    BadParameter for what it cannot be.
+    BadParameter for what it cannot be, and for two columns that become one.
     """
     text = flags.get("columns", ["{}"])[0]
     try:
@@ -188,13 +189,21 @@ def _columns(flags: Given) -> Iterator[tuple[str, str]]:
         raise typer.BadParameter(
             f'--columns {text}: expected JSON such as {{"answer": "solution"}}'
         )
+    columns: dict[str, str] = {}
     for column, name in renamed.items():
         if name not in _COLUMNS:
             raise typer.BadParameter(
                 f"--columns {text}: {column} becomes {name}: expected one of "
                 f"{', '.join(_COLUMNS)}; rewards see every other column by its own name"
             )
-        yield _COLUMNS[name], column
+        key = _COLUMNS[name]
+        if key in columns:
+            raise typer.BadParameter(
+                f"--columns {text}: {columns[key]} and {column} both become format.{key}: expected "
+                "one column for it"
+            )
+        columns[key] = column
+    yield from columns.items()
 
 
 def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list[str]:
@@ -319,12 +328,30 @@ def _reward_models(flags: Given) -> Iterator[dict[str, str]]:
         yield {"name": "reward_model", "model_path": path, **own}
 
 
+def in_effect(flags: Given) -> Given:
+    """The flags without `--sdar_loss_coef 0`, which is ms-swift's default and means no SDAR, and
+    beside another use of the teacher without `--teacher_kl_coef 0`.
+    """
+    for name in (SDAR, "teacher_kl_coef"):
+        alone = name != SDAR and not {"advantage_reweight", SDAR} & flags.keys()
+        if name in flags and not alone and number_of(name, flags[name][0]) == 0:
+            flags = {other: values for other, values in flags.items() if other != name}
+    return flags
+
+
 def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[str, Any]:
-    """A teacher beside the rewards. Raises BadParameter where the YAML has auxiliary models."""
+    """A teacher beside the rewards. Raises BadParameter where the YAML has auxiliary models, and
+    for two uses of one teacher.
+    """
     key, coefficient = "explorer.auxiliary_models", "teacher_kl_coef"
+    _needs(flags, "sdar_gate_beta", SDAR, "above 0", "algorithm.teacher_kl_fn_args.gate_beta")
     _needs(flags, coefficient, "teacher_model", "MODEL", "algorithm.teacher_kl_fn_args.kl_coef")
-    for name in ("advantage_reweight", "sdar_loss_coef"):
+    for name in ("advantage_reweight", SDAR):
         _needs(flags, name, "teacher_model", "MODEL (a teacher_prompt of a row is not read)", key)
+    uses = [name for name in ("advantage_reweight", SDAR, coefficient) if name in flags]
+    if len(uses) > 1:
+        words = " and ".join(f"--{name} {flags[name][0]}" for name in uses)
+        raise typer.BadParameter(f"{words} are several uses of one teacher: expected one of them")
     if "teacher_model" not in flags:
         return {}
     teacher = flags["teacher_model"][0]
@@ -337,8 +364,8 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
     if "advantage_reweight" in flags:
         return keys
     part = "algorithm.teacher_kl_fn"
-    keys[part] = "sdar" if "sdar_loss_coef" in flags else "k2"
-    if (weight := number.get("sdar_loss_coef", number.get(coefficient))) is not None:
+    keys[part] = "sdar" if SDAR in flags else "k2"
+    if (weight := number.get(SDAR, number.get(coefficient))) is not None:
         keys[f"{part}_args.kl_coef"] = weight
     if "sdar_gate_beta" in flags:
         keys[f"{part}_args.gate_beta"] = number_of("sdar_gate_beta", flags["sdar_gate_beta"][0])

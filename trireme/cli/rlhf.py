@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from trireme.cli.flag_names import KEYS, REWARD_OPTIONS, TASKSETS, TRANSLATED
-from trireme.cli.flags import Given, WithFlags, number_of, overrides
+from trireme.cli.flags import SDAR, Given, WithFlags, in_effect, number_of, overrides
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
@@ -75,7 +75,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
         raise typer.BadParameter(f"--{only} has no effect on {kind}: expected --rlhf_type {others}")
     if other := next((name for name in _OTHERS if name in flags), None):
         raise typer.BadParameter(f"--{other} has no effect on {kind}: expected it to be left out")
-    flags = _of_replies(flags, kind) if replies else _of_lengths(flags)
+    flags = _of_replies(flags, kind) if replies else _of_lengths(in_effect(flags))
     for name in ("model", "dataset"):
         if name not in flags:
             raise typer.BadParameter(f"--{name} is not given: expected one")
@@ -246,9 +246,19 @@ def _of_lengths(flags: Given) -> Given:
 
 
 def _distils(flags: Given) -> bool:
-    """Whether there is no reward, so that a teacher alone is learned from."""
+    """Whether there is no reward, so that a teacher alone is learned from. Raises BadParameter for
+    a use of the teacher that is one beside rewards.
+    """
     rewards = ("reward_funcs", "reward_model", "gym_env", "use_gym_env", "multi_turn_scheduler")
-    return "teacher_model" in flags and not any(name in flags for name in rewards)
+    if "teacher_model" not in flags or any(name in flags for name in rewards):
+        return False
+    for name in ("advantage_reweight", SDAR):
+        if name in flags:
+            raise typer.BadParameter(
+                f"--{name} {flags[name][0]} needs a reward beside the teacher: expected "
+                "--reward_funcs"
+            )
+    return True
 
 
 def _distilled(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
