@@ -147,7 +147,7 @@ def _described(error: BaseException) -> str:
     if isinstance(error, Refused):
         return text
     if re.search(r"'coroutine' object|of type 'coroutine'|coroutine object", text):
-        text += ": an `await` is missing, as in `reply = await model.chat(...)`"
+        text += ": an `await` is missing, as in `reply = await model.chat(...)` of an `async def`"
         # Python says it again, when it comes upon the coroutine, in a place of its own
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

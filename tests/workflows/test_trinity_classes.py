@@ -20,7 +20,13 @@ from trireme.rewards.grouped import of_groups
 from trireme.rewards.reward import RewardFn
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
-from trireme.workflows.single_turn import MathBoxedWorkflow
+from trireme.workflows.single_turn import (
+    MathBoxedWorkflow,
+    MathEvalWorkflow,
+    MathRulerWorkflow,
+    MathTrainableRulerWorkflow,
+    OnPolicyDistillWorkflow,
+)
 from trireme.workflows.workflow import resolve
 
 THOUGHT = "<think>6 * 7</think>It is \\boxed{42}."
@@ -95,6 +101,21 @@ def test_a_base_class_that_awaits_is_called_by_a_plain_method(reply: str, reward
     assert experience.reward == reward and experience.info["seen"] == [reward]
 
 
+@pytest.mark.parametrize(
+    "base",
+    [MathEvalWorkflow, MathRulerWorkflow, MathTrainableRulerWorkflow, OnPolicyDistillWorkflow],
+)
+def test_each_single_turn_workflow_has_a_run_that_a_plain_one_may_call(base: type) -> None:
+    def plain(self: Any) -> list[Experience]:
+        experiences = base.run(self)
+        experiences[0].reward = 0.5
+        return experiences
+
+    row = {"prompt": "6 * 7?", "response": "42"}
+    mine = type("Mine", (base,), {"run": plain})
+    assert run(mine, THOUGHT, raw_task=row, reward_fn="math_reward", is_eval=True).reward == 0.5
+
+
 def test_sections_are_read_and_written_by_attribute() -> None:
     sampling, form = {"temperature": 0.5, "n": 3}, {"prompt_key": "asked"}
     experience = run(Attributes, "yes", raw_task={}, rollout_args=sampling, format_args=form)
@@ -113,6 +134,14 @@ def test_the_answer_may_be_an_entry_of_a_column() -> None:
     taskset(row, response_key="reward_model.ground_truth")
     with pytest.raises(ValueError, match=r"has no column 'reward\.truth'"):
         taskset(row, response_key="reward.truth")
+    near = r"column 'reward_model' holds dictionaries without 'ground_trut'; did you mean 'ground_t"
+    with pytest.raises(ValueError, match=near):
+        taskset(row, response_key="reward_model.ground_trut")
+    with pytest.raises(ValueError, match=r"'prompt\.x' .*, and its column 'prompt' holds no dict"):
+        taskset(row, response_key="prompt.x")
+    with pytest.raises(ValueError, match=r"no column 'response\.x'"):
+        taskset(row, response_key="response.x")
+    taskset(row, response_key="response")  # the default: answers need not be there
 
 
 def taskset(row: dict[str, Any], reads_prompt: bool = True, **columns: str) -> Taskset:

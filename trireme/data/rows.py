@@ -66,14 +66,39 @@ class Rows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
 
-    def require(self, column: str, key: str) -> None:
-        """Raise ValueError, naming the columns there are, unless `column` (of `key`) is one."""
+    def require(self, column: str, key: str, *, entries: bool = False) -> None:
+        """Raise ValueError, naming the columns there are, unless `column` (of `key`) is one; with
+        `entries`, `a.b` may be the entry `b` of the dictionaries in the column `a`.
+        """
         if column in self.columns:
+            return
+        outer, _, inner = column.partition(".")
+        if entries and inner and outer in self.columns:
+            self._require_entry(outer, inner, key)
             return
         hint = did_you_mean(column, self.columns) or "."
         raise ValueError(
             f"{self.source} has no column '{column}' ({key}){hint} "
             f"It has: {', '.join(self.columns)}"
+        )
+
+    def _require_entry(self, column: str, entry: str, key: str) -> None:
+        """Raise ValueError unless a row's dictionary in `column` has `entry`; the first has it as a
+        rule, so that few rows are read.
+        """
+        others: dict[str, None] = {}
+        for row in self:
+            held = row.get(column)
+            if isinstance(held, dict):
+                if entry in held:
+                    return
+                others |= dict.fromkeys(held)
+        hint = did_you_mean(entry, others) or "."
+        has = f"{hint} They have: {', '.join(others)}"
+        without = f"dictionaries without '{entry}'{has}" if others else "no dictionaries"
+        raise ValueError(
+            f"{self.source} has no column '{column}.{entry}' ({key}), and its column '{column}' "
+            f"holds {without}"
         )
 
     def require_values(self, column: str, key: str) -> None:

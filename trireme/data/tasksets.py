@@ -184,10 +184,10 @@ class Taskset:
             if key == "prompt_key" and not self._reads_prompt and column not in self.rows.columns:
                 column = None if column == "prompt" else column
             # a data set need not hold answers: only a column that the user chose must be there
-            outer = str(column).partition(".")[0] if key == "response_key" else ""
-            optional = key == "response_key" and not self._reads_prompt
-            if column and not optional and outer not in ("response", *self.rows.columns):
-                self.rows.require(column, f"format.{key}")
+            of_answer = key == "response_key"
+            optional = of_answer and (column == "response" or not self._reads_prompt)
+            if column and not optional:
+                self.rows.require(column, f"format.{key}", entries=of_answer)
             if column and key == "prompt_key":
                 self.rows.require_values(column, f"format.{key}")
 

@@ -208,6 +208,7 @@ class MathEvalWorkflow(MathBoxedWorkflow):
         """The reply, sampled the same way in every run."""
         return await self.model.chat_async(self.format_messages(), temperature=0.6, top_p=0.8)
 
+    @also_blocking
     async def run(self) -> list[Experience]:
         """Ask, and measure."""
         experiences = await super().run()
@@ -235,6 +236,7 @@ class MathRulerWorkflow(MathWorkflow):
     default_reward = "ruler"
     reward_parts = True
 
+    @also_blocking
     async def run(self) -> list[Experience]:
         """Ask, and note what the replies are worth by the right answer."""
         experiences = await super().run()
@@ -272,6 +274,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         """n replies, one a run."""
         return await self.model.chat_async(self.format_messages(), n=self.repeat_times)
 
+    @also_blocking
     async def run(self) -> list[Experience]:
         """Ask, judge, and judge the judgements."""
         replies = await super().run()
@@ -339,6 +342,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         else:
             self.bind(task)
 
+    @also_blocking
     async def run(self) -> list[Experience]:
         """Ask, and measure; the runner has the teacher score what was said."""
         experiences = await (super().run() if self.measures else self.ask())
