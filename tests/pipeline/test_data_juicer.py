@@ -15,9 +15,14 @@ from typing import Any
 
 import pytest
 
+from tests.config.made import config_of, values, write_rows
+from trireme.config.schema import ServiceConfig
 from trireme.experience import EID, Experience
+from trireme.launch.check import draft, make_plans
+from trireme.launch.data import make_training_taskset
 from trireme.pipeline.data_juicer import VARIABLE
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
+from trireme.pipeline.pipeline import task_operators
 from trireme.registry import OPERATORS, TASK_OPERATORS
 
 REAL = os.environ.get(VARIABLE)
@@ -161,3 +166,58 @@ def test_the_package_itself_filters_and_scores(tmp_path: Path) -> None:
             assert kept[0].info["alnum_ratio"] == pytest.approx(13 / 15)
     with made(TASK_OPERATORS, operators=[{"text_length_filter": SHORT}]) as operator:
         assert operator.function([{"q": "how?", "n": 1}]) == [{"q": "how?", "n": 1, "text_len": 4}]
+
+
+def pipeline_of(tmp_path: Path, names: list[str], **tasks: Any) -> dict[str, Any]:
+    """A YAML with operators on rows by these names, whose taskset's path is not there."""
+    tree = values(tmp_path)
+    tree["buffer"]["explorer_input"]["taskset"]["path"] = str(tmp_path / "their_output")
+    steps = [{"name": name, "args": {"at": i}} for i, name in enumerate(names)]
+    inputs = {"inputs": [str(tmp_path / "tasks.jsonl")]}
+    tree["data_processor"] = {"task_pipeline": {"operators": steps, "num_process": 2} | inputs}
+    tree["data_processor"]["task_pipeline"] |= tasks
+    tree["service"] = {"data_juicer": {"auto_start": True}}
+    return tree
+
+
+@pytest.mark.usefixtures("fake")
+def test_operators_by_their_own_names_get_the_rows_of_inputs(tmp_path: Path) -> None:
+    tree = pipeline_of(tmp_path, ["measures", "keeps"])
+    write_rows(tmp_path / "tasks.jsonl", 32, question="1?", answer="1", response_text="one")
+    [plan] = make_plans(config_of(tmp_path, tree))
+    assert any("read in place of the taskset's path" in note for note in plan.notes)
+    taskset = make_training_taskset(plan)
+    assert taskset is not None and len(taskset) == 32
+    [file] = (plan.job_dir / "buffer").glob("*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["text_len"] for row in rows] == [3] * 32 and rows[0]["answer"] == "1"
+    assert not (tmp_path / "their_output").exists()
+
+
+def test_names_in_a_row_are_one_process(tmp_path: Path) -> None:
+    names = ["a_filter", "b_mapper", "json:loads", "c_filter"]
+    config = config_of(tmp_path, pipeline_of(tmp_path, names))
+    made = {key[-3:]: (item.name, item.args) for key, item in task_operators(config).items()}
+    first = [{"a_filter": {"at": 0}}, {"b_mapper": {"at": 1}}]
+    assert made == {
+        "[0]": ("data_juicer", {"operators": first, "np": 2}),
+        "[2]": ("json:loads", {"at": 2}),
+        "[3]": ("data_juicer", {"operators": [{"c_filter": {"at": 3}}], "np": 2}),
+    }
+    without = config.model_copy(update={"service": ServiceConfig()})
+    assert [item.name for item in task_operators(without).values()] == names
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data_processor.task_pipeline.inputs=[a, b]", "inputs is given: expected one of them"),
+        ("mode=train", "task_pipeline is given in mode train, which has no tasks: expected rows"),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_refused(
+    override: str, sentence: str, tmp_path: Path
+) -> None:
+    tree = pipeline_of(tmp_path, [])
+    told = [str(one) for one in draft(config_of(tmp_path, tree, override)).problems]
+    assert any(sentence in one for one in told), told

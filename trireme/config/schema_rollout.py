@@ -460,9 +460,10 @@ class TaskPipelineConfig(Section):
     """What happens to the rows of the training tasksets before the run."""
 
     operators: list[OperatorConfig] = []
-    """Functions of rows, in order: by name or path, `file:name`."""
-    num_process: Annotated[int | None, Ge(1), NoEffect()] = None
-    """Processes that work side by side."""
+    """Functions of rows, in order: by name or path, `file:name`; with `service.data_juicer`, any
+    other name is an operator of Data-Juicer's."""
+    num_process: Annotated[int | None, Ge(1)] = None
+    """Processes of such operators that work side by side; not given: 4."""
     config_path: Annotated[
         str | None, Refused("is not read here: name it as config_path of the operator data_juicer")
     ] = None
@@ -471,11 +472,8 @@ class TaskPipelineConfig(Section):
         int | None, Refused("is not read here: an operator returns the rows that stay")
     ] = None
     """Rows that stay, by their scores."""
-    inputs: Annotated[
-        list[str],
-        Refused("is not read here: operators get the rows of taskset.path, name the data there"),
-    ] = []
-    """Other data to read."""
+    inputs: list[str] = []
+    """At most one data set, whose rows are read in place of those of the taskset's path."""
     output: Annotated[
         dict[str, Any] | None, Refused("is not read here: what is left lies in the job folder")
     ] = None

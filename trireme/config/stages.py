@@ -175,7 +175,33 @@ def _stage(config: Config, *rest: Any) -> StageConfig:
     if config.mode == "colocate":
         stage.config = config.model_copy(update={"mode": "both"})
         stage.colocated = True
+    _read_inputs(stage)
     return stage
+
+
+def _read_inputs(stage: StageConfig) -> None:
+    """The data that operators on rows are to read are the rows of the only training taskset."""
+    config, key = stage.config, "data_processor.task_pipeline"
+    if (tasks := config.data_processor.task_pipeline) is None:
+        return
+    if config.mode == "train" and (tasks.inputs or tasks.operators) and stage.name is None:
+        what = "expected rows that are ready, as buffer.trainer_input.experience_buffer.path"
+        stage.problem(key, f"is given in mode train, which has no tasks: {what}")
+    if not tasks.inputs or config.mode not in ("both", "explore"):
+        return
+    inputs, sets = config.buffer.explorer_input, config.buffer.explorer_input.tasksets
+    if len(tasks.inputs) > 1 or len(sets) + (inputs.taskset is not None) != 1:
+        stage.problem(f"{key}.inputs", "is given: expected one of them, and one training taskset")
+        return
+    path = tasks.inputs[0]
+    old = inputs.taskset or sets[0]
+    new = old.model_copy(update={"path": path})
+    named = {"taskset": new} if inputs.taskset else {"tasksets": [new]}
+    buffer = config.buffer.model_copy(update={"explorer_input": inputs.model_copy(update=named)})
+    stage.config = config.model_copy(update={"buffer": buffer})
+    if old.path not in ("", path):
+        text = f"read in place of the taskset's path ({old.path}), to which nothing is written"
+        stage.notes.append(f"{key}.inputs ({path}): {text}")
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

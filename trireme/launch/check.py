@@ -57,7 +57,7 @@ from trireme.launch.prompts import Prompts, first_messages, first_prompts, promp
 from trireme.model.tool_calls import format_of
 from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator
-from trireme.pipeline.pipeline import KEY as TASK_OPERATORS_KEY
+from trireme.pipeline.pipeline import task_operators
 from trireme.registry import OPERATORS, REWARDS, TASK_OPERATORS
 from trireme.rewards.grouped import is_grouped, judge_of
 from trireme.usercode import fault_of
@@ -347,16 +347,16 @@ def _make_operators(parts: Parts) -> None:
     config = parts.stage.config
     data, mode = config.data_processor, config.mode
     experiences = data.experience_pipeline.operators if mode in ("both", "explore", "serve") else ()
-    tasks = data.task_pipeline.operators if data.task_pipeline else ()
-    sets = [(OPERATORS, experiences, OPERATORS_KEY)]
-    sets += [(TASK_OPERATORS, tasks, TASK_OPERATORS_KEY)] if mode in ("both", "explore") else []
-    for registry, operators, key in sets:
-        for i, item in enumerate(operators):
-            make = partial(make_operator, registry, item.name, item.args, f"{key}[{i}]")
+    named = {f"{OPERATORS_KEY}[{i}]": item for i, item in enumerate(experiences)}
+    sets = [(OPERATORS, named)]
+    sets += [(TASK_OPERATORS, task_operators(config))] if mode in ("both", "explore") else []
+    for registry, operators in sets:
+        for key, item in operators.items():
+            make = partial(make_operator, registry, item.name, item.args, key)
             made, recipe = parts.tried(make), parts.recipe
             if made and made.changes_reward and recipe and recipe.asks("reward_parts"):
                 parts.stage.problem(
-                    f"{key}[{i}].name",
+                    f"{key}.name",
                     f"is '{item.name}', which changes the reward and not its parts, and "
                     f"{recipe.parts['advantage_fn'].label} compares these one by one: expected the "
                     "same as one more reward function, such as soft_overlong, or advantage_fn grpo",

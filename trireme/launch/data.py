@@ -33,7 +33,7 @@ from trireme.envs.env import refuse_missing
 from trireme.envs.gyms import COLUMNS, generated, made_rows
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
-from trireme.pipeline.pipeline import prepared
+from trireme.pipeline.pipeline import prepared, task_operators
 from trireme.registry import OPERATORS
 from trireme.rewards.reward import resolve as resolve_reward
 from trireme.workflows.workflow import resolve
@@ -183,8 +183,7 @@ def rows_of(config: TasksetConfig) -> Rows:
 
 
 def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
-    tasks = plan.config.data_processor.task_pipeline
-    operators = [(item.name, item.args) for item in tasks.operators] if tasks else []
+    operators = [(item.name, item.args) for item in task_operators(plan.config).values()]
     return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trireme.algorithms.recipes import Recipe
+from trireme.config.schema import Config
+from trireme.config.schema_rollout import OperatorConfig
 from trireme.data.rows import Rows, load_rows
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
@@ -32,7 +34,7 @@ from trireme.pipeline.operators import (
     pass_rates,
 )
 from trireme.pipeline.resampling import Resampling
-from trireme.registry import TASK_OPERATORS
+from trireme.registry import TASK_OPERATORS, is_path
 from trireme.usercode import UserCode, fault_of
 
 if TYPE_CHECKING:
@@ -127,6 +129,27 @@ def _not_finite(experiences: Sequence[Experience]) -> int:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         logger.info("no advantage can be computed from the rewards of %s%s", named, more)
     return len(bad)
+
+
+def task_operators(config: Config) -> dict[str, OperatorConfig]:
+    """Key -> operator of `task_pipeline`. Names that only Data-Juicer may know become its
+    operators, those in a row together.
+    """
+    tasks, service = config.data_processor.task_pipeline, config.service.data_juicer
+    out: dict[str, OperatorConfig] = {}
+    theirs: list[dict[str, Any]] = []
+    for index, item in enumerate(tasks.operators if tasks else ()):
+        known = not item.name or is_path(item.name) or item.name in TASK_OPERATORS
+        if known or not (service.auto_start or service.server_url):
+            theirs = []
+            out[f"{KEY}[{index}]"] = item
+            continue
+        if not theirs:
+            assert tasks is not None
+            args = {"operators": theirs, "np": tasks.num_process or 4}
+            out[f"{KEY}[{index}]"] = OperatorConfig.model_construct(name="data_juicer", args=args)
+        theirs.append({item.name: item.args})
+    return out
 
 
 def make_task_operators(operators: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Operator]:
