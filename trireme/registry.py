@@ -190,7 +190,9 @@ def refuse_unknown_options(whose: str, options: Iterable[str], known: Iterable[s
     known = list(known)
     for option in options:
         if option not in known:
-            hint = did_you_mean(option, known, " (did you mean '{}'?)")
+            form = " (did you mean '{}'?)"
+            longer = next((form.format(k) for k in known if k.startswith(f"{option}_")), "")
+            hint = did_you_mean(option, known, form) or longer
             has = f"It has: {', '.join(known)}" if known else "It has no options"
             raise ValueError(f"{whose} has no option '{option}'{hint}. {has}")
 

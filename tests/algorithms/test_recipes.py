@@ -111,6 +111,7 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
         ({"algorithm_type": "grpoo"}, "did you mean 'grpo'"),
         ({"policy_loss_fn": "pppo"}, "did you mean 'ppo'"),
         ({"policy_loss_fn_args": {"clip": 0.1}}, "has no option 'clip'.*It has: clip_range,"),
+        ({"policy_loss_fn_args": {"delta": 0.1}}, "did you mean 'delta_sequence_masking'"),
         ({"kl_loss_fn_args": {"coef": 0.1}}, "It has: kl_coef"),
         ({"advantage_fn_args": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
         ({"kl_penalty_fn": "k1"}, "use kl_loss_fn"),

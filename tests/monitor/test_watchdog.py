@@ -13,7 +13,7 @@ from tests.config.made import config_of, values
 from trireme.algorithms.recipes import get_recipe
 from trireme.config.schema import AlgorithmConfig
 from trireme.launch.check import make_plans
-from trireme.monitor.causes import CAUSES, Facts
+from trireme.monitor.causes import CAUSES, Facts, left_out_by
 from trireme.monitor.figures import FEW
 from trireme.monitor.watchdog import Warned, Watchdog
 
@@ -277,3 +277,13 @@ def test_the_page_has_the_modules_table() -> None:
     for cause in CAUSES:
         when = cause.when.format(limit=cause.limit)
         assert f"| `{cause.name}` | {when} | {cause.why} | {cause.do} |" in page
+
+
+def test_what_dynamic_sampling_left_out_is_said_with_its_threshold() -> None:
+    name = "experience_pipeline/dapo_dynamic_sampling"
+    row = {"experience_pipeline/made": 24.0, "experience_pipeline/kept": 0.0}
+    row |= {f"{name}/dropped": 24.0, f"{name}/all_right": 5.0, f"{name}/all_wrong": 1.0}
+    assert left_out_by([row]).endswith(
+        "dapo_dynamic_sampling left out 24 (5 groups are all right and 1 all wrong: its "
+        "`correct_threshold` says which rewards are right)"
+    )

@@ -198,6 +198,7 @@ def shaping(**config: Any) -> dict[str, Any]:
         ("reward_shaping_mapper", shaping(op_type="POW"), "op_type is 'POW': expected ADD"),
         ("reward_shaping_mapper", shaping(stats_key=None), "stats_key is None: expected the name"),
         ("reward_shaping_mapper", shaping(weight="x"), "weight is 'x': expected a number"),
+        ("dapo_dynamic_sampling", {"std_threshold": 0.0}, "'std_threshold': reward_std_filter"),
         (f"{HERE}:HERE", {}, "is str: expected a function or class"),
         ("tests.pipeline.test_operators:one", {"depth": 1, "reward": 1}, "needs the option 'run'"),
         ("collections:Counter", {}, "has no method 'process'"),
@@ -236,7 +237,8 @@ def test_what_an_operator_must_not_return(name: str, message: str) -> None:
 def test_dynamic_sampling_drops_groups_that_are_all_right_or_all_wrong() -> None:
     given = [one(1.0, 0), one(0.5, 1), one(0.0, 0, task=1), one(1.0, 1, task=1), one(1.0, 0, 2)]
     kept, metrics = apply("dapo_dynamic_sampling", given)
-    assert {e.eid.task for e in kept} == {1} and metrics == {"dropped": 3.0}
+    assert {e.eid.task for e in kept} == {1}
+    assert metrics == {"dropped": 3.0, "all_right": 1.0, "all_wrong": 0.0}  # a group of one is none
     kept, _ = apply("dapo_dynamic_sampling", given, correct_threshold=0.5)
     assert {e.eid.task for e in kept} == {0, 1}
 

@@ -344,6 +344,7 @@ def left_out_by(rows: Sequence[Figures]) -> str:
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(start))
     said = [
         f"{name.removeprefix(start).removesuffix(end)} left out {sum(values(rows, name)):.0f}"
+        + _alike(rows, name.removesuffix(end))
         for name in names
         if name.endswith(end) and any(values(rows, name))
     ]
@@ -352,6 +353,17 @@ def left_out_by(rows: Sequence[Figures]) -> str:
         said.append(f"the algorithm left out {filtered:.0f}{why}")
     whom = ", ".join(said) or "nothing says by whom"
     return f"of {made:.0f} experiences of {_span(rows)} {kept:.0f} are left to train on: {whom}"
+
+
+def _alike(rows: Sequence[Figures], operator: str) -> str:
+    """Of what `dapo_dynamic_sampling` left out: how many groups were all right, how many wrong."""
+    right, wrong = (sum(values(rows, f"{operator}/all_{name}")) for name in ("right", "wrong"))
+    if not right + wrong:
+        return ""
+    return (
+        f" ({right:.0f} groups are all right and {wrong:.0f} all wrong: its `correct_threshold` "
+        "says which rewards are right)"
+    )
 
 
 @_cause(

@@ -136,6 +136,11 @@ def make_operator(registry: Registry, name: str, args: Mapping[str, Any], key: s
             f"{key} '{name}' is {type(operator).__name__}: expected a function or class"
         )
     whose = f"{key} '{name}'"
+    if operator is dapo_dynamic_sampling and "std_threshold" in args:
+        raise ValueError(
+            f"{whose} has no option 'std_threshold': reward_std_filter drops groups by the "
+            "standard deviation of their rewards, with the option 'threshold'"
+        )
     options = fitting_options(whose, operator, args, first=0 if inspect.isclass(operator) else 1)
     if not inspect.isclass(operator):
         refuse_signature(whose, operator, operator, "(experiences)", **options)
@@ -195,13 +200,19 @@ def dapo_dynamic_sampling(
     """Drops groups in which all are right or all are wrong, and those of one experience; the
     trainer waits until others fill its batch (DAPO, arXiv:2503.14476). An experience is right if
     its metric `metric_key`, or its reward where it has none, is above `correct_threshold`.
+    Metrics say how many groups of several were all right, and how many all wrong.
     """
     kept = set()
+    alike = {True: 0, False: 0}
     for group, members in group_by(experiences, "task").items():
         scores = (e.metrics[metric_key] if metric_key in e.metrics else _reward(e) for e in members)
-        if len({score > correct_threshold for score in scores}) == 2:
+        verdicts = {score > correct_threshold for score in scores}
+        if len(verdicts) == 2:
             kept.add(group)
-    return _keep(experiences, [e for e in experiences if e.eid.tid in kept])
+        elif len(members) > 1:
+            alike[verdicts.pop()] += 1
+    left, metrics = _keep(experiences, [e for e in experiences if e.eid.tid in kept])
+    return left, metrics | {"all_right": float(alike[True]), "all_wrong": float(alike[False])}
 
 
 @operator("mask_response_truncated")
