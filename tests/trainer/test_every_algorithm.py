@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of, move
-from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.algorithms.recipes import Recipe, algorithm, get_recipe
+from trireme.algorithms.token_advantage import in_trainer
 from trireme.experience import EID, Experience
 from trireme.registry import ALGORITHMS
 from trireme.trainer.learning import TrainState
@@ -112,6 +114,26 @@ def test_the_first_train_step_is_number_1_of_a_schedule(tiny_dir):
     recipe = _recipe("mix_chord", kl_loss_fn="none", policy_loss_fn_args=args)
     _, metrics = _step(tiny_dir, recipe, share=True, length=10_000)
     assert metrics["actor/mu"] == pytest.approx(0.1)
+
+
+def test_an_advantage_and_a_loss_are_given_the_same_step_and_0_in_the_first(tiny_dir):
+    seen: list[tuple[str, int]] = []
+
+    @in_trainer
+    def noted_advantage(old_logprobs: Tensor, step: Tensor) -> Tensor:
+        seen.append(("advantage", int(step)))
+        return torch.ones_like(old_logprobs)
+
+    def noted_loss(logprobs: Tensor, advantages: Tensor, step: Tensor) -> Tensor:
+        seen.append(("loss", int(step)))
+        return -advantages * logprobs
+
+    algorithm("noted_steps", advantage=noted_advantage, policy_loss=noted_loss)
+    recipe = _recipe("noted_steps", kl_loss_fn="none")
+    backend, train_state = backend_of(tiny_dir, max_token_len=10_000), TrainState(recipe)
+    for version in range(2):
+        train_step(backend, recipe, _samples(recipe), train_state=train_state, version=version)
+    assert seen == [("advantage", 0), ("loss", 0), ("advantage", 1), ("loss", 1)]
 
 
 def test_a_loss_of_sequences_refuses_weights_of_tokens(tiny_dir):

@@ -3,8 +3,8 @@
 Functions of flat tokens `(logprobs, old_logprobs, advantages, ..., *, options) -> loss [M]`, or a
 pair of it and a dict of [M] tensors whose means are reported as `actor/<name>`. Masking and
 averaging are not theirs. They may name any field of the batch (`batch.FIELD_NAMES`), `sample_ids`,
-`positions`, `ref_logprobs`, `expert` (which tokens are an expert's) and `step` (the train step's
-number, from 1).
+`positions`, `ref_logprobs`, `expert` (which tokens are an expert's) and `step` (how many
+train steps were done before this one: 0 in the first).
 
 Notation: r = p / p_old, sg(x) is x without a gradient.
 
@@ -382,7 +382,8 @@ def mix_chord(
 
     With `enable_phi_function` an expert's token weighs p (1 - p).
     """
-    mu = chord_mu(int(step), mu_warmup_steps, mu_decay_steps, mu_peak=mu_peak, mu_valley=mu_valley)
+    schedule = {"mu_peak": mu_peak, "mu_valley": mu_valley}
+    mu = chord_mu(int(step) + 1, mu_warmup_steps, mu_decay_steps, **schedule)
     loss, reported = ppo(
         logprobs,
         old_logprobs,

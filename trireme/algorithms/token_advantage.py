@@ -4,10 +4,11 @@ Functions of flat tokens `(token_rewards, values, ..., sample_ids, *, options)` 
 advantages [M], or a pair of them and the returns [M] that a critic learns. Marked `in_trainer`.
 Data they may name: `token_rewards` [M], the reward on a sample's last trained token unless the
 workflow gave one a token, less the KL penalty; `values`, a critic's; `old_logprobs`,
-`ref_logprobs`, `teacher_logprobs`; `sample_ids`; `entropies`, the policy's own, and with them by
-the same weights `logprobs` and `mean_discriminators`; `advantages`, where the function starts from
-those of groups (`starting_from`). Tokens that are not trained (prompts, what an environment said)
-are passed over: the next token is the next trained one.
+`ref_logprobs`, `teacher_logprobs`; `sample_ids`; `step`, how many train steps were done before this
+one; `entropies`, the policy's own, and with them by the same weights `logprobs` and
+`mean_discriminators`; `advantages`, where the function starts from those of groups
+(`starting_from`). Tokens that are not trained (prompts, what an environment said) are passed over:
+the next token is the next trained one.
 """
 
 from __future__ import annotations

@@ -53,6 +53,10 @@ class TrainState:
         """Whether the policy learns in this step, and not the critic alone."""
         return self.steps >= self._critic_warmup
 
+    def step(self) -> Tensor:
+        """What a loss or an advantage that asks for `step` is given: the steps before this one."""
+        return torch.tensor(self.steps)
+
     def adapt(self, kind: str, divergence: float, count: int) -> None:
         """Move a KL coefficient towards its target, where it is adaptive."""
         settings = self._settings[kind]
@@ -211,7 +215,7 @@ def _with_advantages(
 ) -> tuple[Batch, dict[str, float]]:
     """`advantages` and `returns`; the critic, where there is one, has learnt from them."""
     columns: dict[str, Tensor] = {"sample_ids": batch.sample_ids}
-    columns["step"] = torch.tensor(train_state.steps)
+    columns["step"] = train_state.step()
     wanted = advantage.data()
     if not recipe.bypass_old_logprobs and ("old_logprobs" in wanted or recipe.penalty):
         columns["old_logprobs"] = backend.logprobs(batch)

@@ -210,7 +210,7 @@ def batch_loss(
     `iteration`: optimizer steps on this batch so far.
     """
     columns = {"logprobs": logprobs, "sample_ids": batch.sample_ids, "positions": batch.positions}
-    columns["step"] = torch.tensor(train_state.steps + 1)
+    columns["step"] = train_state.step()
     if "old_logprobs" in batch.fields:
         columns["sampler_logprobs"] = batch.fields["old_logprobs"]
     if entropies is not None:
