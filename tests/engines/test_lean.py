@@ -304,6 +304,32 @@ def test_a_row_of_a_compiled_step_has_the_bits_that_it_has_alone_and_is_near_flo
         assert torch.equal(logits(rows), together[rows])
 
 
+@pytest.mark.parametrize("most", [0, 1 << 24], ids=["native", "step"])
+@pytest.mark.parametrize("broken", ["k_proj", "q_proj", "overflow"])
+def test_broken_scores_end_in_no_number_and_not_in_an_invented_one(
+    tmp_path: Path, broken: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_module, "MOST_WEIGHTS", most)
+    model = load_shell(make(tmp_path, "qwen3-bias"), device="cpu", dtype="float32")
+    lean = make_lean(model)
+    assert lean is not None
+    base: Any = model.base_model
+    attention = base.layers[0].self_attn
+    with torch.no_grad():
+        if broken == "overflow":
+            attention.q_norm.weight.mul_(1e20)
+            attention.k_norm.weight.mul_(1e20)
+        else:
+            getattr(attention, broken).weight[0, 0] = torch.nan
+    lean.renew()
+    assert (lean._compiled is not None) == bool(most)
+    store, prompts = RowStore(99), RowStore(9)
+    store.reserve(1, 4)
+    prompts.reserve(1, 1)
+    where = Where.of([(0, 0, 0)], CPU)
+    assert not lean.step(torch.tensor([7]), where, store, prompts).isfinite().all()
+
+
 def test_a_compiled_step_sees_weights_that_change_in_place(tmp_path: Path) -> None:
     model = load_shell(make(tmp_path, "qwen2"), device="cpu", dtype="float32")
     lean = make_lean(model)

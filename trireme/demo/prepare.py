@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,5 +69,7 @@ def demo_config(overrides: Sequence[str]) -> Path:
 
 
 if __name__ == "__main__":
-    chosen = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    parser = argparse.ArgumentParser(description="Make the demo's model and data; print where.")
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    chosen = parser.parse_args().seed
     print(prepare(assets_folder(chosen), chosen))

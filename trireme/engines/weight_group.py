@@ -167,8 +167,6 @@ TIMEOUT_S = 120.0
 """How long a member may take to come, and then a bucket."""
 _PAUSE_S = 2e-5, 2e-3
 """Between two looks at a broadcast: at first, and when it takes long."""
-_LOOK_S = 0.2
-"""Between two looks at whether a push is given up."""
 
 
 class NotTaken(RuntimeError):
@@ -322,10 +320,12 @@ class WeightGroup:
     def _await_taken(self, given_up: Callable[[], bool]) -> None:
         """Until the engine has copied the bucket that was announced last."""
         deadline = time.monotonic() + self._timeout.total_seconds()
+        pause, longest = _PAUSE_S
         while time.monotonic() < deadline and not given_up():
-            with suppress(DistStoreError):
-                self._store.wait([f"{self._headers[-1]}/taken"], timedelta(seconds=_LOOK_S))
+            if self._store.check([f"{self._headers[-1]}/taken"]):
                 return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         raise NotTaken("the push was given up" if given_up() else self._who_is_late())
 
     def _finish(self, work: Any) -> None:

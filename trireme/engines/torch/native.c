@@ -29,9 +29,10 @@ static inline float load(real x) { return x; }
 static inline real store(float x) { return x; }
 #endif
 
-/* exp for x <= 88, to 2 units in the last place; written so that loops over it become vectors. */
-static inline float exponential(float x) {
-    x = x > -87.0f ? x : -87.0f;
+/* exp for x <= 88, to 2 units in the last place, and NaN of NaN; written so that loops over it
+   become vectors. */
+static inline float exponential(float given) {
+    float x = given > -87.0f ? given : -87.0f;
     x = x < 88.0f ? x : 88.0f;
     float whole = rintf(x * 1.44269504088896341f);
     float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
@@ -45,7 +46,7 @@ static inline float exponential(float x) {
     int32_t bits = ((int32_t)whole + 127) << 23;
     float power;
     memcpy(&power, &bits, 4);
-    return poly * power;
+    return given == given ? poly * power : given;
 }
 
 static void norm_row(const float *x, const real *weight, float *out, int64_t n, float eps) {
