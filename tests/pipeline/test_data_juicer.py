@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,10 @@ class Step:
         print("a line that is no answer")
         if self.name == "dies": sys.exit("out of memory")
         if self.name == "hangs": time.sleep(60)
+        if self.name == "forks":
+            told = open(self.options["told"], "a", buffering=1)
+            if os.fork(): told.write("forked\\n")
+            time.sleep(600)
         if self.name == "raises": raise KeyError("text_key")
         if self.name == "rewrites": return [{**row, "text": text.upper()}]
         if self.name == "doubles": return [row, row]
@@ -122,6 +127,35 @@ def test_what_goes_wrong_is_said(step: str, says: str) -> None:
     timeout = 1 if step == "hangs" else 60
     with pytest.raises(OperatorFailed, match=says):
         apply([{step: {}}], timeout=timeout)
+
+
+STARTS = """
+import sys
+from trireme.pipeline.data_juicer import DataJuicerRows
+operators = [{"forks": {"told": sys.argv[1]}}]
+DataJuicerRows(operators=operators).process([{"response_text": "a"}])
+"""
+
+
+@pytest.mark.usefixtures("fake")
+def test_processes_that_an_operator_forks_end_with_the_timeout(tmp_path: Path) -> None:
+    with pytest.raises(OperatorFailed, match="gave no answer within 3 s"):
+        apply([{"forks": {"told": str(tmp_path / "told")}}], timeout=3)
+    assert (tmp_path / "told").read_text() == "forked\n"
+
+
+@pytest.mark.usefixtures("fake")
+def test_processes_of_operators_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "told")
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", STARTS, str(tmp_path / "told")], cwd=Path(__file__).parents[2]
+        ) as run,
+        (tmp_path / "told").open() as told,
+    ):
+        assert told.readline() == "forked\n"
+        run.kill()
+        assert told.read() == ""  # the end is there when no process holds it open
 
 
 @pytest.mark.usefixtures("fake")

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
 from abc import ABC
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -61,7 +63,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.kill()
+            _kill(self._process)
             self._process.communicate()
             self._process = None
 
@@ -79,10 +81,11 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
                 text=True,
                 encoding="utf-8",
                 env=os.environ | _NO_INSTALLING,
+                start_new_session=True,
             )
         process, late = self._process, threading.Event()
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(self._timeout, lambda: (late.set(), process.kill()))
+        timer = threading.Timer(self._timeout, lambda: (late.set(), _kill(process)))
         timer.start()
         try:
             process.stdin.write(json.dumps(self._request | {"rows": rows}) + "\n")
@@ -160,6 +163,12 @@ class DataJuicerRows(_DataJuicer):
         finally:
             self.close()
         return [{**row.pop(STATS, {}), **row} for row in changed]
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill the process and its own: each of them holds the pipe of the answers open."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _recipe(path: str) -> dict[str, Any]:
