@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,39 @@ def test_a_stream_gives_the_thinking_and_then_the_rest() -> None:
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm."
     assert "".join(delta.get("content") or "" for delta in deltas) == "Two."
     assert ["reasoning_content" in delta for delta in deltas].index(True) == 0
+    assert len(deltas) > 4  # as it comes
+
+
+@pytest.mark.parametrize("parser", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize("opens", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_a_stream_s_pieces_are_the_whole_however_a_reply_looks(parser: Any, opens: str) -> None:
+    draw = random.Random(opens)
+    template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}" + opens
+    parts = ["<think>", "</think>", "<thi", "</th", "<", "\n", "\n\n", " ", "Hm.", "Two", "STOP"]
+    early = 0
+
+    async def streamed(reply: str, **more: Any) -> dict[str, str]:
+        nonlocal early
+        found = {"reasoning_content": "", "content": ""}
+        body = {"messages": [user("1 + 1?")], "stream": True, **more}
+        deltas = []
+        async for chunk in stream(model_of([reply], parser, template), body, chat=True):
+            deltas.append(chunk["choices"][0]["delta"])
+            for name in found:
+                found[name] += deltas[-1].get(name) or ""
+        early += sum("reasoning_content" in delta for delta in deltas) > 1
+        return found
+
+    for _ in range(60):
+        reply = "".join(draw.choices(parts, k=draw.randint(1, 9)))
+        more = {"stop": ["STOP"]} if draw.random() < 0.5 else {}
+        body = {"messages": [user("1 + 1?")], **more}
+        whole = asyncio.run(respond(model_of([reply], parser, template), body, chat=True))
+        message = whole["choices"][0]["message"]
+        told = asyncio.run(streamed(reply, **more))
+        assert told["reasoning_content"] == (message.get("reasoning_content") or ""), repr(reply)
+        assert told["content"] == (message["content"] or ""), repr(reply)
+    assert early > 5
 
 
 def test_anthropic_s_clients_get_blocks_of_thinking() -> None:
@@ -162,4 +196,6 @@ def test_anthropic_s_clients_get_blocks_of_thinking() -> None:
         (1, "text"),
     ]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    assert [delta.get("thinking") or delta.get("text") for delta in deltas] == ["Hm.", "Two."]
+    assert len(deltas) > 4
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "Hm."
+    assert "".join(delta.get("text", "") for delta in deltas) == "Two."

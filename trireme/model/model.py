@@ -132,10 +132,11 @@ class Model:
         *,
         begin: str = "",
         on_token: OnToken | None = None,
+        on_prompt: Callable[[Sequence[int]], None] = lambda _: None,
         **sampling: Any,
     ) -> list[Reply]:
         """`n` independent replies to one conversation, each with `begin` as its beginning, which is
-        not sampled; `on_token`: see Engine.
+        not sampled; `on_token`: see Engine; `on_prompt`: told the prompt's new ids before them.
         """
         options = with_options(self.sampling, sampling)
         conversation = [plain_message(message) for message in messages]
@@ -161,6 +162,7 @@ class Model:
             )
         # a conversation's own replies are no prompt: its beginning is held to the prompt's limit
         limit = self.max_model_len - 1 if begun else self.max_prompt_tokens
+        on_prompt(prompt.ids)
         calls = await self._sample(parent, prompt, options, limit, on_token)
         for call in calls:
             call.messages = conversation

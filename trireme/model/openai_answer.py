@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trireme.aio import running
-from trireme.engines.engine import OnToken, Sampling, with_options
+from trireme.engines.engine import Sampling, with_options
 from trireme.model.openai_wire import (
     ChatBody,
     TextBody,
@@ -28,11 +28,12 @@ from trireme.model.openai_wire import (
     token_row,
     wants_tool_calls,
 )
-from trireme.model.thinking import record_thinking
+from trireme.model.thinking import StreamedThinking, begins_thinking, record_thinking
 from trireme.model.tool_calls import record_tool_calls
 
 if TYPE_CHECKING:
     from trireme.model.model import Model, Reply
+    from trireme.model.thinking import ReasoningParser
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -93,7 +94,7 @@ async def respond(
     model: Model, body: Mapping[str, Any], *, chat: bool, note: Note | None = None
 ) -> dict[str, Any]:
     """The whole response. Raises ValueError for what cannot be served."""
-    replies = await _ask(model, body, chat, sampling_of(model, body, chat=chat), None)
+    replies = await _ask(model, body, chat, sampling_of(model, body, chat=chat))
     make = chat_response if chat else text_response
     response = make(replies, body, model.model_path, model.chat_tokens.decode)
     if note is not None:
@@ -108,7 +109,10 @@ async def stream(
     sampling = sampling_of(model, body, chat=chat)
     tokens: asyncio.Queue[tuple[int, int, float, dict[int, float]] | None] = asyncio.Queue()
     chunks = _Chunks(model, body, chat, with_options(model.sampling, sampling).stop)
-    asked = _ask(model, body, chat, sampling, lambda *t: tokens.put_nowait(t))
+    telling: dict[str, Any] = {"on_token": lambda *t: tokens.put_nowait(t)}
+    if chat:
+        telling["on_prompt"] = chunks.begin
+    asked = _ask(model, body, chat, sampling, **telling)
     async with running(asked) as (work,):
         work.add_done_callback(lambda _: tokens.put_nowait(None))
         while (token := await tokens.get()) is not None:
@@ -150,16 +154,17 @@ async def _ask(
     body: Mapping[str, Any],
     chat: bool,
     options: Mapping[str, Any],
-    on_token: OnToken | None,
+    **telling: Any,
 ) -> list[Reply]:
+    """`telling`: `on_token` and `on_prompt` of a stream, see Model."""
     if not chat:
         prompts = body["prompt"]
         if not isinstance(prompts, list) or not prompts or isinstance(prompts[0], int):
             prompts = [prompts]  # a text, or ids
         refuse_many(len(prompts), options.get("n", 1))
-        if len(prompts) > 1 and on_token is not None:
+        if len(prompts) > 1 and telling:
             raise ValueError("'stream' is served for one prompt only")
-        asked = (model.generate_samples(p, on_token=on_token, **options) for p in prompts)
+        asked = (model.generate_samples(p, **telling, **options) for p in prompts)
         return [reply for replies in await asyncio.gather(*asked) for reply in replies]
     form, begin, forced = model.chat_tokens.tool_format, "", forced_tool(body)
     if forced is not None:
@@ -167,16 +172,22 @@ async def _ask(
             raise ValueError("tool_choice: this run's tool_call_parser serves auto and none")
         begin = form.begin(forced)
     messages, tools = body["messages"], body.get("tools")
-    replies = await model.chat_samples(messages, tools, begin=begin, on_token=on_token, **options)
+    replies = await model.chat_samples(messages, tools, begin=begin, **telling, **options)
     wanted = wants_tool_calls(body)
     if form.always or wanted:
         for reply in replies:
             record_tool_calls(reply.call, form, model.chat_tokens.decode, begin, wanted=wanted)
-    parser = model.chat_tokens.reasoning_parser
-    if parser is not None and not begin and messages[-1].get("role") != "assistant":
+    parser = _parser_of(model, body)
+    if parser is not None:
         for reply in replies:
             record_thinking(reply.call, parser, model.chat_tokens.decode)
     return replies
+
+
+def _parser_of(model: Model, body: Mapping[str, Any]) -> ReasoningParser | None:
+    """None, too, for what goes on with a text that is given."""
+    goes_on = body["messages"][-1].get("role") == "assistant" or forced_tool(body) is not None
+    return None if goes_on else model.chat_tokens.reasoning_parser
 
 
 class _Chunks:
@@ -184,6 +195,9 @@ class _Chunks:
         self, model: Model, body: Mapping[str, Any], chat: bool, stop: Sequence[str]
     ) -> None:
         self._chat = chat
+        self._parser = partial(_parser_of, model, body)
+        self._split: Callable[[], StreamedThinking] | None = None
+        self._thoughts: dict[int, StreamedThinking] = {}
         self._decode = model.chat_tokens.decode
         self._barriers = [*stop]
         self._waits = False
@@ -191,7 +205,6 @@ class _Chunks:
         if chat and (form.always or wants_tool_calls(body)):
             self._barriers += form.openings
             self._waits = not form.openings or forced_tool(body) is not None
-        self._waits |= chat and model.chat_tokens.reasoning_parser is not None
         logprobs = body.get("logprobs")
         self._logprobs = bool(logprobs) if chat else logprobs is not None
         self._pieces: dict[int, StreamedText] = {}
@@ -201,13 +214,22 @@ class _Chunks:
         kind = "chat.completion.chunk" if chat else "text_completion"
         self.base = {"id": self.id, "object": kind, "created": 0, "model": model.model_path}
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Told a prompt's ids before the first token: they may have begun to think."""
+        parser = self._parser()
+        if parser is not None:
+            thinks = begins_thinking(prompt, parser, self._decode)
+            self._split = partial(StreamedThinking, thinks=thinks)
+
     def add(
         self, sample: int, token: int, logprob: float, others: dict[int, float]
     ) -> dict[str, Any] | None:
         """The chunk that a token completes, if it does."""
         self._rows.setdefault(sample, []).append(token_row(token, logprob, others, self._decode))
         piece = self._of(sample).add(token)
-        return self._chunk(sample, {"content": piece}) if piece else None
+        thinking = self._thinking(sample)
+        delta = {"content": piece} if thinking is None else thinking.add(piece)
+        return self._chunk(sample, delta) if piece and delta else None
 
     def end(self, choice: Mapping[str, Any], reply: Reply) -> list[dict[str, Any]]:
         """What of a choice has not been told: the rest of its text, its tool calls, its end."""
@@ -225,8 +247,11 @@ class _Chunks:
         rows += [token_row(*one, self._decode) for one in late]
         rest = self._of(index).rest(whole)
         chunks = []
-        if self._chat and (thought := choice["message"].get("reasoning_content")):
-            chunks.append(self._chunk(index, {"reasoning_content": thought}))
+        if (thinking := self._thinking(index)) is not None:
+            rest = thinking.rest("content", whole)
+            whole_thought = choice["message"].get("reasoning_content") or ""
+            if thought := thinking.rest("reasoning_content", whole_thought):
+                chunks.append(self._chunk(index, {"reasoning_content": thought}))
         if rest or (rows and self._logprobs) or index not in self._told:
             chunks.append(self._chunk(index, {"content": rest}))
         if calls:
@@ -235,6 +260,12 @@ class _Chunks:
         end = self._chunk(index, {}, choice["finish_reason"])
         end["choices"][0] |= {"stop_reason": c.stop}
         return [*chunks, end]
+
+    def _thinking(self, sample: int) -> StreamedThinking | None:
+        """None where no parser splits the reply."""
+        if self._split is not None and sample not in self._thoughts:
+            self._thoughts[sample] = self._split()
+        return self._thoughts.get(sample)
 
     def _of(self, sample: int) -> StreamedText:
         shown = partial(self._decode, skip_special=True)

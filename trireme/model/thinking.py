@@ -25,15 +25,74 @@ def record_thinking(
     if call.reply is None or not call.completion.ids:
         return
     text = call.reply["content"] if call.shown is None else call.shown
-    prompt = decode(call.inserted[-_TAIL:]).rstrip()
-    thinks = prompt.endswith(BEGIN) or (parser == "deepseek_r1" and not prompt.endswith(END))
-    size = _length(text, thinks=thinks)
+    size = _length(text, thinks=begins_thinking(call.inserted, parser, decode))
     if not size:
         return
     thinking = text[:size]
     call.thinking, call.shown = thinking, text[size:].lstrip("\n")
     thought = thinking.lstrip().removeprefix(BEGIN).removesuffix(END).strip("\n")
     call.reply = {**call.reply, "content": call.shown, "reasoning_content": thought}
+
+
+def begins_thinking(
+    prompt: Sequence[int], parser: ReasoningParser, decode: Callable[[Sequence[int]], str]
+) -> bool:
+    """Whether a reply to these ids is thinking from its first token on."""
+    text = decode(prompt[-_TAIL:]).rstrip()
+    return text.endswith(BEGIN) or (parser == "deepseek_r1" and not text.endswith(END))
+
+
+class StreamedThinking:
+    """Splits one reply while its text comes, as `record_thinking` splits the whole.
+
+    Where neither the prompt nor the reply has begun to think, a later `</think>` still makes what
+    stands before it thinking: nothing is shown before the reply's end.
+    """
+
+    def __init__(self, *, thinks: bool) -> None:
+        """`thinks`: see `begins_thinking`."""
+        self._thinks = thinks
+        self._held = ""
+        self._field = ""
+        self.shown = {"reasoning_content": "", "content": ""}
+
+    def add(self, piece: str) -> dict[str, str]:
+        """What of the thinking and of the answer may be shown now; often nothing."""
+        self._held += piece
+        if not self._field:
+            text = self._held.lstrip()
+            begun = text.startswith(BEGIN) or self._thinks
+            if BEGIN.startswith(text) or not begun:
+                return {}
+            self._field, self._held = "reasoning_content", text.removeprefix(BEGIN)
+        pieces = {}
+        if self._field == "reasoning_content":
+            self._strip()
+            end = self._held.find(END)
+            until = end if end >= 0 else len(self._held) - self._beginning()
+            thought = self._held[:until].rstrip("\n")
+            pieces["reasoning_content"] = thought
+            self._held = self._held[end + len(END) if end >= 0 else len(thought) :]
+            self._field = "content" if end >= 0 else self._field
+        if self._field == "content":
+            self._strip()
+            pieces["content"], self._held = self._held, ""
+        for field, text in pieces.items():
+            self.shown[field] += text
+        return {field: text for field, text in pieces.items() if text}
+
+    def rest(self, field: str, whole: str) -> str:
+        """What of a field's whole text was not shown yet."""
+        shown = self.shown[field]
+        return whole[len(shown) :] if whole.startswith(shown) else ""
+
+    def _strip(self) -> None:
+        if not self.shown[self._field]:
+            self._held = self._held.lstrip("\n")
+
+    def _beginning(self) -> int:
+        """How many characters at the end could be the beginning of the mark."""
+        return next(n for n in range(len(END) - 1, -1, -1) if self._held.endswith(END[:n]))
 
 
 def _length(text: str, *, thinks: bool) -> int:

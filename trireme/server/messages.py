@@ -11,6 +11,9 @@ from pydantic import Field
 from trireme.model.openai_wire import Wire
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_BLOCKS = {"reasoning_content": "thinking", "content": "text"}
+"""Fields of a chat's message, and the blocks for them."""
+_SIGNED = {"thinking": {"signature": ""}}
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -86,7 +89,7 @@ def message_of(response: Mapping[str, Any]) -> dict[str, Any]:
 
 async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
     """A stream's chunks as the events of a message."""
-    index, opened, begun = 0, False, False
+    index, opened, begun = 0, "", False
     end: dict[str, Any] = {}
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
     async for chunk in chunks:
@@ -97,20 +100,20 @@ async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict
         for choice in chunk["choices"]:
             if choice["finish_reason"]:
                 end = _end(choice)
-            if thought := choice["delta"].get("reasoning_content"):
-                yield _start(index, {"type": "thinking", "thinking": "", "signature": ""})
-                yield _delta(index, {"type": "thinking_delta", "thinking": thought})
-                yield {"type": "content_block_stop", "index": index}
-                index += 1
-            if text := choice["delta"].get("content"):
+            for field, kind in _BLOCKS.items():
+                if not (text := choice["delta"].get(field)):
+                    continue
+                if opened not in ("", kind):
+                    yield {"type": "content_block_stop", "index": index}
+                    index, opened = index + 1, ""
                 if not opened:
-                    opened = True
-                    yield _start(index, {"type": "text", "text": ""})
-                yield _delta(index, {"type": "text_delta", "text": text})
+                    opened = kind
+                    yield _start(index, {"type": kind, kind: ""} | _SIGNED.get(kind, {}))
+                yield _delta(index, {"type": f"{kind}_delta", kind: text})
             for call in choice["delta"].get("tool_calls") or ():
                 if opened:
                     yield {"type": "content_block_stop", "index": index}
-                    index, opened = index + 1, False
+                    index, opened = index + 1, ""
                 yield _start(index, _tool_use(call, {}))
                 arguments = call["function"]["arguments"]
                 yield _delta(index, {"type": "input_json_delta", "partial_json": arguments})
