@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> Path:
         "model": {"model_path": "adder-of-theirs", "max_prompt_tokens": 8, "max_response_tokens": 9,
                   "external_model": {"enable": True, "model_name": "adder",
                                      "base_url_env": "THEIR_URL", "api_key_env": "THEIR_KEY"}},
-        "cluster": {"launcher": "ray", "gpu_per_node": 4},
+        "cluster": {"ray_address": "127.0.0.1:9", "gpu_per_node": 4},  # which is not asked
         "buffer": {"explorer_input": {"eval_tasksets": [taskset],
                                       "default_workflow_type": "math_boxed_workflow"}},
     }  # fmt: skip
@@ -94,7 +94,10 @@ def test_an_api_that_does_not_answer_is_told_with_its_limit(
     ("keys", "sentences"),
     [
         ((), []),
-        (("mode=explore",), [f"{KEY}.enable is true in mode explore: bench alone measures"]),
+        (
+            ("mode=explore", "cluster.ray_address=auto"),
+            [f"{KEY}.enable is true in mode explore: bench alone measures"],
+        ),
         (
             (f"{KEY}.base_url_env=NO_URL", f"{KEY}.api_key_env=NO_KEY"),
             [
@@ -115,7 +118,9 @@ def test_what_an_api_lacks_or_cannot_do_is_said(
 ) -> None:
     monkeypatch.setenv("THEIR_URL", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("THEIR_KEY", "the key")
-    problems = [str(one) for one in draft(load_config(config, keys)).problems]
+    made = draft(load_config(config, keys))
+    assert keys[:1] == ("mode=explore",) or not any("no GPU" in x for x in made.plans[0].notes)
+    problems = [str(one) for one in made.problems]
     ours = [one for one in problems if "external_model" in one]
     assert len(ours) == len(sentences), problems
     assert all(one.startswith(sentence) for one, sentence in zip(ours, sentences, strict=True))

@@ -165,7 +165,7 @@ def draft(config: Config) -> Draft:
 
 def _gpus_elsewhere(stages: Sequence[StageConfig]) -> int | None:
     """GPUs of a named cluster's machine, where this one has none; None: they are counted here."""
-    if num_gpus() or find_spec("ray") is None:
+    if num_gpus() or find_spec("ray") is None or all(stage.asks_api for stage in stages):
         return None
     cluster = stages[0].config.cluster
     if cluster.launcher == "local" or cluster.ray_address in ("auto", "", "local"):
