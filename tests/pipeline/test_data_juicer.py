@@ -5,6 +5,7 @@ package of the same shape for what goes wrong.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import os
 import subprocess
@@ -163,6 +164,30 @@ def test_scores_of_rows_become_columns() -> None:
     with made(TASK_OPERATORS, operators=[{"measures": {}}]) as operator:
         rows = operator.function([{"response_text": "abc", "question": "?"}])
     assert rows == [{"response_text": "abc", "question": "?", "text_len": 3}]
+
+
+ARROW = """
+import pyarrow
+class Dataset(list):
+    from_list = staticmethod(lambda rows: Dataset(pyarrow.Table.from_pylist(rows).to_pylist()))
+"""
+
+
+@pytest.mark.usefixtures("fake")
+def test_columns_that_no_operator_changes_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").write_text(ARROW)
+    messages = [{"role": "user", "content": "?"}]
+    rows = [
+        {"response_text": "a", "args": {"a": 1}, "answer": 1, "messages": messages},
+        {"response_text": "b", "args": {"b": 2}, "answer": "two", "messages": []},
+        {"response_text": "c", "day": datetime.date(2024, 5, 1), "raw": b"x"},
+        {"response_text": "d", "messages": [{**messages[0], "tool": "t"}]},
+    ]
+    with made(TASK_OPERATORS, operators=[{"measures": {}}]) as operator:
+        assert operator.function(rows) == [{"text_len": 1, **row} for row in rows]
+    with made(TASK_OPERATORS, operators=[{"rewrites": {}}]) as operator:
+        changed = [{**row, "text": str(row["response_text"]).upper()} for row in rows]
+        assert operator.function(rows) == changed
 
 
 def test_what_cannot_work_is_refused_before_the_run(

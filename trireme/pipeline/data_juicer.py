@@ -30,7 +30,6 @@ from trireme.usercode import Refused
 VARIABLE = "TRIREME_DATA_JUICER_PYTHON"
 STATS = "__dj__stats__"
 _WORKER = Path(__file__).with_name("data_juicer_worker.py")
-_INDEX = "experience_index"
 _NO_INSTALLING = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "UV_OFFLINE": "1", "UV_NO_INDEX": "1"}
 """Data-Juicer would install by itself what an operator lacks."""
 _HERE = "import importlib.util as u, sys; sys.exit(u.find_spec('data_juicer') is None)"
@@ -68,7 +67,9 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
             self._process = None
 
     def _ask(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that stay. Raises RuntimeError or TimeoutError, naming the interpreter."""
+        """The rows that stay, as the worker answers them: `row`, `changed`, `removed`. Raises
+        RuntimeError or TimeoutError, naming the interpreter.
+        """
         if not rows:
             return []
         if self._process is None:
@@ -88,7 +89,7 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         timer = threading.Timer(self._timeout, lambda: (late.set(), _kill(process)))
         timer.start()
         try:
-            process.stdin.write(json.dumps(self._request | {"rows": rows}) + "\n")
+            process.stdin.write(json.dumps(self._request | {"rows": rows}, default=str) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -124,29 +125,28 @@ class DataJuicerOperator(_DataJuicer):
         """Those that stay, and how many do not. Raises Refused where a text has been rewritten."""
         rows = [
             {
-                _INDEX: index,
                 "prompt_text": e.prompt_text or "",
                 "response_text": e.response_text or "",
                 "text": e.response_text or "",
                 "reward": e.reward,
             }
-            for index, e in enumerate(experiences)
+            for e in experiences
         ]
         kept: dict[int, Experience] = {}
-        for row in self._ask(rows):
-            index = row.get(_INDEX, -1)
-            if index not in range(len(rows)) or index in kept:
+        for answer in self._ask(rows):
+            index, changed = answer["row"], answer["changed"]
+            if index is None or index in kept:
                 raise Refused(
                     "data_juicer got a row that is no experience, or one twice: expected "
                     "operators that drop rows or measure them"
                 )
-            if any(row.get(key) != rows[index][key] for key in ("text", "response_text")):
+            if {"text", "response_text"} & {*changed, *answer["removed"]}:
                 raise Refused(
                     "data_juicer got a reply that has been rewritten, and what is trained are its "
                     "tokens: expected operators that drop rows or measure them"
                 )
             kept[index] = experiences[index]
-            kept[index].info.update(row.get(STATS) or {})
+            kept[index].info.update(changed.get(STATS) or {})
         return [kept[i] for i in sorted(kept)], {"dropped": float(len(rows) - len(kept))}
 
 
@@ -159,10 +159,16 @@ class DataJuicerRows(_DataJuicer):
     def process(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows that stay, changed as the operators change them."""
         try:
-            changed = self._ask(rows)
+            answers = self._ask(rows)
         finally:
             self.close()
-        return [{**row.pop(STATS, {}), **row} for row in changed]
+        left = []
+        for answer in answers:
+            changed, row = answer["changed"], {} if answer["row"] is None else rows[answer["row"]]
+            scores = changed.pop(STATS, None) or {}
+            stays = {key: value for key, value in row.items() if key not in answer["removed"]}
+            left.append({**scores, **stays, **changed})
+        return left
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

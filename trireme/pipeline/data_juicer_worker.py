@@ -2,7 +2,9 @@
 
 Started by data_juicer.py as a file; it needs nothing but Data-Juicer. A line of JSON is a request,
 `{"process": [...], "np": 4, "rows": [...]}`; a line of JSON answers it, `{"rows": [...]}` or
-`{"error": "..."}`. It leads a process group, which ends with its input: operators' processes too.
+`{"error": "..."}`. A row of the answer has `row`, the index of the row that it was (None: none of
+them), `changed`, the columns that operators have made or changed, and `removed`. The worker leads a
+process group, which ends with its input: operators' processes too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import signal
 import sys
 import threading
 from typing import Any
+
+INDEX = "trireme_row"
 
 
 def main() -> None:
@@ -43,18 +47,49 @@ def read(requests_fd: int, requests: queue.SimpleQueue[bytes]) -> None:
 
 
 def processed(process: list[Any], np: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that the operators leave, with what they have measured."""
+    """What the operators leave of the rows and have made of them."""
     from data_juicer.core.data import NestedDataset  # pyright: ignore[reportMissingImports]
     from data_juicer.ops import load_ops  # pyright: ignore[reportMissingImports]
-    from datasets import Dataset
 
-    dataset = NestedDataset(Dataset.from_list(rows))
+    dataset = NestedDataset(table([row | {INDEX: i} for i, row in enumerate(rows)]))
+    before = dataset.to_list()
     for step in load_ops(process):
         if len(dataset) == 0:  # some operators fail on nothing
             break
         step.num_proc = min(np, len(dataset))
         dataset = dataset.process(step)
-    return dataset.to_list()
+    return [difference(row, before) for row in dataset.to_list()]
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    """The rows as a Dataset, with every column of any row. A column of several types, which Arrow
+    does not take, is text.
+    """
+    from datasets import Dataset
+
+    columns = {
+        key: [row.get(key) for row in rows] for key in dict.fromkeys(k for r in rows for k in r)
+    }
+    for key, values in columns.items():
+        try:
+            Dataset.from_list([{key: value} for value in values])
+        except (ValueError, TypeError, NotImplementedError, OverflowError):  # Arrow's errors
+            columns[key] = [v if v is None or isinstance(v, str) else json.dumps(v) for v in values]
+    return Dataset.from_list(
+        [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    )
+
+
+def difference(after: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What operators have made of the row that it was. Both have been through Arrow, which gives
+    every dict of a column the same keys: the asker's own values have only theirs.
+    """
+    index = after.pop(INDEX, None)
+    index = index if index in range(len(rows)) else None
+    before = {} if index is None else rows[index]
+    changed = {k: v for k, v in after.items() if k not in before or before[k] != v}
+    removed = [key for key in before if key not in after and key != INDEX]
+    return {"row": index, "changed": changed, "removed": removed}
 
 
 if __name__ == "__main__":
