@@ -40,6 +40,35 @@ def test_a_recipe_without_advantages_lets_experiences_through() -> None:
     assert kept == given and metrics["experience_pipeline/kept"] == 2
 
 
+def told(rows: dict[int, float], taskset: int = 0) -> tuple[str, dict[str, object]]:
+    """An operator that tells the selector this of one taskset."""
+    of = {"indices": list(rows), "values": list(rows.values())}
+    return f"{__name__}:says", {"of": {taskset: of}}
+
+
+def says(experiences: list[Experience], *, of: Any) -> tuple[list[Experience], Any]:
+    return experiences, {"selector_metric": of}
+
+
+def test_what_several_operators_tell_is_put_together() -> None:
+    pipeline = piped(told({0: 0.5, 1: 0.75}), told({0: 0.25}), told({3: 1.0}, taskset=1))
+    asyncio.run(pipeline.run(group([1.0, 0.0]), sizes={0: 2, 1: 4}))
+    assert pipeline.pass_rates == {0: {0: 0.25, 1: 0.75}, 1: {3: 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (told({99: 0.25}), "the row 99 of taskset 0 in selector_metric: expected rows from 0 to 7"),
+        (told({-1: 0.25}), "the row -1 of taskset 0 in selector_metric: expected rows from 0 to 7"),
+        (told({1: 1.0}, taskset=7), "the taskset 7 in selector_metric: expected one of 0, 1"),
+    ],
+)
+def test_rows_that_no_taskset_has_are_not_told(wrong: tuple[str, Any], why: str) -> None:
+    with pytest.raises(OperatorFailed, match=f"operator '.*:says' returned {why}"):
+        asyncio.run(piped(wrong).run(group([1.0, 0.0]), sizes={0: 8, 1: 2}))
+
+
 def test_the_raw_copy_is_of_what_came_in(tmp_path: Path) -> None:
     lines = tmp_path / "raw.jsonl"
     record = Record(lines=lines)

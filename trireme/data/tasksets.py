@@ -131,6 +131,11 @@ class Taskset:
         return [self.task(0, index, index) for index in first.values()]
 
     @property
+    def sizes(self) -> dict[int, int]:
+        """Its id and number of rows."""
+        return {self.taskset_id: len(self.rows)}
+
+    @property
     def learns(self) -> bool:
         """Whether what it hands out depends on `feedback`."""
         return not isinstance(self._selection, RowOrder)
@@ -288,6 +293,11 @@ class Mixture:
     def kinds(self) -> list[Task]:
         """See Taskset."""
         return [task for taskset in self.tasksets for task in taskset.kinds()]
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Number of rows of each taskset, by its id."""
+        return {taskset.taskset_id: len(taskset) for taskset in self.tasksets}
 
     @property
     def learns(self) -> bool:

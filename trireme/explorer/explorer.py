@@ -292,8 +292,9 @@ class Explorer:
         metrics |= {"time/explore": elapsed, "perf/tokens_per_s": sampled / max(elapsed, 1e-9)}
         if self.show and (shown := _to_show(outcomes)):
             self.show(shown)
-        kept, more = await self.pipeline.run(experiences)
-        if self.taskset is not None and self.taskset.learns:
+        taught = self.taskset if self.taskset is not None and self.taskset.learns else None
+        kept, more = await self.pipeline.run(experiences, sizes=taught.sizes if taught else None)
+        if taught is not None:
             rates = self.pipeline.pass_rates
             self.feedback.add(step, pass_rates(experiences) if rates is None else rates)
         shown = in_words(metrics, "training")

@@ -88,6 +88,22 @@ class Operator:
                 "{taskset_id: {'indices': [...], 'values': [...]}}"
             ) from error
 
+    def refuse_unknown_rows(self, told: PassRates, sizes: Mapping[int, int]) -> None:
+        """Raise OperatorFailed for a row that its taskset has not; `sizes` are theirs in rows."""
+        for taskset, rows in told.items():
+            if taskset not in sizes:
+                raise OperatorFailed(
+                    f"operator '{self.name}' returned the taskset {taskset} in {SELECTOR_METRIC}: "
+                    f"expected one of {', '.join(map(str, sizes))} (info['task_index'] of an "
+                    "experience has its taskset_id)"
+                )
+            strange = [row for row in rows if not 0 <= row < sizes[taskset]]
+            if strange:
+                raise OperatorFailed(
+                    f"operator '{self.name}' returned the row {strange[0]} of taskset {taskset} in "
+                    f"{SELECTOR_METRIC}: expected rows from 0 to {sizes[taskset] - 1}"
+                )
+
     async def prepare(self) -> None:
         """Once, before the first step."""
         if (function := getattr(self.made, "prepare", None)) is not None:

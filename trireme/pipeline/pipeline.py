@@ -30,6 +30,7 @@ from trireme.pipeline.operators import (
     SELECTOR_METRIC,
     Operator,
     OperatorFailed,
+    PassRates,
     make_operator,
     pass_rates,
 )
@@ -68,14 +69,17 @@ class Pipeline:
         self.raw = raw
         self.operators = tuple(operators)
         self.resampling = resampling
-        self.pass_rates: dict[int, dict[int, float]] | None = None
+        self.pass_rates: PassRates | None = None
         """Taskset -> row -> how often the last step solved it; None: nothing here has said so."""
         self._prepared = False
 
     async def run(
-        self, experiences: Sequence[Experience]
+        self, experiences: Sequence[Experience], *, sizes: Mapping[int, int] | None = None
     ) -> tuple[list[Experience], dict[str, float]]:
-        """One explore step's experiences -> those to be trained, and metrics of what was done."""
+        """One explore step's experiences -> those to be trained, and metrics of what was done.
+
+        `sizes`, taskset -> its number of rows: what operators tell a selector has to be of those.
+        """
         if not self._prepared:
             self._prepared = True
             for operator in self.operators:
@@ -86,9 +90,12 @@ class Pipeline:
         self.pass_rates = None
         for operator in self.operators:
             if operator.name == PASS_RATES:
-                self.pass_rates = pass_rates(kept)
+                self._tell(pass_rates(kept))
             kept, measured = await operator(kept)
-            self.pass_rates = measured.pop(SELECTOR_METRIC, self.pass_rates)
+            if (told := measured.pop(SELECTOR_METRIC, None)) is not None:
+                if sizes is not None:
+                    operator.refuse_unknown_rows(told, sizes)
+                self._tell(told)
             metrics |= {f"{operator.name}/{name}": value for name, value in measured.items()}
         metrics["not_finite"] = float(_not_finite(kept))
         missing = self.resampling.missing if self.resampling is not None else 0
@@ -109,6 +116,11 @@ class Pipeline:
             "%d experiences of %d groups go on, of %d", len(kept), len(groups), len(experiences)
         )
         return kept, {f"experience_pipeline/{name}": value for name, value in metrics.items()}
+
+    def _tell(self, rates: PassRates) -> None:
+        """Add to what operators before have said; of a row that both name, the later one counts."""
+        told = self.pass_rates or {}
+        self.pass_rates = told | {of: told.get(of, {}) | rows for of, rows in rates.items()}
 
     async def close(self) -> None:
         """Let go of what the operators hold."""
