@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+from yaml.representer import SafeRepresenter
+
 
 class Args(dict[str, Any]):
     """A section of the YAML whose keys are attributes too: `args["n"]`, `args.n`, `**args`."""
@@ -16,6 +19,10 @@ class Args(dict[str, Any]):
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
+
+
+for _dumper in (yaml.SafeDumper, yaml.Dumper):  # YAML's dumpers know `dict`, and no subclass of it
+    _dumper.add_representer(Args, SafeRepresenter.represent_dict)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.model.fake import make
 from trireme.data.rows import Rows
@@ -121,6 +122,8 @@ def test_sections_are_read_and_written_by_attribute() -> None:
     experience = run(Attributes, "yes", raw_task={}, rollout_args=sampling, format_args=form)
     assert experience.reward == 1.0 and experience.temperature == 0.5
     assert sampling["n"] == 3  # a task's sections are its own
+    args = Task(rollout_args=sampling).rollout_args
+    assert yaml.safe_dump(args) == yaml.dump(args) == "n: 3\ntemperature: 0.5\n"
     with pytest.raises(AttributeError, match="there is no 'colour' among temperature, n"):
         Task(rollout_args=sampling).rollout_args.colour  # noqa: B018
 
