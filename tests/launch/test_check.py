@@ -231,3 +231,12 @@ def test_a_reference_that_follows_is_none_of_an_adapters(checked: Any) -> None:
     assert "no problems" in checked(follows)
     output = checked(follows, "model.lora_configs=[{lora_rank: 4}]")
     assert "algorithm.sync_ref_model is true, and the mean of two adapters" in output
+
+
+def test_turns_without_a_reward_are_for_a_teacher_alone(checked: Any) -> None:
+    turns = f"{WORKFLOW}=multi_turn_scheduler"
+    teacher = 'explorer.auxiliary_models=[{model_path: "${model.model_path}"}]'
+    refused = "has neither a reward nor a scheduler that gives one"
+    assert refused in checked(turns)
+    distilled = checked(turns, "algorithm.algorithm_type=on_policy_distill", teacher)
+    assert "on_policy_distill, both" in distilled and refused not in distilled

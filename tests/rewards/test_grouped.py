@@ -183,3 +183,11 @@ def test_a_reward_of_trl_runs_as_it_is(prompt: Any) -> None:
 def test_a_reward_of_trl_that_needs_another_column_is_refused() -> None:
     with pytest.raises(ValueError, match="needs 'level', and the data set has no such column"):
         judged(Task({"prompt": "?"}, workflow="simple_workflow", reward_fn=trl), "one")
+
+
+def test_without_a_function_or_an_environment_there_is_no_reward() -> None:
+    found = replies("a", "b")
+    found[1].info["rollout_infos"] = {"total_reward": 2.0}
+    nothing = Task({"prompt": "6 x 7?"})
+    asyncio.run(reward_group(judge_of(None, {}), nothing, found, []))
+    assert [one.reward for one in found] == [None, 2.0]

@@ -122,7 +122,8 @@ def _data(experiences: list[Experience]) -> dict[str, Callable[[], Tensor]]:
     for experience in experiences:
         if experience.reward is None:
             raise ValueError(
-                f"experience {experience.eid.uid} has no reward: its workflow must set one"
+                f"experience {experience.eid.uid} has no reward: its workflow must set "
+                "one, or a reward function (default_reward_fn_type)"
             )
         rewards.append(experience.reward)
     numbers = {tid: number for number, tid in enumerate(group_by(experiences, "task"))}

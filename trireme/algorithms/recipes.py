@@ -174,6 +174,11 @@ class Recipe:
         return self.teacher is not None or self.asks("teacher_logprobs")
 
     @property
+    def rewards_teach(self) -> bool:
+        """Whether rewards are learned from; not so where a teacher stands in their place."""
+        return not self.asks("teacher_logprobs")
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a value model has to be loaded."""
         return self.asks("values")

@@ -398,8 +398,9 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
         if None in parts.evaluation:
             parts.evaluation = list(parts.tried(lambda: make_eval_tasksets(plan)) or ())
     tasksets = [one for one in (parts.training, *parts.evaluation) if one is not None]
+    needs = {"greedy_run": recipe.greedy_run, "rewards_teach": recipe.rewards_teach}
     for taskset in tasksets:
-        parts.tried(partial(examine_taskset, taskset, plan, greedy_run=recipe.greedy_run))
+        parts.tried(partial(examine_taskset, taskset, plan, **needs))
     if data and plan.buffer_type == "file":
         rows = plan.config.buffer.trainer_input.experience_buffer
         parts.tried(

@@ -187,10 +187,17 @@ def _prepared(plan: Plan, rows: Rows, name: str) -> Rows:
     return prepared(rows, operators, JobFolder(plan.job_dir).buffer, name) if operators else rows
 
 
-def examine_taskset(taskset: Taskset | Mixture, plan: Plan, *, greedy_run: bool = False) -> None:
+def examine_taskset(
+    taskset: Taskset | Mixture,
+    plan: Plan,
+    *,
+    greedy_run: bool = False,
+    rewards_teach: bool = False,
+) -> None:
     """Raise ValueError where a workflow or reward of the tasks has other options, or cannot work.
 
-    `greedy_run`: one of a task's rollouts samples otherwise than the rest.
+    `greedy_run`: one of a task's rollouts samples otherwise than the rest. `rewards_teach`: the
+    algorithm needs a reward of each rollout.
     """
     for task in taskset.kinds():
         spec = resolve(task.workflow)
@@ -204,6 +211,13 @@ def examine_taskset(taskset: Taskset | Mixture, plan: Plan, *, greedy_run: bool 
             raise ValueError(
                 f"workflow '{spec.name}' asks the first of explorer.auxiliary_models, which is "
                 "empty: add a model"
+            )
+        unjudged = getattr(spec.code, "has_no_reward", None)
+        if rewards_teach and unjudged is not None and not plan.engine_urls and unjudged(task):
+            raise ValueError(
+                f"workflow '{spec.name}' has neither a reward nor a scheduler that gives one, and "
+                f"algorithm_type {plan.config.algorithm.algorithm_type} learns from rewards: set "
+                "default_reward_fn_type of its taskset, or reward_fn_args.funcs"
             )
         refuse_missing(spec.needs(task))
         if spec.examine is not None:

@@ -111,7 +111,13 @@ def _validate(stage: Stage) -> None:
         examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
         for taskset in (stage.taskset, *stage.eval_tasksets):
             if taskset is not None:
-                examine_taskset(taskset, stage.plan, greedy_run=stage.recipe.greedy_run)
+                recipe = stage.recipe
+                examine_taskset(
+                    taskset,
+                    stage.plan,
+                    greedy_run=recipe.greedy_run,
+                    rewards_teach=recipe.rewards_teach,
+                )
         if stage.reads_file:  # a malformed row is named now
             _ = stage.buffer
     except (ValueError, ImportError) as error:

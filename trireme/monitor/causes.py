@@ -38,7 +38,7 @@ class Facts:
         any_age = replays or "old_logprobs" not in recipe.policy_loss.data()
         planned = 1 + plan.sync_offset / plan.sync_interval
         return cls(
-            rewards_teach=not recipe.asks("teacher_logprobs"),
+            rewards_teach=recipe.rewards_teach,
             teacher_beside=recipe.teacher is not None,
             staleness=None if any_age else planned,
             replies_may_end=plan.max_response_tokens > 1,

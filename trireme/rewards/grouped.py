@@ -124,18 +124,20 @@ class Judge:
 
     async def rewards(
         self, task: Task, rows: Sequence[Row], models: Sequence[Any] = ()
-    ) -> tuple[list[float], list[dict[str, float]]]:
+    ) -> tuple[list[float | None], list[dict[str, float]]]:
         """The weighted sum for each rollout of a task, and its parts by name, without weights.
 
         `models` are the auxiliary ones. The parts that a reward of one answer names are there too.
-        Raises ValueError where a function returns something else than a number a rollout, or where
-        none applies to a rollout.
+        Without functions a rollout has its environment's reward, or None: the algorithm says
+        whether it needs one. Raises ValueError where a function returns something else than a
+        number a rollout, or where none of them applies to a rollout.
         """
         columns = _columns(task, rows) | {"auxiliary_models": list(models)}
         per_function = await asyncio.gather(
             *(self._ask(i, task, rows, columns) for i in range(len(self.functions)))
         )
-        totals, parts = [], []
+        totals: list[float | None] = []
+        parts: list[dict[str, float]] = []
         for index in range(len(rows)):
             values = [numbers[index] for numbers in per_function]
             used = [w * v for w, v in zip(self.weights, values, strict=True) if v is not None]
@@ -143,12 +145,12 @@ class Judge:
             if _ENVIRONMENT in rows[index].infos:
                 environment[_ENVIRONMENT] = float(rows[index].infos[_ENVIRONMENT])
                 used.append(environment[_ENVIRONMENT])
-            if not used:
+            if not used and self.functions:
                 raise ValueError(
                     f"no reward function applies to rollout {index} of task {task.task_id}: "
-                    f"{', '.join(self.names) or 'there is none'} gave None"
+                    f"{', '.join(self.names)} gave None"
                 )
-            totals.append(math.fsum(used))
+            totals.append(math.fsum(used) if used else None)
             named = [(n, v) for n, v in zip(self.names, values, strict=True) if v is not None]
             more = [m for _, v in named if isinstance(v, Value) for m in v.metrics.items()]
             named += environment.items()

@@ -60,6 +60,11 @@ class ScheduledWorkflow:
         loss_scale.resolve(task.workflow_args.get("loss_scale", "default"))
         judge_of(task.reward_fn, task.reward_fn_args).examine(task)
 
+    def has_no_reward(self, task: Task) -> bool:
+        """Whether nothing here gives a reward; a scheduler may, by its environment."""
+        named = task.reward_fn or task.reward_fn_args or task.workflow_args.get("scheduler")
+        return not named
+
     async def judge(
         self, task: Task, experiences: Sequence[Experience], models: Sequence[Any] = ()
     ) -> None:
