@@ -192,6 +192,20 @@ def test_advantages_are_per_task_and_lie_on_the_mask():
     assert metrics["zero_std_groups"] == 0.5
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_an_own_advantage_that_is_no_number_is_refused_by_name(number: float):
+    @advantage(f"test_gives_{number}")
+    def gives(rewards: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(rewards, number)
+
+    recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn=f"test_gives_{number}"))
+    said = f"advantage_fn 'test_gives_{number}' gave {number} for 2 of 2 experiences, first for 3/0"
+    with pytest.raises(ValueError, match=said):
+        recipe.advantages(_rollouts({(0, 0): 0.0, (0, 1): 2.0}))
+    if number != number:  # a filter may leave out what has nothing to compare
+        assert recipe.advantages(_rollouts({(0, 0): 2.0, (0, 1): 2.0}))[0] == []
+
+
 def test_groups_below_the_threshold_are_dropped_and_counted():
     config = _config(algorithm_type="grpo", advantage_fn_args={"std_threshold": 0.01})
     experiences = _rollouts({(0, 0): 0.0, (0, 1): 2.0, (1, 0): 9.0, (1, 1): 9.0})

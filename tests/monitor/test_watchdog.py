@@ -191,6 +191,17 @@ def test_a_resumed_run_says_the_rest_and_nothing_twice(name: str) -> None:
         assert before + after == expected
 
 
+def test_rewards_that_differ_are_not_said_to_be_equal() -> None:
+    idle: dict[str, float] = {"experience_pipeline__idle_groups": 1.0}
+    differ = {
+        "experience_pipeline__zero_std_groups": 0.0,
+        "experience_pipeline__group_reward_std": 0.3,
+    }
+    causes = [one.cause for one in said(Watchdog(), course("explorer", 1, idle | differ, 9))]
+    assert causes == []
+    assert said(Watchdog(), course("explorer", 1, idle, 9))
+
+
 def test_two_steps_are_enough_at_the_end() -> None:
     watchdog = Watchdog()
     assert not said(watchdog, course("explorer", 1, ZERO, 2))

@@ -43,6 +43,7 @@ def assign_advantages(
         raise ValueError(
             f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
         )
+    _refuse_not_finite(part, scores, rewards, groups, experiences)
     scores, refilled = _refilled(scores, rewards, groups, at_least)
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
@@ -69,6 +70,29 @@ def assign_advantages(
         kept += copies
         metrics["duplicated_count"] = float(len(copies))
     return kept, metrics
+
+
+def _refuse_not_finite(
+    part: Part, scores: Tensor, rewards: Tensor, groups: Tensor, experiences: list[Experience]
+) -> None:
+    """Raise ValueError for infinite scores, and for a user's function that gives NaN alone.
+
+    NaN leaves an experience out, so that a filter may give it; where rewards differ in every group
+    and nothing is kept, it is a division by 0. Rewards that are too large are said elsewhere.
+    """
+    if not bool(rewards.square().isfinite().all()):
+        return
+    wrong = scores.isinf()
+    stds = [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
+    if not part.function.__module__.startswith("trireme.") and all(std > 0 for std in stds):
+        wrong = wrong | scores.isnan().all()
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{part.label} gave {scores[first].item():g} for {int(wrong.sum())} of "
+            f"{len(experiences)} experiences, first for {experiences[first].eid.uid} with reward "
+            f"{rewards[first].item():g}: expected finite numbers (NaN leaves an experience out)"
+        )
 
 
 def _refilled(scores: Tensor, rewards: Tensor, groups: Tensor, at_least: int) -> tuple[Tensor, int]:

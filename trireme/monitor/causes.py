@@ -80,6 +80,9 @@ def _cause(
     return add
 
 
+_DEVIATION = "experience_pipeline/group_reward_std"
+
+
 def _span(rows: Sequence[Figures]) -> str:
     return "the first step" if len(rows) == 1 else f"the last {len(rows)} steps"
 
@@ -109,7 +112,7 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
     "equal_rewards",
     "explorer",
     0.9,
-    "in {limit:.0%} of the groups no rollout has an advantage",
+    "in {limit:.0%} of the groups no rollout has an advantage, and the rewards do not differ",
     "towards the end of a good run half of the groups may be solved by all",
     "a reward that tells replies apart; tasks that are neither always nor never solved "
     "(`difficulty_based`, or `reward_std_filter`); more `repeat_times`; a `temperature` of 1; "
@@ -124,6 +127,9 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
         return None
     if _all_zero(course, 0.0, facts) or any(values(rows, "experience_pipeline/not_finite")):
         return None
+    equal = values(rows, "experience_pipeline/zero_std_groups")
+    if equal and fmean(equal) < limit and mean(rows, _DEVIATION) > 1e-6:
+        return None  # rewards differ: the advantages are 0, or left out, for another reason
     reward = mean(rows, "rollout/reward/mean")
     beside = " from the rewards: there only the teacher is learned from"
     return (
