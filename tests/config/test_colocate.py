@@ -17,6 +17,10 @@ def test_colocate_is_one_device_whose_engine_reads_the_trainers_weights(tmp_path
     found = plan(tmp_path, "mode=colocate", "synchronizer.sync_method=checkpoint")
     assert (found.mode, found.engine_hosts, found.sync_method) == ("both", 0, "memory")
     assert found.share_tensors and not found.takes_turns
+    assert any(
+        "sync_method (checkpoint): in mode colocate" in note and "in memory" in note
+        for note in found.notes
+    )
     said = problems(tmp_path, "mode=colocate", f"{key('engine_num')}=2")
     assert said == [f"{key('engine_num')} is 2: expected 1 in mode colocate"]
     wide = key("data_parallel_size")
@@ -33,6 +37,10 @@ def test_colocate_on_several_places_is_a_rank_and_an_engine_on_each(tmp_path: Pa
     assert (found.launcher, found.trainer_ranks, found.num_engines) == ("ray", 2, 2)
     assert found.takes_turns and found.lock_step and not found.share_tensors
     assert not found.deterministic and found.sync_method == "memory"
+    assert not any("sync_method" in note for note in found.notes)
+    for method, noted in (("checkpoint", True), ("memory", False)):
+        notes = plan(tmp_path, *PAIRS, f"synchronizer.sync_method={method}").notes
+        assert any("sync_method (" in note for note in notes) == noted
     one = plan(tmp_path, "mode=colocate")
     assert found.runners == 2 * one.runners
     assert plan(tmp_path, *PAIRS, f"{key('engine_num')}=2").num_engines == 2
@@ -44,6 +52,11 @@ def test_colocate_on_several_places_is_a_rank_and_an_engine_on_each(tmp_path: Pa
     [
         (f"{key('engine_num')}=3", "is 3: expected 1 or 2, one on each of the 2 places, in mode"),
         ("cluster.node_num=2", "cluster.node_num is 2: expected 1 in mode colocate"),
+        ("algorithm.algorithm_type=sft", "mode is 'colocate': expected train, since sft reads"),
+        (
+            "deterministic=true",
+            "deterministic is true: expected one process (cluster.launcher local), not Ray",
+        ),
         ("trainer.fsdp_size=3", "trainer.fsdp_size is 3: expected a divisor of the trainer's 2"),
         (f"{key('tensor_parallel_size')}=2", "is 2: expected 1 in mode colocate"),
         ("synchronizer.sync_interval=2", "take turns: expected synchronizer.sync_style fixed"),
@@ -54,6 +67,14 @@ def test_colocate_on_several_places_is_a_rank_and_an_engine_on_each(tmp_path: Pa
 def test_what_pairs_cannot_do_is_refused(tmp_path: Path, given: str, said: str) -> None:
     found = problems(tmp_path, *PAIRS, given)
     assert any(said in problem for problem in found), found
+
+
+def test_checkpoints_are_not_written_behind_where_places_take_turns(tmp_path: Path) -> None:
+    notes = plan(tmp_path, *PAIRS, "trainer.save_behind=true").notes
+    assert [note for note in notes if "save_behind" in note] == [
+        "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
+        "engine take turns on their device"
+    ]
 
 
 def test_one_process_has_one_gpu_in_colocate(tmp_path: Path, machine: Any) -> None:

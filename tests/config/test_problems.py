@@ -325,7 +325,40 @@ def test_train_has_the_batch_size_of_an_explore_step(tmp_path):
 
 def test_determinism_that_cannot_be_had(tmp_path):
     found = only_problem(tmp_path, "deterministic=true", "synchronizer.sync_offset=1")
-    assert found.startswith("deterministic is true: expected one process")
+    assert found == "deterministic is true: expected synchronizer.sync_offset 0, not 1"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("synchronizer.sync_interval=2", "synchronizer.sync_interval 1, not 2"),
+        ("synchronizer.sync_style=fully_async", "synchronizer.sync_style fixed, not fully_async"),
+        (
+            "synchronizer.sync_method=offline",
+            "synchronizer.sync_method nccl or memory, not offline",
+        ),
+        (
+            "buffer.train_batch_size=16",
+            "a train_batch_size of batch_size x repeat_times (32), not 16",
+        ),
+        ("explorer.dynamic_timeout.enable=true", "no explorer.dynamic_timeout"),
+        ("explorer.rollout_model={engine_type: torch, engine_num: 2}", "one process (explorer.r"),
+        ("cluster={launcher: ray, gpu_per_node: 2}", "one process (cluster.launcher local), not"),
+        ("mode=explore", "mode both or colocate, not explore"),
+    ],
+)
+def test_determinism_names_what_keeps_it_from_being_had(tmp_path, override, expected):
+    found = problems_of(tmp_path, "deterministic=true", override)
+    (said,) = [problem for problem in map(str, found) if problem.startswith("deterministic")]
+    assert said.startswith(f"deterministic is true: expected {expected}") and ";" not in said
+
+
+def test_determinism_names_all_that_it_lacks(tmp_path):
+    more = ("synchronizer.sync_offset=1", "explorer.dynamic_timeout.enable=true")
+    assert only_problem(tmp_path, "deterministic=true", *more) == (
+        "deterministic is true: expected no explorer.dynamic_timeout; "
+        "synchronizer.sync_offset 0, not 1"
+    )
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def last_weights(job: Path) -> bytes:
         (["algorithm.algorithm_type=sft"], "mode is 'both': expected train, since sft reads data"),
         (
             ["synchronizer.sync_offset=1", "deterministic=true"],
-            "deterministic is true: expected one process",
+            "deterministic is true: expected synchronizer.sync_offset 0, not 1",
         ),
         (
             ["mode=explore", "synchronizer.sync_style=fixed", "buffer.train_batch_size=32"],

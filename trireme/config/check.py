@@ -26,7 +26,8 @@ def check_algorithm(stage: StageConfig) -> None:
     betas = algorithm.optimizer.betas
     if stage.reads_file and config.mode != "train":
         name = algorithm.algorithm_type
-        stage.problem("mode", f"is {config.mode!r}: expected train, since {name} reads data")
+        mode = "colocate" if stage.colocated else config.mode
+        stage.problem("mode", f"is {mode!r}: expected train, since {name} reads data")
     if len(betas) != 2:
         stage.problem("algorithm.optimizer.betas", f"is {betas!r}: expected two numbers")
     if len(config.model.lora_configs or []) > 1:

@@ -311,7 +311,7 @@ def plan_memory(
     if takes_turns and trainer.save_behind:
         stage.notes.append(
             "trainer.save_behind: checkpoints are written at once all the same, since trainer and "
-            "engine take turns on one GPU"
+            "engine take turns on their device"
         )
     shape = shape_at(config.model.model_path) if trains else None
     if shape is None:

@@ -26,8 +26,8 @@ from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
 from trireme.config.sync import (
     SyncMethod,
     SyncStyle,
+    against_exactness,
     check_beat,
-    is_exact,
     method_of,
     style_of,
     takes_lock_step,
@@ -170,10 +170,10 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     in_turns = takes_lock_step(stage, steps.own_batch, method)
     lock_step = in_turns and (places.paired or (not on_ray and not hosts))
     takes_turns = check_colocated(stage, places, gpus, hosts=hosts, lock_step=lock_step)
-    exact = is_exact(stage, lock_step and not on_ray)
+    inexact = against_exactness(stage, steps.own_batch, on_ray=on_ray, hosts=hosts)
     device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
     shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
-    check_beat(stage, style, exact)
+    check_beat(stage, style, inexact)
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
     _note_engine(stage, on_ray or hosts > 0)
@@ -217,7 +217,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
         sync_offset=sync.sync_offset,
         lock_step=lock_step,
         share_tensors=shares,
-        deterministic=(exact or (stage.reads_file and not on_ray))
+        deterministic=((lock_step and not inexact) or (stage.reads_file and not on_ray))
         and config.deterministic is not False,
         buffer_type=buffer_type,
         buffer_path=buffer_path,

@@ -48,7 +48,13 @@ def method_of(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
     """
     mode, method = stage.config.mode, stage.config.synchronizer.sync_method
     asked = _OLDER_METHODS.get(method, method)
+    asked_for = method != SynchronizerConfig().sync_method  # the default is no wish of the user's
     if stage.colocated and not stage.reads_file:
+        if asked_for and asked != "memory":
+            stage.notes.append(
+                f"synchronizer.sync_method ({method}): in mode colocate trainer and engine share "
+                "each device, so weights are handed over in memory"
+            )
         return "memory"
     if stage.reads_file or mode == "bench" or asked == "checkpoint":
         return "checkpoint"
@@ -59,7 +65,6 @@ def method_of(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
         how = "the trainer sends weights to the servers by HTTP"
     if mode != "both":
         how = f"in mode {mode} weights travel by checkpoint files in the job's folder"
-    asked_for = method != SynchronizerConfig().sync_method  # the default is no wish of the user's
     if asked_for and (mode in ("explore", "train", "serve") or asked == "nccl"):
         stage.notes.append(f"synchronizer.sync_method ({method}): {how}")
     return "memory" if mode == "both" else "checkpoint"
@@ -67,30 +72,72 @@ def method_of(stage: StageConfig, on_ray: bool, hosts: int) -> SyncMethod:
 
 def takes_lock_step(stage: StageConfig, train_batch_size: int, method: SyncMethod) -> bool:
     """Whether explorer and trainer take turns, so that what each has done is all that the other
-    sees. Not where time brings experiences back: a trainer that is always given more never ends
-    its turn. Nor with replay in a database, which cannot take back what it has dropped.
+    sees.
+    """
+    apart = _against_turns(stage, train_batch_size)
+    return not apart and not stage.reads_file and method == "memory"
+
+
+def _against_turns(stage: StageConfig, train_batch_size: int) -> list[str]:
+    """What is expected where explorer and trainer are to take turns, and is not so.
+
+    Time may not bring experiences back: a trainer that is always given more never ends its turn.
+    Nor may replay lie in a database, which cannot take back what it has dropped.
     """
     sync, store = stage.config.synchronizer, stage.config.buffer.trainer_input.experience_buffer
-    replay = store.replay_buffer
-    if replay.enable and (replay.reuse_cooldown_time is not None or store.storage_type == "sql"):
-        return False
-    return (
-        stage.config.mode == "both"
-        and not stage.reads_file
-        and not stage.remote
-        and _STYLES[sync.sync_style] == "fixed"
-        and sync.sync_interval == 1
-        and sync.sync_offset == 0
-        and method == "memory"
-        and (stage.whole_steps or train_batch_size == stage.rollouts)
-    )
+    replay, mode = store.replay_buffer, stage.config.mode
+    method = _OLDER_METHODS.get(sync.sync_method, sync.sync_method)
+    right_size = stage.whole_steps or train_batch_size == stage.rollouts
+    kept = [
+        (mode == "both", f"mode both or colocate, not {mode}"),
+        (not stage.remote, "explorer.rollout_model.engine_type torch, not remote"),
+        (
+            _STYLES[sync.sync_style] == "fixed",
+            f"synchronizer.sync_style fixed, not {sync.sync_style}",
+        ),
+        (sync.sync_interval == 1, f"synchronizer.sync_interval 1, not {sync.sync_interval}"),
+        (sync.sync_offset == 0, f"synchronizer.sync_offset 0, not {sync.sync_offset}"),
+        (
+            stage.colocated or method != "checkpoint",
+            f"synchronizer.sync_method nccl or memory, not {sync.sync_method}",
+        ),
+        (
+            mode != "both" or right_size,
+            f"a train_batch_size of batch_size x repeat_times ({stage.rollouts}), not "
+            f"{train_batch_size}",
+        ),
+        (
+            not replay.enable or store.storage_type != "sql",
+            "a replay_buffer that is not in a database (storage_type sql)",
+        ),
+        (
+            not replay.enable or replay.reuse_cooldown_time is None,
+            "a replay_buffer without a reuse_cooldown_time",
+        ),
+    ]
+    return [expected for holds, expected in kept if not holds]
 
 
-def is_exact(stage: StageConfig, lock_step: bool) -> bool:
-    """Whether nothing but the seed decides what is learned: no clock, and no other program."""
+def against_exactness(
+    stage: StageConfig, train_batch_size: int, *, on_ray: bool, hosts: int
+) -> list[str]:
+    """What is expected where nothing but the seed may decide what is learned (no clock, and no
+    other program), and is not so. `hosts`: engine processes of this machine.
+    """
     explorer = stage.config.explorer
-    external = any(model.base_urls for model in explorer.auxiliary_models)
-    return lock_step and not explorer.dynamic_timeout.enable and not external
+    external = [model.base_urls for model in explorer.auxiliary_models if model.base_urls]
+    kept = [
+        (not on_ray, "one process (cluster.launcher local), not Ray"),
+        (
+            not hosts,
+            "one process (explorer.rollout_model.engine_type torch, engine_num 1), not engines in "
+            "processes of their own",
+        ),
+        (not explorer.dynamic_timeout.enable, "no explorer.dynamic_timeout"),
+        (not external, "no models on other servers (base_urls in explorer.auxiliary_models)"),
+    ]
+    own = [expected for holds, expected in kept if not holds]
+    return own + _against_turns(stage, train_batch_size)
 
 
 def _check_whole_steps(stage: StageConfig) -> None:
@@ -111,9 +158,9 @@ def _check_whole_steps(stage: StageConfig) -> None:
         stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
 
 
-def check_beat(stage: StageConfig, style: SyncStyle, exact: bool) -> None:
+def check_beat(stage: StageConfig, style: SyncStyle, inexact: list[str]) -> None:
     """Over-rollout needs a beat that is not fixed, and determinism one that is; see also
-    `_check_whole_steps`.
+    `_check_whole_steps`. `inexact`: what determinism expects and the stage has not.
     """
     _check_whole_steps(stage)
     config = stage.config
@@ -124,11 +171,5 @@ def check_beat(stage: StageConfig, style: SyncStyle, exact: bool) -> None:
             f"is {ratio:g}: with synchronizer.sync_style fixed a step without its slowest tasks "
             f"leaves the trainer waiting; expected another style",
         )
-    if config.deterministic and not exact and not stage.reads_file:
-        stage.problem(
-            "deterministic",
-            "is true: expected one process (cluster.launcher local), mode both, sync_style fixed, "
-            "sync_interval 1, sync_offset 0, sync_method nccl or memory, a train_batch_size of "
-            "batch_size x repeat_times, and neither explorer.dynamic_timeout, models on other "
-            "servers, nor a replay_buffer in a database or with a reuse_cooldown_time",
-        )
+    if config.deterministic and inexact and not stage.reads_file:
+        stage.problem("deterministic", f"is true: expected {'; '.join(inexact)}")
