@@ -112,14 +112,19 @@ def fault_of(error: BaseException, what: str = "", code: Any = None) -> Fault | 
 
 def refuse_signature(what: str, code: Any, call: Any, expected: str, **named: Any) -> None:
     """Raise Refused where `call` does not take the arguments that `expected`, `(task, answer)` say,
-    names, beside the `named` ones. `code` is what the user wrote.
+    names, beside the `named` ones, or takes them in another order. `code` is what the user wrote.
     """
     signature = signature_of(call)
+    wanted = expected.strip("()").split(", ")
+    taken = [name for name in signature.parameters if name in wanted]
     try:
-        signature.bind(*expected.strip("()").split(", "), **named)
+        signature.bind(*wanted, **named)
+        swapped = len(taken) == len(wanted) and taken != wanted
     except TypeError:
+        swapped = True
+    if swapped:
         with UserCode(what, code):
-            raise Refused(f"{what} takes {signature}: expected {expected}") from None
+            raise Refused(f"{what} takes {signature}: expected {expected}")
 
 
 def with_place(sentence: str, line: str) -> str:

@@ -81,6 +81,11 @@ def one_argument(answer):
     return 1.0
 
 
+@reward("mistaken_order")
+def swapped(answer, task):
+    return float(answer == task.truth)
+
+
 @reward("mistaken_trl")
 def trl(completions, **kwargs):
     return [len(completion) / 8 for completion in completions]
@@ -297,6 +302,11 @@ MISTAKES = [
         "N21 reward with one argument", _reward("mistaken_one_argument"),
         "reward 'mistaken_one_argument' takes (answer): expected (task, answer)",
         "def one_argument(answer):", code=2,
+    ),
+    Mistake(
+        "reward with its arguments in another order", _reward("mistaken_order"),
+        "reward 'mistaken_order' takes (answer, task): expected (task, answer)",
+        "def swapped(answer, task):", code=2,
     ),
     Mistake(
         "group reward that needs a column", _reward("mistaken_column"),

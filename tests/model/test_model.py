@@ -30,6 +30,12 @@ def test_a_reply_has_text_message_tokens_and_logprobs() -> None:
     assert reply.prompt_tokens == len(engine_of(model).prompts[0])
 
 
+def test_text_in_place_of_messages_is_refused_with_the_message_that_it_would_be() -> None:
+    model = make(["a"])
+    with pytest.raises(ValueError, match=r"not text: expected \[\{'role': 'user', 'content': 'Hi'"):
+        asyncio.run(model.chat("Hi"))  # pyright: ignore[reportArgumentType]
+
+
 def test_one_experience_a_conversation_with_reward_and_metrics() -> None:
     model = make(["a", "b", "c"], key=(1, 2, 3))
     chat = [user("1"), assistant("a"), user("2")]

@@ -139,6 +139,11 @@ class Model:
         not sampled; `on_token`: see Engine; `on_prompt`: told the prompt's new ids before them.
         """
         options = with_options(self.sampling, sampling)
+        if isinstance(messages, str):
+            raise ValueError(
+                "chat takes a list of messages, not text: expected "
+                f"[{{'role': 'user', 'content': {messages!r:.60}}}]"
+            )
         conversation = [plain_message(message) for message in messages]
         if not conversation:
             raise ValueError("chat needs at least one message")

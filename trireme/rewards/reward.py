@@ -119,7 +119,7 @@ async def score(
         parts = scored if isinstance(scored, Mapping) else {name: scored}
         whose = f"reward '{name}' gave"
         numbers = {
-            str(part): number(value, f"{whose} for '{part}'" if len(parts) > 1 else whose)
+            str(part): number(value, f"{whose} for '{part}'" if parts is scored else whose)
             for part, value in parts.items()
         }
     noted = [part for part in numbers if part.startswith(NOTE)]
