@@ -67,11 +67,12 @@ def test_a_rank_holds_its_share_and_a_block(tmp_path: Path) -> None:
     assert first < whole / 2  # it also proves two layers
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "llama"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_rows_are_those_of_the_folder(arch: str, dtype: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", arch, tie=arch == "qwen3")
     expected = backend_of(folder).weights()
+    assert empty_model(folder) is not None
     given = {"reference": True, "dtype": dtype}
     found, _ = run(_loads, tmp_path / "ranks", folder, given)
     for name, weight in expected.items():

@@ -71,6 +71,34 @@ class FileRows:
         return self.file.get_slice(self.name)[start:stop]
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """All experts' weights [E, O, I] of files that hold matrices of one expert each."""
+
+    files: Mapping[str, Path]
+    """Of each tensor the file that holds it."""
+    experts: Sequence[Sequence[str]]
+    """Of each expert the tensors that lie one below the other."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """See SavedTensor."""
+        return torch.Size([len(self.experts), *self._of(self.experts[0]).shape])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """See SavedTensor."""
+        if start >= stop:  # more ranks than experts
+            return torch.empty(0, *self.shape[1:])
+        return torch.stack([self._of(names) for names in self.experts[start:stop]])
+
+    def _of(self, names: Sequence[str]) -> Tensor:
+        parts = []
+        for name in names:
+            with safe_open(self.files[name], framework="pt") as file:
+                parts.append(file.get_tensor(name))
+        return torch.cat(parts)
+
+
 def assign(target: Tensor, source: Tensor | SavedTensor) -> None:
     """Fill `target`, or the rows of it that this rank holds, from the whole `source`."""
     if isinstance(target, DTensor):

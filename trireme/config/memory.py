@@ -1,6 +1,6 @@
 """Memory: what a trainer's rank will need of its device, in bytes, before anything starts.
 
-An estimate from a dense model's config.json: what is held all the time (weights, gradients,
+An estimate from a decoder's config.json: what is held all the time (weights, gradients,
 moments, reference), what a micro-batch adds, and what an engine on that device takes beside them.
 Activations are those that transformers' blocks keep for their backward pass;
 `tests/trainer/test_memory.py` compares them with what a process really takes.
@@ -33,16 +33,22 @@ MAX_ROWS, KV_TOKENS, PREFIX_TOKENS = 512, 2**18, 2**15
 """The embedded engine's: rollouts that decode at once, their tokens, and those that it keeps of
 finished ones.
 """
-_OTHERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""How configurations call the experts of a layer."""
+_MIXTURES = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+"""Kinds of mixtures of which every layer has experts and nothing beside them, and what their
+configurations call the width of an expert.
+"""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder's sizes."""
+    """A decoder's sizes."""
 
     layers: int
     hidden: int
     intermediate: int
+    """Of a mixture an expert's."""
     query_width: int
     """Heads times their width."""
     key_width: int
@@ -52,17 +58,28 @@ class ModelShape:
     """Query, key and value have a bias."""
     normed: int = 0
     """Width of the norms of queries and keys of a head."""
+    experts: int = 0
+    """Of a layer; 0: it is dense."""
+    chosen: int = 0
+    """Experts that compute a token."""
 
     @property
     def linear(self) -> int:
-        """Weights of a layer that an adapter may be on."""
-        return self.hidden * (2 * self.query_width + 2 * self.key_width + 3 * self.intermediate)
+        """Weights of a layer that an adapter may be on: of a mixture those of attention."""
+        attention = 2 * self.query_width + 2 * self.key_width
+        return self.hidden * (attention + 3 * self.intermediate * (not self.experts))
+
+    @property
+    def of_experts(self) -> int:
+        """Weights of a layer's experts."""
+        return 3 * self.hidden * self.intermediate * self.experts
 
     @property
     def block(self) -> int:
         """Weights of a layer."""
         bias = (self.query_width + 2 * self.key_width) * self.biased
-        return self.linear + bias + 2 * self.hidden + 2 * self.normed
+        mixture = self.of_experts + self.hidden * self.experts  # and their router
+        return self.linear + mixture + bias + 2 * self.hidden + 2 * self.normed
 
     @property
     def root(self) -> int:
@@ -77,25 +94,37 @@ class ModelShape:
     @property
     def kept(self) -> int:
         """Numbers that a layer keeps of a token for its backward pass."""
-        return 6 * self.hidden + 3 * self.query_width + 2 * self.key_width + 4 * self.intermediate
+        attention = 6 * self.hidden + 3 * self.query_width + 2 * self.key_width
+        return attention + 4 * self.intermediate * (not self.experts) + self.kept_by_experts
+
+    @property
+    def kept_by_experts(self) -> int:
+        """Those of them that experts keep: each what it gets and gives, too."""
+        return self.chosen * (2 * self.hidden + 4 * self.intermediate)
 
 
 def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape | None:
-    """By config.json; None where it is of no dense decoder that this knows.
+    """By config.json; None where it is of no decoder that this knows.
 
     `folder`: where its weights lie, which say whether there is a head beside the embedding, where
     the configuration does not.
     """
     facts = {**facts, **(facts.get("text_config") or {})}
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-    heads = facts.get("num_attention_heads")
-    if any(facts.get(name) for name in _OTHERS) or not all(
-        isinstance(facts.get(name), int) for name in (*sizes, "num_attention_heads")
+    kind = facts.get("model_type")
+    experts = experts_of(facts)
+    if experts:
+        sparse = facts.get("decoder_sparse_step", 1) == 1 and not facts.get("mlp_only_layers")
+        if kind not in _MIXTURES or not sparse:
+            return None
+        sizes = (*sizes[:2], _MIXTURES[kind], sizes[3])
+    heads, chosen = facts.get("num_attention_heads"), facts.get("num_experts_per_tok")
+    if not all(isinstance(facts.get(name), int) for name in (*sizes, "num_attention_heads")) or (
+        experts and not isinstance(chosen, int)
     ):
         return None
     assert isinstance(heads, int)
     width = facts.get("head_dim") or facts["hidden_size"] // heads
-    kind = facts.get("model_type")
     return ModelShape(
         *(facts[name] for name in sizes[:3]),
         query_width=heads * width,
@@ -103,8 +132,16 @@ def shape_of(facts: Mapping[str, Any], folder: Path | None = None) -> ModelShape
         vocabulary=facts["vocab_size"],
         tied=_tied(facts, folder),
         biased=bool(facts.get("attention_bias", kind == "qwen2")),
-        normed=width if kind == "qwen3" else 0,
+        normed=width if kind in ("qwen3", "qwen3_moe") else 0,
+        experts=experts,
+        chosen=chosen if experts and isinstance(chosen, int) else 0,
     )
+
+
+def experts_of(facts: Mapping[str, Any]) -> int:
+    """How many experts a layer has by config.json; 0: it has none."""
+    facts = {**facts, **(facts.get("text_config") or {})}
+    return next((count for name in _EXPERTS if (count := facts.get(name))), 0)
 
 
 def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
@@ -121,7 +158,7 @@ def _tied(facts: Mapping[str, Any], folder: Path | None) -> bool:
 
 
 def shape_at(path: str | None) -> ModelShape | None:
-    """Of a model's path; None where it is not here, or of no dense decoder that this knows."""
+    """Of a model's path; None where it is not here, or of no decoder that this knows."""
     facts = model_config(path)
     return shape_of(facts, located(path, "models")) if path and facts else None
 
@@ -180,9 +217,11 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     if apart:  # whole while they compute: the root and two blocks, and what they arrive in and
         # leave by: a buffer of each, and a block's gradient
         gathered = 2 * width * (shape.root + 2 * shape.block) + 2 * FLOAT * shape.block
-    else:  # autocast keeps what it has cast
-        gathered = width * shape.weights * use.half * use.trains_all
-    block = use.tokens * shape.kept * width
+    else:  # autocast keeps what it has cast: all but experts, which stay in float32
+        cast = shape.weights - shape.layers * shape.of_experts
+        gathered = width * cast * use.half * use.trains_all
+    experts = FLOAT if not apart and use.trains_all else width
+    block = use.tokens * (shape.kept * width + shape.kept_by_experts * (experts - width))
     layers = shape.layers * use.tokens * shape.hidden * width + block
     largest = shape.vocabulary * shape.hidden
     passing = {
@@ -193,8 +232,8 @@ def memory_of(shape: ModelShape, use: Use) -> dict[str, int]:
     }
     # an adapter is merged in float32, a layer at a time, where the model is saved or pushed whole:
     # a weight, its addition and their sum; the micro-batches' own have gone by then
-    wide = shape.hidden * max(shape.intermediate, shape.query_width)
-    merged = 0 if use.trains_all else 3 * FLOAT * wide * lies_here
+    across = shape.query_width if shape.experts else max(shape.intermediate, shape.query_width)
+    merged = 0 if use.trains_all else 3 * FLOAT * shape.hidden * across * lies_here
     # of a side that works and what the other holds while it rests, the larger sum counts
     beside = sum(passing.values()) + states["gradients"] + states["moments"] * use.parks
     at_rest = _CONTEXT[use.device] if use.engine else 0

@@ -56,10 +56,12 @@ def peak_flops(device: torch.device, *, half: bool, tflops: float | None = None)
 
 @dataclass(frozen=True)
 class Passes:
-    """Sizes that decide what a pass of a dense decoder costs."""
+    """Sizes that decide what a pass of a decoder costs."""
 
     trained: int
-    """Weights of its linear layers that are trained; embeddings are looked up, and cost nothing."""
+    """Weights of its linear layers that a token meets and that are trained: of experts those that
+    are chosen. Embeddings are looked up, and cost nothing.
+    """
     frozen: int
     head: int
     """Weights of the output head; 0 for a model without one."""
@@ -70,23 +72,27 @@ class Passes:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Passes | None:
-        """Of a model, before it is spread over ranks or after; None where it is no dense decoder
-        that the memory plan knows, such as one with experts.
+        """Of a model, before it is spread over ranks or after; None where it is no decoder
+        that the memory plan knows.
         """
         text = model.config.get_text_config()
         shape = shape_of(text.to_dict())
         if shape is None:
             return None
         looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        linear = [p for p in model.base_model.parameters() if p.ndim == 2 and p not in looked_up]
+        layers = [p for p in model.base_model.parameters() if p not in looked_up]
+        linear = [(p.numel(), p) for p in layers if p.ndim == 2]
+        if shape.experts:  # those of a layer are one tensor
+            met = shape.chosen / shape.experts
+            linear += [(int(p.numel() * met), p) for p in layers if p.ndim == 3]
         head = model.get_output_embeddings()
         weight = head.weight if head is not None else None
         window = getattr(text, "sliding_window", None) or 0
         window = window if getattr(text, "use_sliding_window", True) else 0
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * shape.layers
         return cls(
-            trained=sum(p.numel() for p in linear if p.requires_grad),
-            frozen=sum(p.numel() for p in linear if not p.requires_grad),
+            trained=sum(numbers for numbers, p in linear if p.requires_grad),
+            frozen=sum(numbers for numbers, p in linear if not p.requires_grad),
             head=weight.numel() if isinstance(weight, Tensor) else 0,
             head_trained=isinstance(weight, Tensor) and weight.requires_grad,
             query_width=shape.query_width,

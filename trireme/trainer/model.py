@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as verbosity
 
 from trireme.batch import Batch, of_tokens
-from trireme.checkpoint.saved import FileRows, assign
+from trireme.checkpoint.saved import ExpertRows, FileRows, assign
 from trireme.config.lookup import read_shapes, weight_files
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
@@ -60,8 +60,9 @@ def load_model(
 def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
     """The model of a folder in float32 with packed attention, without its weights: `fill_rows`.
 
-    None where its files do not hold tensors by the model's own names: they are converted as a whole
-    model is loaded. Whether it takes packed attention is for `prove_first_layers`.
+    None where its files hold tensors by other names than the model's own, or Qwen's of single
+    experts: they are converted as a whole model is loaded. Whether it takes packed attention is for
+    `prove_first_layers`.
     """
     from accelerate import init_empty_weights  # slow to load, and needed by ranks alone
 
@@ -74,8 +75,12 @@ def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
         )
     model.tie_weights()
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    parameters = {name for name, _ in model.named_parameters()}
-    if set(model.state_dict()) != names or not parameters <= set(tensor_files(path)):
+    files = tensor_files(path)
+    held = (
+        name in files or len(_experts(name, files)) == len(parameter)
+        for name, parameter in model.named_parameters()
+    )
+    if set(model.state_dict()) != names or not all(held):
         return None
     model.set_attn_implementation(attention.NAME)
     quicken(model)
@@ -95,6 +100,24 @@ def fill_rows(model: nn.Module, path: str | Path) -> None:
         if name in files:  # opened each time: pages that were read are given back
             with safe_open(files[name], framework="pt") as held:
                 assign(parameter, FileRows(held, name))
+        elif experts := _experts(name, files):
+            assign(parameter, ExpertRows(files, experts))
+
+
+_OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _experts(name: str, files: Mapping[str, Path]) -> list[list[str]]:
+    """Of each expert the tensors of a folder that a parameter of all experts is made of."""
+    prefix, _, last = name.rpartition(".")
+    if not prefix.endswith(".experts") or last not in _OF_AN_EXPERT:
+        return []
+    experts: list[list[str]] = []
+    while True:
+        names = [f"{prefix}.{len(experts)}.{part}.weight" for part in _OF_AN_EXPERT[last]]
+        if any(part not in files for part in names):
+            return experts
+        experts.append(names)
 
 
 def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> None:
