@@ -39,8 +39,10 @@ class PackedBatch:
     """Who attends to whom, as the kernel takes it."""
     predecessors: Tensor
     """[M] flat index of the token that predicts each entry of the batch."""
-    handle: Tensor = field(init=False)
-    """Of `attention`, for blocks that are compiled."""
+    handle: Tensor = field(default_factory=Tensor)
+    """Of `attention`, for blocks that are compiled. Nobody gives it, but FSDP, which casts what
+    goes into a block, makes copies with a value for each field.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", handle_of(self.attention))
