@@ -83,6 +83,18 @@ def test_capped_attention_scores_are_a_problem(tmp_path):
     assert "does not compute attention whose scores are capped" in only_problem(tmp_path)
 
 
+def test_an_adapter_of_experts_is_a_problem(tmp_path):
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"num_experts": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    for targets in ("all-linear", "[q_proj, gate]", "[q_proj, down_proj]"):
+        text = only_problem(tmp_path, f"model.lora_configs=[{{target_modules: {targets}}}]")
+        assert text.startswith("model.lora_configs[0].target_modules is")
+        assert "expected layers of attention" in text
+    lora = "model.lora_configs=[{target_modules: [q_proj, layers.0.self_attn.o_proj]}]"
+    assert problems_of(tmp_path, lora) == []
+
+
 def test_the_error_lists_all_problems_a_line_each(tmp_path):
     config = config_of(tmp_path, values(tmp_path), f"{TASKSET}.path=/no.jsonl", "model.model_path=")
     with pytest.raises(ConfigError) as error:

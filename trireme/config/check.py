@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trireme.config.lookup import ModelFacts, check_adapter, located, model_config, model_facts
+from trireme.config.memory import experts_of
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
 from trireme.config.stages import StageConfig, used_tasksets
@@ -197,12 +198,26 @@ _OF_THE_ADAPTER = (
 )
 
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def _on_attention(targets: str | list[str]) -> bool:
+    return not isinstance(targets, str) and {x.split(".")[-1] for x in targets} <= {*_ATTENTION}
+
+
 def _check_adapter(stage: StageConfig) -> None:
     """Whether the adapter to go on from is there, and one that can be trained."""
+    mixture = experts_of(model_config(stage.config.model.model_path))
     for number, lora in enumerate(stage.config.model.lora_configs or []):
+        key = f"model.lora_configs[{number}]"
+        if mixture and lora.path is None and not _on_attention(lora.target_modules):
+            stage.problem(
+                f"{key}.target_modules",
+                f"is {lora.target_modules!r}, and adapters of experts and their router are not "
+                f"trained here: expected layers of attention, such as {list(_ATTENTION)}",
+            )
         if lora.path is None:
             continue
-        key = f"model.lora_configs[{number}]"
         if stage.model_from is not None:
             stage.problem(
                 f"{key}.path",
