@@ -62,6 +62,12 @@ def _name(key: str) -> str:
 ZERO: dict[str, float] = {f"rollout__reward__{kind}": 0.0 for kind in ("mean", "max", "min")}
 # What each cause looks like: the part, the step from which on, and the figures that are others.
 SEEN: dict[str, tuple[str, int, dict[str, float], str]] = {
+    "judge_unread": (
+        "explorer",
+        1,
+        ZERO | {"rollout__judge_success__mean": 0.0, "experience_pipeline__idle_groups": 1.0},
+        "the judge's reply could not be read in any call of the last 3 steps",
+    ),
     "zero_rewards": ("explorer", 1, ZERO, "every reward of the last 3 steps is 0"),
     "equal_rewards": (
         "explorer",

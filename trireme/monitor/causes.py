@@ -88,6 +88,22 @@ def _span(rows: Sequence[Figures]) -> str:
 
 
 @_cause(
+    "judge_unread",
+    "explorer",
+    0.0,
+    "no reply of the judge could be read (`judge_success` 0)",
+    "each is a reward of 0, or none, that says nothing of the policy",
+    "look at what the judge replies: a stronger model, a larger `max_tokens`, or a `prompt` that "
+    "says in which form it has to end (docs/rewards.md)",
+)
+def _judge_unread(course: Course, limit: float, facts: Facts) -> str | None:
+    read = values(course.now, "rollout/judge_success/mean")
+    if not facts.rewards_teach or not read or fmean(read) > limit:
+        return None
+    return f"the judge's reply could not be read in any call of {_span(course.now)}"
+
+
+@_cause(
     "zero_rewards",
     "explorer",
     0.0,
@@ -101,6 +117,8 @@ def _all_zero(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
     highest, lowest = values(rows, "rollout/reward/max"), values(rows, "rollout/reward/min")
     if not facts.rewards_teach or not highest or any(highest) or any(lowest):
+        return None
+    if _judge_unread(course, 0.0, facts):
         return None
     if course.best > limit:
         return None  # rewards that were there and went away are another cause
@@ -125,7 +143,9 @@ def _all_equal(course: Course, limit: float, facts: Facts) -> str | None:
     idle = values(rows, "experience_pipeline/idle_groups")
     if not facts.rewards_teach or len(idle) < len(rows) or not idle or fmean(idle) < limit:
         return None
-    if _all_zero(course, 0.0, facts) or any(values(rows, "experience_pipeline/not_finite")):
+    if _judge_unread(course, 0.0, facts) or _all_zero(course, 0.0, facts):
+        return None
+    if any(values(rows, "experience_pipeline/not_finite")):
         return None
     equal = values(rows, "experience_pipeline/zero_std_groups")
     if equal and fmean(equal) < limit and mean(rows, _DEVIATION) > 1e-6:
