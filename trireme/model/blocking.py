@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trireme.aio import running_loop
 from trireme.experience import Experience
-from trireme.model.chat_tokens import Message, plain_message
+from trireme.model.chat_tokens import Message, plain_messages
 from trireme.model.conversation import experience_of, with_metrics
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class BlockingModel:
         and not trained; the metric `conversation/unmatched` counts these. So are earlier turns that
         the template has rewritten. `temperature` is known from the calls where there are any.
         """
-        conversation = [plain_message(message) for message in messages]
+        conversation = plain_messages(messages)
         recorder, chat = self.model.recorder, self.model.chat_tokens
         call = recorder.by_messages(conversation, tools)
         tail: list[int] | None = []
@@ -237,7 +237,7 @@ class BlockingModel:
 
     def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Number of tokens of a conversation as a prompt."""
-        conversation = [plain_message(message) for message in messages]
+        conversation = plain_messages(messages)
         return len(self.model.chat_tokens.prompt(conversation).ids)
 
     def clone_with_isolated_history(self) -> BlockingModel:

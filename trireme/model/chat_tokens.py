@@ -324,6 +324,16 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": out}
 
 
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each as `plain_message`. Raises ValueError for text."""
+    if isinstance(messages, str):
+        raise ValueError(
+            "chat takes a list of messages, not text: expected "
+            f"[{{'role': 'user', 'content': {messages!r:.60}}}]"
+        )
+    return [plain_message(message) for message in messages]
+
+
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without what is None, its content as one text. Raises ValueError for images."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -376,7 +386,7 @@ def conversation_of(task: Task, prompt: Any, system: str | None) -> list[dict[st
             f"row has: {', '.join(task.raw_task)}"
         )
     try:
-        plain = [plain_message(message) for message in messages]
+        plain = plain_messages(messages)
     except ValueError as error:
         raise ValueError(f"the task's {column}: {error}") from error
     if system and plain[0]["role"] != "system":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trireme.engines.engine import Completion, Engine, OnToken, Sampling, with_options
 from trireme.experience import Experience
-from trireme.model.chat_tokens import ChatTokens, Message, Prompt, plain_message
+from trireme.model.chat_tokens import ChatTokens, Message, Prompt, plain_messages
 from trireme.model.conversation import (
     cut,
     experiences_of,
@@ -139,12 +139,7 @@ class Model:
         not sampled; `on_token`: see Engine; `on_prompt`: told the prompt's new ids before them.
         """
         options = with_options(self.sampling, sampling)
-        if isinstance(messages, str):
-            raise ValueError(
-                "chat takes a list of messages, not text: expected "
-                f"[{{'role': 'user', 'content': {messages!r:.60}}}]"
-            )
-        conversation = [plain_message(message) for message in messages]
+        conversation = plain_messages(messages)
         if not conversation:
             raise ValueError("chat needs at least one message")
         goes_on = conversation[-1]["role"] == "assistant"
@@ -203,7 +198,7 @@ class Model:
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> int:
         """The prompt's length in tokens of a conversation that has not begun."""
-        conversation = [plain_message(message) for message in messages]
+        conversation = plain_messages(messages)
         tokens = self.chat_tokens
         prompt = await _off_loop(
             lambda: tokens.prompt(conversation, tools), _size(conversation, "", tools)
@@ -355,7 +350,7 @@ class Model:
         loss; without ids they are found. Raises ValueError where ids that were not sampled have a
         weight.
         """
-        conversation = [plain_message(message) for message in messages]
+        conversation = plain_messages(messages)
         [last, *_] = self.recorder.of_turn(conversation, tools) or [None]
         if last is None:
             raise ValueError("edit_reply: no call of this rollout has replied to these messages")
