@@ -49,6 +49,8 @@ def trained(step: int, **changed: float) -> Row:
     healthy = {
         "actor/entropy": 0.9 / (1 + 0.02 * step),
         "rollout/logprob_diff_mean": 1e-6,
+        "actor/grad_norm": 0.7,
+        "critic/advantage_abs_mean": 0.5,
         "rollout/staleness_mean": 1.0,
     }
     return healthy | {_name(key): value for key, value in changed.items()}
@@ -90,6 +92,12 @@ SEEN: dict[str, tuple[str, int, dict[str, float], str]] = {
         "from 102 to 240 tokens, and the share that is cut from 5% to 28%",
     ),
     "entropy_collapse": ("trainer", 20, {"actor__entropy": 0.02}, "to 0.02 nats a token"),
+    "no_gradient": (
+        "trainer",
+        1,
+        {"actor__grad_norm": 0.0},
+        "the gradient of the last 3 steps is 0, though advantages are 0.5 on average",
+    ),
     "logprob_gap": ("trainer", 1, {"rollout__logprob_diff_mean": 0.1}, "differ by 0.1 nats"),
     "staleness": ("trainer", 1, {"rollout__staleness_mean": 9.0}, "tokens are 9.0 pushes old"),
     "tools_dropped": (
