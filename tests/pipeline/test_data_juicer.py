@@ -48,6 +48,7 @@ class Step:
         if self.name == "doubles": return [row, row]
         if self.name == "drops": return []
         return [{**row, "__dj__stats__": {"text_len": len(text)}}]
+class OPERATORS: modules = "measures keeps dies hangs forks raises rewrites doubles drops".split()
 def load_ops(process): return [Step(*item) for step in process for item in step.items()]
 """
 DATA = """
@@ -225,6 +226,26 @@ def test_the_package_itself_filters_and_scores(tmp_path: Path) -> None:
             assert kept[0].info["alnum_ratio"] == pytest.approx(13 / 15)
     with made(TASK_OPERATORS, operators=[{"text_length_filter": SHORT}]) as operator:
         assert operator.function([{"q": "how?", "n": 1}]) == [{"q": "how?", "n": 1, "text_len": 4}]
+
+
+@pytest.mark.usefixtures("fake")
+def test_steps_that_cannot_work_are_refused_before_the_run(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    for steps, says in (
+        ([], "operators is empty: expected at least one operator"),
+        ([{"measure": {}}], r"has no operator 'measure' \(did you mean 'measures'\?\)"),
+        ([{"measures": {}, "drops": {}}], "expected one name with its options"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            make_operator(OPERATORS, "data_juicer", {"operators": steps}, "operators[0]")
+    for text, says in (
+        ("process:\n- a: [\n", r"config_path \(.*r.yaml\) is no YAML: while parsing"),
+        ("np: four\nprocess:\n- drops: {}\n", r"config_path \(.*r.yaml\): np is 'four'"),
+        ("process: []\n", r"config_path \(.*r.yaml\) is empty"),
+    ):
+        recipe.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            make_operator(OPERATORS, "data_juicer", {"config_path": str(recipe)}, "operators[0]")
 
 
 def pipeline_of(tmp_path: Path, names: list[str], **tasks: Any) -> dict[str, Any]:

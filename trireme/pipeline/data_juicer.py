@@ -7,6 +7,7 @@ of that Python gets the rows and gives back those that stay.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
@@ -32,6 +33,9 @@ STATS = "__dj__stats__"
 _WORKER = Path(__file__).with_name("data_juicer_worker.py")
 _NO_INSTALLING = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "UV_OFFLINE": "1", "UV_NO_INDEX": "1"}
 """Data-Juicer would install by itself what an operator lacks."""
+_KNOWN = (
+    "from data_juicer.ops import OPERATORS as o; import json; print(json.dumps(list(o.modules)))"
+)
 _HERE = "import importlib.util as u, sys; sys.exit(u.find_spec('data_juicer') is None)"
 
 
@@ -52,9 +56,14 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         """
         if (operators is None) == (config_path is None):
             raise Refused("data_juicer needs operators or config_path, one of the two")
-        recipe = {"process": operators} if config_path is None else _recipe(config_path)
+        recipe: dict[str, Any] = (
+            {"process": operators} if config_path is None else _recipe(config_path)
+        )
         self._request = {"process": recipe["process"], "np": recipe.get("np", np)}
+        whose = "operators" if config_path is None else f"config_path ({config_path})"
+        names = _names(f"data_juicer: {whose}", recipe["process"])
         self._python = _interpreter(python or os.environ.get(VARIABLE))
+        _refuse_unknown(f"data_juicer: {whose}", names, self._python)
         self._timeout = timeout
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[str] | None = None
@@ -180,11 +189,45 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _recipe(path: str) -> dict[str, Any]:
     """A recipe of Data-Juicer. Raises Refused for what is none."""
     file = Path(path)
-    recipe = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    whose = f"data_juicer: config_path ({path})"
+    try:
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except yaml.YAMLError as error:
+        raise Refused(f"{whose} is no YAML: {error}") from error
     if not isinstance(recipe, dict) or not isinstance(recipe.get("process"), list):
         why = "has no list `process`" if file.is_file() else "is no file"
-        raise Refused(f"data_juicer: config_path ({path}) {why}: expected a Data-Juicer recipe")
+        raise Refused(f"{whose} {why}: expected a Data-Juicer recipe")
+    np = recipe.get("np", 1)
+    if not isinstance(np, int) or np < 1:
+        raise Refused(f"{whose}: np is {np!r}: expected a number of processes, at least 1")
     return recipe
+
+
+def _names(whose: str, steps: Sequence[Any]) -> list[str]:
+    """The operators' names. Raises Refused for what is no operator, or none at all."""
+    if not steps:
+        raise Refused(f"{whose} is empty: expected at least one operator of Data-Juicer")
+    for step in steps:
+        if not isinstance(step, Mapping) or len(step) != 1:
+            raise Refused(
+                f"{whose} has {step!r}: expected one name with its options, {{name: {{}}}}"
+            )
+    return [str(name) for step in steps for name in step]
+
+
+def _refuse_unknown(whose: str, names: Sequence[str], python: str) -> None:
+    """Raise Refused for names that this Python's Data-Juicer does not know."""
+    environment = os.environ | _NO_INSTALLING
+    said = subprocess.run([python, "-c", _KNOWN], capture_output=True, text=True, env=environment)
+    if said.returncode:
+        last = (said.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise Refused(f"data_juicer: Data-Juicer of {python} cannot be imported: {last}")
+    known = json.loads(said.stdout.splitlines()[-1])
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            raise Refused(f"{whose}: Data-Juicer of {python} has no operator '{name}'{hint}")
 
 
 def _interpreter(python: str | None) -> str:
