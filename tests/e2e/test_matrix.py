@@ -375,7 +375,7 @@ def last_weights(job: Path) -> bytes:
         (
             [STORE_SQL, "deterministic=true",
              "buffer.trainer_input.experience_buffer.replay_buffer.enable=true"],
-            "nor a replay_buffer in a database",
+            "expected a replay_buffer that is not in a database (storage_type sql)",
         ),
     ],
 )  # fmt: skip
