@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from tests.e2e.job import small_config, write_jsonl
 from trireme.cli.main import app
+from trireme.cli.run import draft_of
+from trireme.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,22 @@ def test_prompts_that_are_too_long(tmp_path: Path, good: dict[str, Any]) -> None
     code, output = checked(tmp_path, good, "model.max_prompt_tokens=37", held_out)
     assert code == 0
     assert "sums: 6 of 16 prompts have more than 37 tokens" in output
+
+
+def test_a_run_refuses_or_notes_prompts_that_are_too_long_before_its_first_step(
+    tmp_path: Path, good: dict[str, Any]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(good))
+    too_short = "model.max_prompt_tokens=10"
+    with pytest.raises(ConfigError, match=r"max_prompt_tokens of at least 38, and"):
+        draft_of(path, [too_short], [])
+    overrides = ["model.max_prompt_tokens=37", "buffer.explorer_input.eval_tasksets=[]"]
+    (plan,) = draft_of(path, overrides, []).plans
+    assert [note for note in plan.notes if "prompts have" in note] == [
+        "sums: 6 of 16 prompts have more than 37 tokens (model.max_prompt_tokens, below "
+        "model.max_model_len), so that nothing is asked: the longest has 38"
+    ]
 
 
 def test_a_workflow_that_needs_its_model_is_left_to_the_run(

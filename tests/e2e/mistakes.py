@@ -426,13 +426,13 @@ MISTAKES = [
     Mistake(
         "N30 prompts are longer than allowed", ("model.max_prompt_tokens=5", *_EIGHT),
         "prompts have more than 5 tokens (model.max_prompt_tokens, below model.max_model_len), so "
-        "that nothing is asked: expected at least", code=2,
+        "that nothing is asked: expected a model.max_prompt_tokens of at least", code=2,
     ),
     Mistake(
         "N31 prompts are too long and not to be cut",
         ("model.max_prompt_tokens=5", "model.enable_prompt_truncation=false"),
         "prompts have more than 5 tokens (model.max_prompt_tokens, below model.max_model_len), so "
-        "that nothing is asked: expected at least", code=2,
+        "that nothing is asked: expected a model.max_prompt_tokens of at least", code=2,
     ),
     Mistake(
         "N32 all rewards are equal", (*_reward("mistaken_same"), *_EIGHT),

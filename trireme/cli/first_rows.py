@@ -18,9 +18,8 @@ from trireme.launch.prompts import (
     ROWS,
     SECONDS,
     Prompts,
-    longest_prompt,
+    prompt_notes,
     prompt_problems,
-    too_long,
 )
 from trireme.monitor.figures import in_one_line
 
@@ -52,10 +51,7 @@ def _of_prompts(plan: Plan, name: str, prompts: Prompts) -> list[tuple[str, str]
     lines = [("prompts", f"{name}: {_range(prompts.sizes)}"), ("first prompt", _end(prompts.first))]
     if prompts.drops_tools:
         lines.append(("warning", f"{name}: the chat template writes nothing of the rows' tools"))
-    said = too_long(plan, name, prompts)
-    if said is not None and min(prompts.sizes) <= longest_prompt(plan):
-        lines.append(("warning", f"{said}: the longest has {max(prompts.sizes)}"))
-    return lines
+    return lines + [("warning", note) for note in prompt_notes(plan, name, prompts)]
 
 
 def _of_data(plan: Plan) -> Told:

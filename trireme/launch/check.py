@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +53,13 @@ from trireme.launch.data import (
     together,
 )
 from trireme.launch.engines import examine_auxiliary
-from trireme.launch.prompts import Prompts, first_messages, first_prompts, prompt_problems
+from trireme.launch.prompts import (
+    Prompts,
+    first_messages,
+    first_prompts,
+    prompt_notes,
+    prompt_problems,
+)
 from trireme.model.tool_calls import format_of
 from trireme.monitor.trackers import examine_trackers
 from trireme.pipeline.operators import make_operator
@@ -129,7 +135,13 @@ def checked(config: Config) -> Draft:
         problems = shared([parts.stage for parts in made.parts])
     if problems:
         raise ConfigError(problems)
-    return made
+    pairs = zip(made.plans, made.parts, strict=True)
+    return made._replace(plans=[_with_prompt_notes(plan, parts) for plan, parts in pairs])
+
+
+def _with_prompt_notes(plan: Plan, parts: Parts) -> Plan:
+    notes = [note for name, prompts in parts.prompts for note in prompt_notes(plan, name, prompts)]
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def examine(path: str | Path, overrides: Sequence[str] = ()) -> Draft:

@@ -83,12 +83,21 @@ def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:
     )
 
 
+def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
+    """What is odd about a taskset's prompts and stops no run."""
+    text = too_long(plan, name, prompts)
+    if text is None or min(prompts.sizes) > longest_prompt(plan):  # the latter is a problem
+        return []
+    return [f"{text}: the longest has {max(prompts.sizes)}"]
+
+
 def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:
     """A problem for each taskset of which nothing is asked: all of its prompts are too long."""
     return [
         Problem(
             "",
-            f"{too_long(plan, name, prompts)}: expected at least {max(prompts.sizes)}",
+            f"{too_long(plan, name, prompts)}: expected a model.max_prompt_tokens of at least "
+            f"{max(prompts.sizes)}, and a model.max_model_len above it",
             plan.stage_name,
         )
         for name, prompts in encoded
