@@ -231,7 +231,11 @@ def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        ("--chord_sft_dataset x", "algorithm.algorithm_type=mix_chord"),
+        (
+            "--chord_sft_dataset x",
+            "mix_chord, with the data set as buffer.trainer_input.auxiliary_buffers.sft_dataset",
+        ),
+        ("--chord_mu_peak 0.5", "mix_chord, with the options in policy_loss_fn_args"),
         (
             "--sdar_loss_coef 0.1",
             "expected --teacher_model MODEL (a teacher_prompt of a row is not",

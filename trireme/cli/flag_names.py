@@ -244,6 +244,8 @@ TRANSLATED += (*REWARD_MODELS, "teacher_model", "sdar_gate_beta", "target_module
 """Flags that become several keys, or another value."""
 _MEGATRON = "the flags of swift rlhf: FSDP2 shards the trainer, and Megatron's flags are not here"
 ELSEWHERE = {
+    "chord_sft_dataset": "algorithm.algorithm_type=mix_chord, with the data set as "
+    "buffer.trainer_input.auxiliary_buffers.sft_dataset={path: ...}",
     "chord_*": "algorithm.algorithm_type=mix_chord, with the options in policy_loss_fn_args",
     "context_manager": "workflow_args.context_manager of the taskset, with gym_scheduler",
     "dataset_shuffle": "data_selector.selector_type of the taskset: shuffle or sequential",
