@@ -50,7 +50,7 @@ def trained(step: int, **changed: float) -> Row:
         "actor/entropy": 0.9 / (1 + 0.02 * step),
         "rollout/logprob_diff_mean": 1e-6,
         "actor/grad_norm": 0.7,
-        "critic/advantage_abs_mean": 0.5,
+        "actor/pg_loss": 0.5,
         "rollout/staleness_mean": 1.0,
     }
     return healthy | {_name(key): value for key, value in changed.items()}
@@ -96,7 +96,7 @@ SEEN: dict[str, tuple[str, int, dict[str, float], str]] = {
         "trainer",
         1,
         {"actor__grad_norm": 0.0},
-        "the gradient of the last 3 steps is 0, though advantages are 0.5 on average",
+        "the gradient of the last 3 steps is 0, though the policy loss is not (mean 0.5)",
     ),
     "logprob_gap": ("trainer", 1, {"rollout__logprob_diff_mean": 0.1}, "differ by 0.1 nats"),
     "staleness": ("trainer", 1, {"rollout__staleness_mean": 9.0}, "tokens are 9.0 pushes old"),

@@ -265,19 +265,18 @@ def _entropy_gone(course: Course, limit: float, facts: Facts) -> str | None:
     "no_gradient",
     "trainer",
     0.0,
-    "the gradient is 0 in every step, and advantages are not",
-    "an advantage moves the weights unless the loss does not depend on them",
+    "the gradient is 0 in every step, and the policy loss is not",
+    "a loss that is not 0 moves the weights unless it does not depend on them",
     "see that your own `policy_loss_fn` computes with `logprobs`, and neither detaches them nor "
     "multiplies them by 0",
 )
 def _no_gradient(course: Course, limit: float, facts: Facts) -> str | None:
     rows = course.now
-    norms, sizes = (values(rows, n) for n in ("actor/grad_norm", "critic/advantage_abs_mean"))
+    norms, sizes = (values(rows, n) for n in ("actor/grad_norm", "actor/pg_loss"))
     if not norms or len(norms) < len(rows) or max(norms) > limit or not any(sizes):
         return None
-    return (
-        f"the gradient of {_span(rows)} is 0, though advantages are {fmean(sizes):.3g} on average"
-    )
+    loss = fmean(sizes)
+    return f"the gradient of {_span(rows)} is 0, though the policy loss is not (mean {loss:.3g})"
 
 
 @_cause(
