@@ -85,6 +85,34 @@ def test_a_template_that_refuses_a_prompt_is_told(tmp_path: Path, good: dict[str
     assert "no row was encoded: the chat template refuses a conversation" in output
 
 
+@pytest.mark.parametrize(
+    ("template", "noted"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", True),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", False),
+        (  # a prompt's end is marked, with and without add_generation_prompt
+            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+            "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}",
+            False,
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}Answer:{% endif %}",
+            False,
+        ),
+    ],
+)
+def test_a_template_that_hides_where_a_reply_begins_is_noted_before_a_run(
+    tmp_path: Path, good: dict[str, Any], template: str, noted: bool
+) -> None:
+    path = tmp_path / "config.yaml"
+    model = {**good["model"], "custom_chat_template": template}
+    path.write_text(yaml.safe_dump({**good, "model": model}))
+    (plan,) = draft_of(path, [], []).plans
+    assert any("no generation prompt" in note for note in plan.notes) == noted
+
+
 def test_the_first_row_that_is_trained(tmp_path: Path, good: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "solved.jsonl", [{"prompt": "1 + 1?", "response": "2"}] * 3)
     config = {

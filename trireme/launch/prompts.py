@@ -21,6 +21,12 @@ ROWS = 64
 SECONDS = 10.0
 """For the rows of a data set that are encoded beforehand; one that takes long is the last."""
 
+HIDES_REPLIES = (
+    "the chat template writes no role and no generation prompt between a prompt and its reply, so "
+    "that the model cannot tell them apart: expected a template that does, as "
+    "model.chat_template_path"
+)
+
 
 class Prompts(NamedTuple):
     """The first call's prompts of some rows of a taskset."""
@@ -29,6 +35,8 @@ class Prompts(NamedTuple):
     first: str
     drops_tools: bool
     """Whether rows have tools of which the chat template writes nothing."""
+    hides_replies: bool
+    """Whether the chat template writes nothing between a prompt and its reply."""
 
 
 def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
@@ -47,7 +55,9 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
         drops_tools = drops_tools or (bool(tools) and text.chat.drops_tools)
         if len(sizes) == ROWS or time.monotonic() > deadline:
             break
-    return Prompts(sizes, rendered[0], drops_tools) if sizes else None
+    if not sizes:
+        return None
+    return Prompts(sizes, rendered[0], drops_tools, text.chat.hides_replies)
 
 
 def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
@@ -85,10 +95,13 @@ def too_long(plan: Plan, name: str, prompts: Prompts) -> str | None:
 
 def prompt_notes(plan: Plan, name: str, prompts: Prompts) -> list[str]:
     """What is odd about a taskset's prompts and stops no run."""
+    notes = []
     text = too_long(plan, name, prompts)
-    if text is None or min(prompts.sizes) > longest_prompt(plan):  # the latter is a problem
-        return []
-    return [f"{text}: the longest has {max(prompts.sizes)}"]
+    if text is not None and min(prompts.sizes) <= longest_prompt(plan):  # else it is a problem
+        notes.append(f"{text}: the longest has {max(prompts.sizes)}")
+    if prompts.hides_replies:
+        notes.append(HIDES_REPLIES)
+    return notes
 
 
 def prompt_problems(plan: Plan, encoded: Sequence[tuple[str, Prompts]]) -> list[Problem]:

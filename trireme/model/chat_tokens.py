@@ -169,6 +169,18 @@ class ChatTokens:
         except ValueError:
             return False  # it refuses placeholders, so that nothing is known
 
+    @cached_property
+    def hides_replies(self) -> bool:
+        """Whether the template writes nothing but white space between a prompt and its reply."""
+        asked, reply = _placeholder("user"), _placeholder("assistant")
+        try:
+            before = self.render([asked])
+            whole = self.render([asked, reply], generate=False)
+        except ValueError:
+            return False  # it refuses placeholders, so that nothing is known
+        ends = before.rstrip().endswith(asked["content"])  # no generation prompt
+        return ends and whole.strip().removeprefix(before.strip()).strip() == reply["content"]
+
     def prompt(
         self,
         messages: Sequence[Message],
