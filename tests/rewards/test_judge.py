@@ -48,8 +48,8 @@ def rewards(reward: Any, said: Said, texts: list[str], task: Task = TASK) -> Any
     return asyncio.run(Judge.of([given]).rewards(task, rows(texts), [said.model]))
 
 
-def over_http(said: list[str], texts: list[str]) -> list[float]:
-    async def go() -> list[float]:
+def over_http(said: list[str], texts: list[str]) -> list[float | None]:
+    async def go() -> list[float | None]:
         tokenizer = make_tokenizer()
         rollouts = rollouts_over(
             ScriptedEngine(said, tokenizer=tokenizer), tokenizer, max_model_len=4096

@@ -30,7 +30,9 @@ def rows(*texts: str) -> list[Row]:
     ]
 
 
-def judge(funcs: list[Any], texts: list[str], weights: list[float] | None = None) -> list[float]:
+def judge(
+    funcs: list[Any], texts: list[str], weights: list[float] | None = None
+) -> list[float | None]:
     return asyncio.run(Judge.of(funcs, weights).rewards(TASK, rows(*texts)))[0]
 
 
