@@ -93,7 +93,7 @@ def _with_expert(folder: Path, config: dict[str, Any]) -> None:
     config["buffer"]["trainer_input"] = {"auxiliary_buffers": {"sft_dataset": expert}}
 
 
-def _with_teacher(folder: Path, config: dict[str, Any]) -> None:
+def _beside_teacher(folder: Path, config: dict[str, Any]) -> None:
     """A teacher that says digits: the model after supervised steps."""
     learns = config | {
         "name": "teacher",
@@ -108,6 +108,10 @@ def _with_teacher(folder: Path, config: dict[str, Any]) -> None:
     _run(folder, learns)
     teacher = folder / f"checkpoints/tests/teacher/global_step_{STEPS}/actor/huggingface"
     config["explorer"]["auxiliary_models"] = [{"model_path": str(teacher)}]
+
+
+def _with_teacher(folder: Path, config: dict[str, Any]) -> None:
+    _beside_teacher(folder, config)
     config["buffer"]["explorer_input"]["default_workflow_type"] = "on_policy_distill_workflow"
 
 
@@ -119,6 +123,7 @@ NEEDS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "mix_chord": _with_expert,
     "on_policy_distill": _with_teacher,
     "jsd": _with_teacher,
+    "rlsd": _beside_teacher,
 }
 
 
