@@ -22,6 +22,7 @@ from trireme.config.schema import ServiceConfig
 from trireme.experience import EID, Experience
 from trireme.launch.check import draft, make_plans
 from trireme.launch.data import make_training_taskset
+from trireme.pipeline import data_juicer
 from trireme.pipeline.data_juicer import VARIABLE
 from trireme.pipeline.operators import Operator, OperatorFailed, make_operator
 from trireme.pipeline.pipeline import task_operators
@@ -246,6 +247,23 @@ def test_steps_that_cannot_work_are_refused_before_the_run(tmp_path: Path) -> No
         recipe.write_text(text)
         with pytest.raises(ValueError, match=says):
             make_operator(OPERATORS, "data_juicer", {"config_path": str(recipe)}, "operators[0]")
+
+
+@pytest.mark.usefixtures("fake")
+def test_its_operators_are_asked_for_once_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = tmp_path / "data_juicer" / "ops.py"
+    ops.write_text(f"open({str(tmp_path / 'asked')!r}, 'a').write('.')\n{FAKE}")
+    for _ in range(2):
+        with made(OPERATORS, operators=[{"keeps": {}}]):
+            pass
+    assert (tmp_path / "asked").read_text() == "."
+    data_juicer._known.cache_clear()
+    monkeypatch.setattr(data_juicer, "_IMPORT_S", 0.5)
+    ops.write_text("import time\ntime.sleep(600)")
+    with pytest.raises(ValueError, match=r"was not imported within 0\.5 s"):
+        make_operator(OPERATORS, "data_juicer", {"operators": [{"keeps": {}}]}, "operators[0]")
 
 
 def pipeline_of(tmp_path: Path, names: list[str], **tasks: Any) -> dict[str, Any]:

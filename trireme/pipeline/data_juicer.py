@@ -7,7 +7,6 @@ of that Python gets the rows and gives back those that stay.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import threading
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt
 
 from trireme.experience import Experience
 from trireme.pipeline.operators import Operated
-from trireme.registry import operator, task_operator
+from trireme.registry import did_you_mean, operator, task_operator
 from trireme.usercode import Refused
 
 VARIABLE = "TRIREME_DATA_JUICER_PYTHON"
@@ -36,6 +36,8 @@ _NO_INSTALLING = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "UV_OFFLINE": "1", 
 _KNOWN = (
     "from data_juicer.ops import OPERATORS as o; import json; print(json.dumps(list(o.modules)))"
 )
+_IMPORT_S = 300.0
+"""For a first import, from a slow disk."""
 _HERE = "import importlib.util as u, sys; sys.exit(u.find_spec('data_juicer') is None)"
 
 
@@ -217,17 +219,30 @@ def _names(whose: str, steps: Sequence[Any]) -> list[str]:
 
 def _refuse_unknown(whose: str, names: Sequence[str], python: str) -> None:
     """Raise Refused for names that this Python's Data-Juicer does not know."""
-    environment = os.environ | _NO_INSTALLING
-    said = subprocess.run([python, "-c", _KNOWN], capture_output=True, text=True, env=environment)
-    if said.returncode:
-        last = (said.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise Refused(f"data_juicer: Data-Juicer of {python} cannot be imported: {last}")
-    known = json.loads(said.stdout.splitlines()[-1])
+    known = _known(python, os.environ.get("PYTHONPATH"))
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            hint = did_you_mean(name, known, " (did you mean '{}'?)")
             raise Refused(f"{whose}: Data-Juicer of {python} has no operator '{name}'{hint}")
+
+
+@lru_cache(maxsize=8)
+def _known(python: str, path: str | None) -> tuple[str, ...]:
+    """The names of its operators, asked once: the import takes seconds. `path` decides what is
+    imported. Raises Refused where it fails, or takes too long.
+    """
+    command, whose = [python, "-c", _KNOWN], f"data_juicer: Data-Juicer of {python}"
+    environment = os.environ | _NO_INSTALLING
+    try:
+        said = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=_IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise Refused(f"{whose} was not imported within {_IMPORT_S:g} s") from None
+    if said.returncode:
+        last = (said.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise Refused(f"{whose} cannot be imported: {last}")
+    return tuple(json.loads(said.stdout.splitlines()[-1]))
 
 
 def _interpreter(python: str | None) -> str:
