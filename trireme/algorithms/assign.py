@@ -83,9 +83,9 @@ def _refuse_not_finite(
     if not bool(rewards.square().isfinite().all()):
         return
     wrong = scores.isinf()
-    stds = [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
-    if not part.function.__module__.startswith("trireme.") and all(std > 0 for std in stds):
-        wrong = wrong | scores.isnan().all()
+    if bool(scores.isnan().all()) and not part.function.__module__.startswith("trireme."):
+        stds = [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
+        wrong = wrong | all(std > 0 for std in stds)
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])
         raise ValueError(
