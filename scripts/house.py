@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 289,
-    "trireme lines": 61_200,
+    "trireme files": 292,
+    "trireme lines": 62_200,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
