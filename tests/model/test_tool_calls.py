@@ -115,6 +115,27 @@ def test_the_template_says_which_format_it_is(name: str) -> None:
     assert format_of(None, "{{ messages }}").read is format_of("hermes").read
 
 
+def test_a_template_whose_calls_are_not_read_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tail = TAIL + "{% if add_generation_prompt %}|>{% endif %}"
+    for name, template in TEMPLATES.items():
+        tokenizer = make_tokenizer(HEAD + template + tail)
+        chat = ChatTokens(tokenizer, tool_call_parser=ALIAS.get(name, name))
+        assert not chat.misreads_calls, name
+        other = "hermes" if name != "hermes" else "glm45"
+        assert ChatTokens(tokenizer, tool_call_parser=other).misreads_calls, name
+    unknown = CALLS + "{{- '<|call>' + f.name + f.arguments | tojson }}{% endfor %}"
+    asked = [{"role": "user", "content": "hi"}]
+    chat = ChatTokens(make_tokenizer(HEAD + unknown + TAIL))
+    chat.prompt(asked)
+    assert not caplog.messages
+    for _ in range(2):
+        chat.prompt(asked, TOOLS)
+    [said] = caplog.messages
+    assert "writes tool calls in a form that is not read" in said
+    silent = ChatTokens(make_tokenizer(HEAD + TAIL))
+    assert not silent.misreads_calls  # it writes no calls
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_that_is_cut_is_one_error_everywhere(name: str) -> None:
     form, text = format_of(ALIAS.get(name, name)), rendered(name, [ToolCall("look", ARGUMENTS)])

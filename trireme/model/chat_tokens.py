@@ -19,12 +19,21 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from trireme.log import get_logger
 from trireme.model.thinking import ReasoningParser
 from trireme.model.tool_calls import format_of, object_or_text
 from trireme.task import Task
 
+logger = get_logger("model")
+
 NOT_TEXT = ("images", "image", "audios", "audio", "videos", "video")
 """Columns of what no model here can see or hear."""
+
+MISREADS_CALLS = (
+    "the chat template writes tool calls in a form that is not read, so that calls in replies stay "
+    "text: expected an explorer.rollout_model.tool_call_parser that reads it, which may be a "
+    "function of your own"
+)
 
 Message = Mapping[str, Any]
 
@@ -78,6 +87,7 @@ class ChatTokens:
         self.tool_format = format_of(
             tool_call_parser, str(chat_template or tokenizer.chat_template or "")
         )
+        self._asked_tools = False
         self._options: dict[str, Any] = {}
         if chat_template is not None:
             self._options["chat_template"] = chat_template
@@ -170,6 +180,26 @@ class ChatTokens:
             return False  # it refuses placeholders, so that nothing is known
 
     @cached_property
+    def misreads_calls(self) -> bool:
+        """Whether the template writes tool calls in a form that the tool format does not read."""
+        asked, tool = [_placeholder("user")], _PLACEHOLDER_TOOL["function"]["name"]
+        call = {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": tool, "arguments": "{}"},
+        }
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            whole = self.render([*asked, reply], [_PLACEHOLDER_TOOL], generate=False)
+            before = [self.render(asked, [_PLACEHOLDER_TOOL], generate=g) for g in (True, False)]
+        except ValueError:
+            return False  # it refuses placeholders, so that nothing is known
+        written = [whole.removeprefix(text) for text in before if whole.startswith(text)]
+        read = [self.tool_format.read(text, [_PLACEHOLDER_TOOL])[1] for text in written]
+        names = [[call.name for call in calls if not call.error] for calls in read]
+        return any(tool in text for text in written) and [tool] not in names
+
+    @cached_property
     def hides_replies(self) -> bool:
         """Whether the template writes nothing but white space between a prompt and its reply."""
         asked, reply = _placeholder("user"), _placeholder("assistant")
@@ -190,6 +220,10 @@ class ChatTokens:
         most: int | None = None,
     ) -> Prompt:
         """Ids to sample the next reply from; `most`: see `encode`."""
+        if tools and not self._asked_tools:
+            self._asked_tools = True
+            if self.misreads_calls:
+                logger.warning(MISREADS_CALLS)
         if continuing is not None:
             between = self._after(continuing, messages, tools, generate=True, most=most)
             if between is not None:
