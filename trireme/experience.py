@@ -33,6 +33,9 @@ TOKEN_FIELDS: dict[str, torch.dtype] = {
     "returns": torch.float32,
     "teacher_logprobs": torch.float32,
 }
+TOLD_TOKENS = "told_tokens"
+"""In `info` where an API sampled: how many tokens it says that it did, or None. `tokens` are ours.
+"""
 _NUMPY_TYPES = {kind: np.dtype(str(kind)[6:]) for kind in {torch.int64, *TOKEN_FIELDS.values()}}
 
 

@@ -83,18 +83,25 @@ class Api(BaseHTTPRequestHandler):
     refused: ClassVar[str] = ""
     """A field that gets a 400."""
     calls: ClassVar[list[dict[str, Any]]] = []
+    """In place of an answer to a user."""
+    told: ClassVar[int | None] = None
+    """How many tokens each answer says that it has."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append(body | {"key": self.headers["authorization"]})
-        first = int(body["messages"][-1]["content"].split()[0])
+        users = [m["content"] for m in body["messages"] if m["role"] == "user"]
+        first = int(users[-1].split()[0])
         reply = f"\\boxed{{{first + 1 + len(self.asked) % 2}}}"
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop",
                   "message": {"role": "assistant", "content": reply}}  # fmt: skip
-        if self.calls:
+        if self.calls and body["messages"][-1]["role"] == "user":
             choice["message"] = {"role": "assistant", "content": None, "tool_calls": self.calls}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
                   "choices": [choice]}  # fmt: skip
+        if self.told is not None:
+            used = {"prompt_tokens": 9, "completion_tokens": self.told, "total_tokens": 9}
+            answer["usage"] = used
         data = json.dumps(answer).encode()
         if self.refused in body:
             data = json.dumps({"error": {"message": f"'{self.refused}' is not supported"}}).encode()
@@ -152,23 +159,52 @@ def test_the_length_is_asked_under_the_name_that_the_api_takes(
     assert not any("temperature" in one or "top_p" in one for one in answered)
 
 
-def test_tool_calls_of_an_api_and_options_it_does_not_take_are_never_dropped_in_silence(
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_tool_calls_of_an_api_are_run_and_their_results_sent(
     tasks: Path,
+    tmp_path: Path,
     tiny_dir: Path,
     api: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    parser: str,
 ) -> None:
-    function = {"name": "multiply", "arguments": "{}"}
-    monkeypatch.setattr(Api, "calls", [{"id": "1", "type": "function", "function": function}])
+    asked = [{"expression": text} for text in ("6 * 7", "2 ** 5")]
+    calls = [
+        {"id": f"theirs_{n}", "type": "function",
+         "function": {"name": "calculator", "arguments": json.dumps(arguments)}}
+        for n, arguments in enumerate(asked)
+    ]  # fmt: skip
+    monkeypatch.setattr(Api, "calls", calls)
+    tree = {
+        "buffer": {"explorer_input": {
+            "default_workflow_type": "multi_turn_scheduler",
+            "eval_tasksets": [{
+                "name": "sums", "path": str(tasks), "repeat_times": 2,
+                "format": {"prompt_key": "question", "response_key": "answer"},
+                "reward_fn_args": {"funcs": ["accuracy"]},
+                "workflow_args": {"scheduler": "tool_call_scheduler", "tools": ["calculator"]},
+            }],
+        }},
+    }  # fmt: skip
+    config = tmp_path / "tools.yaml"
+    config.write_text(yaml.safe_dump(tree))
     done = call(
-        *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "-n", "1"),
-        *("--model", f"adder@{api}", "--max-tokens", "64", f"model.model_path={tiny_dir}"),
-        *("model.max_prompt_tokens=800", "model.top_k=5"),
+        *(str(config), "--model", f"adder@{api}", "--max-tokens", "64"),
+        *(f"model.model_path={tiny_dir}", "model.max_prompt_tokens=800", "model.top_k=5"),
+        f"explorer.rollout_model.tool_call_parser={parser}",
     )
-    assert done.exit_code == 1, done.output
-    assert "answered with tool calls" in done.output
+    assert done.exit_code == 0, done.output
     assert "asked without top_k (5)" in caplog.text
+    assert len(Api.asked) == 16  # of 8 conversations
+    told = [one["messages"] for one in Api.asked if one["messages"][-1]["role"] == "tool"]
+    assert len(told) == 8
+    *_, said, first, second = told[0]
+    assert [json.loads(one["function"]["arguments"]) for one in said["tool_calls"]] == asked
+    assert said["content"] is None and [first["content"], second["content"]] == ["42", "32"]
+    ids = [one["id"] for one in said["tool_calls"]]
+    assert [first["tool_call_id"], second["tool_call_id"]] == ids
+    assert {"<tool_call>" in json.dumps(one["messages"]) for one in Api.asked} == {False}
 
 
 def test_a_signal_stops_it_and_leaves_no_folder(

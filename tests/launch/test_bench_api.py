@@ -70,6 +70,21 @@ def test_an_api_is_measured_where_bench_writes(
     assert "THEIR_KEY" in written and "the key" not in written
 
 
+@pytest.mark.parametrize("told", [None, 41])
+def test_lengths_are_the_tokens_that_an_api_says_and_else_unknown(
+    config: Path, tmp_path: Path, api: str, monkeypatch: pytest.MonkeyPatch, told: int | None
+) -> None:
+    monkeypatch.setattr(Api, "told", told)
+    done = ran(config, api, monkeypatch)
+    assert done.exit_code == 0, done.output
+    [line] = tmp_path.glob("jobs/*/api/monitor/metrics.jsonl")
+    figures = json.loads(line.read_text())["metrics"]
+    lengths = {name: f for name, f in figures.items() if "response_length" in name}
+    names = ("mean@2", "std@2", "best@2", "worst@2") if told else ()
+    expected = {f"bench/sums/response_length/{name}": told for name in names}
+    assert lengths == {name: 0.0 if "std" in name else value for name, value in expected.items()}
+
+
 def test_an_api_that_fails_midway_has_measured_nothing(
     config: Path, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

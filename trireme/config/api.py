@@ -58,7 +58,8 @@ def check_api(stage: StageConfig) -> None:
         stage.problem("model.lora_configs", f"is given, and {_KEY} takes no adapter: leave it out")
     stage.notes.append(
         f"{_KEY} ({api.name}): it gets conversations as messages, with temperature, top_p, stop "
-        "and max_response_tokens; prompts are sent whole, and lengths are counted in bytes"
+        "and max_response_tokens; prompts are sent whole, and lengths are the tokens that its "
+        "answers say they have"
     )
 
 

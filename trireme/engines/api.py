@@ -6,6 +6,8 @@ always see; nothing of it can be trained.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ OF_THE_REQUEST = (400, 413, 422)
 """Statuses that refuse one conversation; any other one is the API's own failure."""
 END = "<|end|>"
 _TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}" + END + "\n{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}" + END + "\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -118,19 +121,14 @@ class ApiEngine(ScriptedEngine):
         )
         made = []
         for choice in answer.choices:
-            if choice.message.tool_calls:
-                self._failed = (
-                    f"{self._base_url}: {self._model} answered with tool calls, which are not "
-                    "handed on from an API yet: expected a workflow without tools, or a rollout "
-                    "server"
-                )
-                raise RuntimeError(self._failed)
-            text = choice.message.content or ""
+            calls = [call.function for call in choice.message.tool_calls or ()]
+            text = "".join([choice.message.content or "", *map(_call_as_text, calls)])
             encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             assert isinstance(encoded, list)
             cut = choice.finish_reason == "length"
             completion = self._completion(encoded, "length" if cut else "stop")
             completion.text = text
+            completion.told_tokens = _told_tokens(answer, sampling.n)
             made.append(completion)
         return made
 
@@ -191,3 +189,15 @@ class ApiEngine(ScriptedEngine):
         """See Engine."""
         await super().close()
         await self._client.close()
+
+
+def _call_as_text(function: Any) -> str:
+    """A tool call as models of the format hermes write it, which is how an ApiModel reads it."""
+    name, arguments = json.dumps(function.name, ensure_ascii=False), function.arguments or "{}"
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _told_tokens(answer: Any, samples: int) -> float:
+    """What an answer says that its one reply has; NaN where it does not say, or of several."""
+    told = getattr(answer.usage, "completion_tokens", None)
+    return float(told) if samples == 1 and isinstance(told, int) else math.nan

@@ -116,6 +116,10 @@ class Completion:
     alternatives: list[dict[int, float]] = field(default_factory=list)
     """Per token the `Sampling.logprobs` likeliest ids with their log-probabilities, if asked for.
     """
+    told_tokens: float | None = None
+    """How many tokens an API says that it sampled, since `ids` are not its own; NaN where it does
+    not say. None of any other engine.
+    """
 
 
 OnToken = Callable[[int, int, float, dict[int, float]], None]

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trireme.engines.engine import Completion
-from trireme.experience import EID, Experience
+from trireme.experience import EID, TOLD_TOKENS, Experience
 from trireme.model.recorder import Call
 
 Decode = Callable[[Sequence[int]], str]
@@ -169,7 +170,14 @@ def experience_of(path: Sequence[Call], trained: Mapping[Call, int], decode: Dec
         messages=last.conversation or None,
         tools=last.tools,
         metrics={"conversation/tools_dropped": 1.0} if last.tools_dropped else {},
+        info=_told([call for call in path if trained.get(call) == 0]),
     )
+
+
+def _told(calls: Sequence[Call]) -> dict[str, Any]:
+    """How many tokens an API says that it sampled; nothing where the ids are those sampled."""
+    told = [c.told_tokens for call in calls if (c := call.completion).told_tokens is not None]
+    return {TOLD_TOKENS: None if math.isnan(sum(told)) else sum(told)} if told else {}
 
 
 def of_call(call: Call, decode: Decode, *, run: int = 0) -> Experience:
