@@ -114,7 +114,7 @@ def test_the_mode_among_the_loss_options_counts_unless_the_key_itself_is_given()
         ({"policy_loss_fn_args": {"delta": 0.1}}, "did you mean 'delta_sequence_masking'"),
         ({"kl_loss_fn_args": {"coef": 0.1}}, "It has: kl_coef"),
         ({"advantage_fn_args": {"epsilom": 0.1}}, "did you mean 'epsilon'"),
-        ({"kl_penalty_fn": "k1"}, "use kl_loss_fn"),
+        ({"kl_penalty_fn": "k1"}, "expected sample_strategy explore_step"),
         (
             {"algorithm_type": "ppo", "advantage_fn_args": {"duplicate_experiences": True}},
             "'ppo' leaves no group out",

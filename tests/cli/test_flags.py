@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from trireme.algorithms.recipes import get_recipe
+from trireme.algorithms.sample import own_share
 from trireme.cli import flag_names
 from trireme.cli.main import app
 from trireme.config import ConfigError, load_config
@@ -183,7 +185,8 @@ def test_a_list_behind_one_flag_ends_where_the_yaml_or_a_key_begins(keys: Any) -
             ("run.yaml", "--num_genrations", "4"),
             "no such option: --num_genrations; did you mean --num_",
         ),
-        (("run.yaml", "--kl_in_reward", "true"), "true: the KL is a term of the loss, by --beta"),
+        (("run.yaml", "--kl_in_reward", "true"), "no effect alone: expected --beta 0.04 beside it"),
+        (("run.yaml", "--kl_in_reward", "maybe"), "maybe: expected one of true, false"),
         (
             ("run.yaml", "--num_iterations", "2", "--max_steps", "5"),
             "--max_steps 5 counts optimizer steps",
@@ -478,7 +481,7 @@ def test_rlhf_counts_completions_as_ms_swift_does(
         ("--model m --dataset d --generation_batch_size 8 --steps_per_generation 2", "both say"),
         ("--model m --dataset d --gradient_accumulation_steps 2 --steps_per_generation 3",
          "24 completions of a generation and 16 of an"),
-        ("--model m --dataset d --rlhf_type ppo", "ppo: expected grpo, dpo or kto; a critic's PPO"),
+        ("--model m --dataset d --rlhf_type ppo", "ppo: expected grpo, gkd, dpo or kto; a cri"),
         ("--model m --dataset d --desirable_weight 2", "expected --rlhf_type kto"),
         ("--model m --dataset d e --rlhf_type kto", "--dataset has 2 names: expected one"),
         ("--model m --dataset d --rlhf_type kto --num_generations 8", "has no rollouts"),
@@ -564,6 +567,76 @@ def test_rlhf_says_that_a_use_of_the_teacher_needs_a_reward(rlhf: Any, words: st
     assert expected in " ".join(said.split())
     config = rlhf("--model m --dataset d --teacher_model t --sdar_loss_coef 0")
     assert config.algorithm.algorithm_type == "on_policy_distill"
+
+
+def test_rlhf_takes_the_kl_off_the_rewards_where_ms_swift_does(rlhf: Any) -> None:
+    words = "--model m --dataset d --num_generations 4 --per_device_train_batch_size 8 "
+    for flags, coefficient in (
+        ("--advantage_estimator rloo", 0.04),
+        ("--kl_in_reward true --beta 0.1", 0.1),
+    ):
+        config = rlhf(words + flags)
+        algorithm = config.algorithm
+        assert (algorithm.kl_penalty_fn, algorithm.kl_loss_fn) == ("k1", "none")
+        assert algorithm.kl_penalty_fn_args == {"kl_coef": coefficient}
+        assert algorithm.sample_strategy == "explore_step"
+        assert config.buffer.train_batch_size == 0 and config.buffer.batch_size == 2
+    for flags in ("--advantage_estimator rloo --beta 0", "--kl_in_reward false"):
+        config = rlhf(words + flags)
+        assert config.algorithm.kl_penalty_fn is None
+        assert config.buffer.train_batch_size == 8
+    said = rlhf(words + "--kl_in_reward true --steps_per_generation 2")
+    assert "8 of a generation's 16 completions: expected all of them, or false" in said
+
+
+def test_rlhf_of_chord(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    words = "--model m --dataset d --per_device_train_batch_size 8 --gradient_accumulation_steps 2 "
+    chord = (
+        "--chord_sft_dataset e.jsonl#90 --chord_sft_per_device_train_batch_size 3 --chord_mu_peak "
+        "0.9 --chord_mu_valley 0.05 --chord_mu_warmup_steps 0 --chord_mu_decay_steps 200 "
+    )
+    config = rlhf(words + chord + "--beta 0 --loss_type dapo --epsilon_high 0.3 --system Think.")
+    algorithm = config.algorithm
+    assert algorithm.algorithm_type == "mix_chord" and algorithm.loss_agg_mode == "token-mean"
+    assert algorithm.policy_loss_fn_args == {
+        "mu_peak": 0.9, "mu_valley": 0.05, "mu_warmup_steps": 0, "mu_decay_steps": 200,
+        "enable_phi_function": False, "sft_loss_agg_mode": "token-mean",
+        "clip_ratio_c": float("inf"), "clip_range_high": 0.3,
+    }  # fmt: skip
+    # 32 completions of 2 devices, and 3 x 2 x 2 rows of the expert's
+    assert config.buffer.train_batch_size == 44
+    assert own_share(44, get_recipe(algorithm).expert_ratio or 0) == 32
+    experts = config.buffer.trainer_input.auxiliary_buffers["sft_dataset"]
+    assert (experts.path, experts.split, experts.format.system_prompt) == (
+        *("e.jsonl", "train[:90]", "Think."),
+    )
+    said = rlhf(words + chord.replace("--chord_mu_valley 0.05", ""))
+    assert "--chord_mu_valley is not given" in said
+    assert "--loss_type cispo with --chord_sft_dataset: expected one of grpo" in rlhf(
+        words + chord + "--loss_type cispo"
+    )
+    assert "--chord_mu_peak has no effect alone" in rlhf(words + "--chord_mu_peak 0.5")
+    assert "no effect on dpo" in rlhf(words + "--rlhf_type dpo --chord_mu_peak 0.5")
+
+
+@pytest.mark.parametrize(("beta", "share"), [("0.3", 0.3), ("0", 1.0), ("1", 0.0)])
+def test_rlhf_of_a_distillation(rlhf: Any, beta: str, share: float) -> None:
+    words = "--rlhf_type gkd --model m --dataset d --teacher_model t "
+    config = rlhf(words + f"--lmbda 1 --beta {beta} --temperature 1.0 --sft_alpha 0")
+    assert config.algorithm.algorithm_type == "jsd" and config.algorithm.repeat_times == 1
+    assert config.algorithm.advantage_fn_args == {"lambda_coef": share}
+    assert config.algorithm.kl_loss_fn == "none" and get_recipe(config.algorithm).kl is None
+    assert (config.buffer.batch_size, config.buffer.train_batch_size) == (16, 16)
+    assert [one.model_path for one in config.explorer.auxiliary_models] == ["t"]
+    for wrong, message in {
+        "": "--lmbda 0.5: expected 1, since the policy's own replies",
+        "--lmbda 1 --sft_alpha 0.1": "--sft_alpha 0.1: expected 0, since no reply",
+        "--lmbda 1 --reward_funcs accuracy": "--reward_funcs has no effect on gkd",
+        "--lmbda 1 --rlhf_type grpo": "--lmbda has no effect on grpo",
+    }.items():
+        assert message in rlhf(words + wrong)
+    assert "--teacher_model is not given" in rlhf("--rlhf_type gkd --model m --dataset d --lmbda 1")
 
 
 def test_rlhf_of_pairs(rlhf: Any) -> None:

@@ -40,11 +40,8 @@ def test_every_field_has_a_default_and_a_sentence(section):
 
 
 NOT_BY_NAME = {
-    **{
-        f"AlgorithmConfig.{kind}_fn_args": "get_recipe makes these names of the parts' kinds"
-        for kind in ("kl_penalty", "teacher_kl", "entropy_loss")
-    },
-    "AlgorithmConfig.sample_strategy_args": "as those of the other parts",
+    f"AlgorithmConfig.{kind}_fn_args": "get_recipe makes these names of the parts' kinds"
+    for kind in ("kl_penalty", "teacher_kl", "entropy_loss")
 }
 """Keys that no line outside of the schema names, and why that is right."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.samples import backend_of, experiences
+from tests.trainer.samples import backend_of, experiences, move
 from trireme.algorithms.recipes import get_recipe
 from trireme.batch import flatten
 from trireme.experience import EID, Experience
@@ -73,6 +73,41 @@ def test_the_kl_penalty_is_taken_off_the_token_rewards(tiny_dir):
         to_go = plain[mine].flip(0).cumsum(0).flip(0)
         torch.testing.assert_close(done.fields["returns"][mine], to_go, atol=1e-5, rtol=1e-5)
     assert metrics["critic/kl_penalty"] == pytest.approx(float(distance.mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforceplusplus_baseline"])
+def test_the_kl_penalty_is_taken_off_the_rewards_of_groups(tiny_dir, name):
+    backend = backend_of(tiny_dir, max_token_len=100, reference=True)
+    recipe = _recipe(
+        "grpo", advantage_fn=name, kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.5},
+        kl_loss_fn="none", sample_strategy="explore_step", bypass_old_logprobs=False,
+    )  # fmt: skip
+    samples = [e for e in _rewarded() if e.trained_tokens][:4]
+    for n, e in enumerate(samples):
+        e.eid = EID(0, n // 2, n % 2)
+    other = experiences()[4]
+    other.eid, other.reward = EID(0, 1, 1, 1), samples[3].reward  # the last run left two
+    samples, _ = recipe.advantages([*samples, other])
+    move(backend)
+    batch = flatten(samples)
+    done, metrics = prepare(backend, recipe, samples, batch, TrainState(recipe))
+    distance = (backend.logprobs(batch) - backend.logprobs(batch, reference=True)).double()
+    assert float(distance.abs().mean()) > 1e-3
+    summed = [float(distance[batch.sample_ids == n].sum()) for n in range(5)]
+    summed[3] = summed[4] = summed[3] + summed[4]
+    a, b, c, d = (samples[n].reward - 0.5 * summed[n] for n in range(4))
+    if name == "rloo":
+        expected = [a - b, b - a, c - d, d - c]
+    else:
+        expected = [(a - b) / 2, (b - a) / 2, (c - d) / 2, (d - c) / 2]
+        over_batch = torch.tensor(expected, dtype=torch.float64).std()
+        stds = [abs(a - b) / 2**0.5] * 2 + [abs(c - d) / 2**0.5] * 2
+        stds = [float(over_batch)] * 4 if name == "reinforceplusplus_baseline" else stds
+        expected = [x / (std + 1e-6) for x, std in zip(expected, stds, strict=True)]
+    want = torch.tensor([*expected, expected[3]])[batch.sample_ids]
+    torch.testing.assert_close(done.fields["advantages"], want, atol=2e-5, rtol=2e-5)
+    assert metrics["critic/kl_penalty"] == pytest.approx(float(distance.mean()), abs=1e-6)
+    assert samples[0].reward != pytest.approx(a)  # what is recorded is the reward itself
 
 
 @pytest.mark.parametrize("name", ["clipb", "clipv"])

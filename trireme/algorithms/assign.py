@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,22 +29,7 @@ def assign_advantages(
         return [], {"experience_count": 0.0, "filtered_count": 0.0}
     data = _data(experiences)
     rewards, groups = data["rewards"](), data["groups"]()
-
-    def lookup(name: str, asked_by: str) -> Tensor:
-        if name == "reward_parts":
-            _refuse_unknown_parts(experiences, asked_by)
-        if name in data:
-            return data[name]()
-        raise ValueError(f"{asked_by} asks for '{name}'. There is: {', '.join(data)}")
-
-    scores = part(lookup, data.__contains__)
-    if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
-        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(
-            f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
-        )
-    _refuse_not_finite(part, scores, rewards, groups, experiences)
-    scores, refilled = _refilled(scores, rewards, groups, at_least)
+    scores, refilled = _refilled(_scores(part, experiences, data), rewards, groups, at_least)
     kept: list[Experience] = []
     for experience, score in zip(experiences, scores.tolist(), strict=True):
         if score != score:
@@ -72,8 +57,48 @@ def assign_advantages(
     return kept, metrics
 
 
+def scores_less(part: Part, experiences: Sequence[Experience], costs: Tensor) -> Tensor:
+    """The scores [N] of rewards less `costs` [N], which the experiences of a run share: several
+    that one run left have one reward, and one cost. What the part would leave out has 0.
+    """
+    runs: dict[str, float] = {}
+    for e, cost in zip(experiences, costs.tolist(), strict=True):
+        runs[e.eid.rid] = runs.get(e.eid.rid, 0.0) + cost
+    cheaper = [copy.copy(e) for e in experiences]
+    for e in cheaper:
+        if e.reward is not None:  # the error is told below
+            e.reward -= runs[e.eid.rid]
+    return _scores(part, cheaper, _data(cheaper)).nan_to_num(nan=0.0)
+
+
+def _scores(
+    part: Part, experiences: Sequence[Experience], data: Mapping[str, Callable[[], Tensor]]
+) -> Tensor:
+    """What the part makes of `data`, one number per experience."""
+
+    def lookup(name: str, asked_by: str) -> Tensor:
+        if name == "reward_parts":
+            _refuse_unknown_parts(experiences, asked_by)
+        if name in data:
+            return data[name]()
+        raise ValueError(f"{asked_by} asks for '{name}'. There is: {', '.join(data)}")
+
+    scores, rewards = part(lookup, data.__contains__), data["rewards"]()
+    if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
+        )
+    _refuse_not_finite(part, scores, rewards, data["groups"](), experiences)
+    return scores
+
+
 def _refuse_not_finite(
-    part: Part, scores: Tensor, rewards: Tensor, groups: Tensor, experiences: list[Experience]
+    part: Part,
+    scores: Tensor,
+    rewards: Tensor,
+    groups: Tensor,
+    experiences: Sequence[Experience],
 ) -> None:
     """Raise ValueError for infinite scores, and for a user's function that gives NaN alone.
 
@@ -140,7 +165,7 @@ def reward_metrics(experiences: list[Experience]) -> dict[str, float]:
     return _reward_metrics(data["rewards"](), data["groups"]())
 
 
-def _data(experiences: list[Experience]) -> dict[str, Callable[[], Tensor]]:
+def _data(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
     """What an advantage may ask for, one entry per experience, made where it is asked for."""
     rewards: list[float] = []
     for experience in experiences:
@@ -165,7 +190,7 @@ def _data(experiences: list[Experience]) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def _reward_parts(experiences: list[Experience]) -> dict[str, Callable[[], Tensor]]:
+def _reward_parts(experiences: Sequence[Experience]) -> dict[str, Callable[[], Tensor]]:
     """What each reward gave, NaN where it does not apply, and its weight [N, K] both: tasksets may
     weigh a reward of the same name differently. {} where workflows have left nothing of it.
     """
@@ -182,7 +207,7 @@ def _reward_parts(experiences: list[Experience]) -> dict[str, Callable[[], Tenso
     return {"reward_parts": lambda: column(0), "reward_weights": lambda: column(1)}
 
 
-def _refuse_unknown_parts(experiences: list[Experience], asked_by: str) -> None:
+def _refuse_unknown_parts(experiences: Sequence[Experience], asked_by: str) -> None:
     """Raise ValueError where parts of a reward are not all that it is.
 
     Experiences that train no token (a prompt that was too long) need none.
@@ -212,7 +237,7 @@ def _mean_logprob(e: Experience) -> float:
     return float(trained.mean()) if len(trained) else math.nan
 
 
-def _step_rewards(experiences: list[Experience]) -> list[float]:
+def _step_rewards(experiences: Sequence[Experience]) -> list[float]:
     """What each step earned: `info["step_reward"]`, 0 where its run says it of other steps only; of
     a run that never says, the episode's reward in its last step.
     """
@@ -228,7 +253,7 @@ def _step_rewards(experiences: list[Experience]) -> list[float]:
     ]
 
 
-def _anchors(experiences: list[Experience]) -> list[int]:
+def _anchors(experiences: Sequence[Experience]) -> list[int]:
     """The environment's states (`info["env_state_hash"]`) as numbers; unknown ones are alone."""
     known: dict[object, int] = {}
     return [

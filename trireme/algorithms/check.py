@@ -25,10 +25,11 @@ def check(recipe: Recipe) -> None:
             f"{', '.join(LOSS_AGG_MODES)}"
         )
     if penalty is not None and part is None:
+        _check_group_penalty(recipe)
+    if penalty is not None and part is not None and "token_rewards" not in part.data():
         raise ValueError(
-            f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}': '{recipe.name}' computes its "
-            "advantages before the trainer, where no reference model is; use kl_loss_fn, or 'none' "
-            "here"
+            f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}', and {part.label} learns from no "
+            "token's reward, which it is taken off: expected kl_loss_fn, and none here"
         )
     if recipe.ref_sync_steps and not recipe.needs_reference:
         raise ValueError(
@@ -60,6 +61,28 @@ def check(recipe: Recipe) -> None:
         raise ValueError(
             f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
             "expert's rows, which 'mix' brings"
+        )
+
+
+def _check_group_penalty(recipe: Recipe) -> None:
+    """Raise ValueError for a KL that is to be taken off rewards of which the trainer does not see
+    whole groups, or that are not one number a rollout.
+    """
+    given = f"algorithm.kl_penalty_fn is '{recipe.kl_penalty_fn}', and '{recipe.name}'"
+    if recipe.advantage_fn is None:
+        raise ValueError(f"{given} has no rewards: expected none")
+    part = recipe.parts["advantage_fn"]
+    asked = part.data()
+    of_rollouts = "rewards" in asked and not asked.keys() & {"steps", "step_rewards"}
+    if part.marked("of_experiences") or recipe.greedy_run or not of_rollouts:
+        raise ValueError(
+            f"{given} has an advantage ({part.name}) that is not one of each rollout's reward: "
+            "expected one such as grpo or rloo; or use kl_loss_fn, and none here"
+        )
+    if recipe.sample_strategy != "explore_step":
+        raise ValueError(
+            f"{given} compares the rollouts of a task, which a train batch may cut apart: expected "
+            "sample_strategy explore_step beside it; or use kl_loss_fn, and none here"
         )
 
 

@@ -3,7 +3,7 @@
 - Estimates, per token, of how far the policy is from the reference model: functions
   `(logprobs [M], ref_logprobs [M]) -> [M]`; names and formulas after Schulman,
   http://joschu.net/blog/kl-approx.html. As `kl_loss_fn`, `kl_coef` (0.001 by default) times it is
-  added to the loss; as `kl_penalty_fn` that is taken off the token rewards. With `adaptive` the
+  added to the loss; as `kl_penalty_fn` that is taken off the rewards. With `adaptive` the
   coefficient follows the divergence.
 - The bonus, per token, for a policy that keeps its options open: functions `(entropies [M]) ->
   [M]`; `entropy_coef` (0 by default) times it is subtracted from the loss. Where the coefficient is

@@ -375,6 +375,7 @@ def mix_chord(
     clip_range: AtLeast0 = 0.2,
     clip_range_low: Annotated[float | None, Ge(0)] = None,
     clip_range_high: Annotated[float | None, Ge(0)] = None,
+    clip_ratio_c: Annotated[float, Ge(1)] = 3.0,
     sft_loss_agg_mode: LossAggMode | None = None,
     grpo_loss_agg_mode: LossAggMode | None = None,
 ) -> Reported:
@@ -391,6 +392,7 @@ def mix_chord(
         clip_range=clip_range,
         clip_range_low=clip_range_low,
         clip_range_high=clip_range_high,
+        clip_ratio_c=clip_ratio_c,
     )
     theirs = sft_phi(logprobs, cutoff_prob=cutoff_prob) if enable_phi_function else sft(logprobs)
     reported = _own(reported, expert) | {"mu": torch.full_like(logprobs.detach(), mu)}

@@ -199,7 +199,10 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     "overlong_filter": {"true": {}, "false": {}},
     "async_generate": {"true": {}, "false": {}},
     "advantage_reweight": {"rlsd": {"advantage_fn": "rlsd"}},
-    "kl_in_reward": {"false": {}},
+    "kl_in_reward": {
+        "true": {"kl_penalty_fn": "k1", "sample_strategy": "explore_step"},
+        "false": {},
+    },
     "truncation_strategy": {"left": {}, "delete": {}},
 }
 """Flags with few values -> what each sets in the `algorithm` section."""
@@ -245,8 +248,9 @@ TRANSLATED += (*REWARD_MODELS, "teacher_model", "sdar_gate_beta", "target_module
 _MEGATRON = "the flags of swift rlhf: FSDP2 shards the trainer, and Megatron's flags are not here"
 ELSEWHERE = {
     "chord_sft_dataset": "algorithm.algorithm_type=mix_chord, with the data set as "
-    "buffer.trainer_input.auxiliary_buffers.sft_dataset={path: ...}",
-    "chord_*": "algorithm.algorithm_type=mix_chord, with the options in policy_loss_fn_args",
+    "buffer.trainer_input.auxiliary_buffers.sft_dataset={path: ...}; or take trireme rlhf",
+    "chord_*": "algorithm.algorithm_type=mix_chord, with the options in policy_loss_fn_args; or "
+    "take trireme rlhf",
     "context_manager": "workflow_args.context_manager of the taskset, with gym_scheduler",
     "dataset_shuffle": "data_selector.selector_type of the taskset: shuffle or sequential",
     "num_generations_eval": "repeat_times of each of buffer.explorer_input.eval_tasksets",

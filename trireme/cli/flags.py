@@ -28,12 +28,12 @@ from trireme.cli.flag_names import (
     TRANSLATED,
     elsewhere,
 )
+from trireme.cli.flag_values import Given, needs, number_of, scalar, system_of, text_of
 from trireme.demo import YAML as DEMO
 
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
 _SEVERAL += (*REWARD_MODELS, "target_modules", "loss_type", "loss_weights")
 _ONE_OF = "expected one of "
-_HINTS = {"kl_in_reward": "the KL is a term of the loss, by --beta: expected "}
 _ADVANTAGE = "algorithm.advantage_fn_args."
 _PLAIN = (None, "ppo", "grpo")
 """What a flag says of a key by default there: another flag may say more of it."""
@@ -43,8 +43,6 @@ _SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 
 Source = Path | Mapping[str, Any] | None
 """A configuration: its file, what a file would hold, or none: the demo's."""
-Given = Mapping[str, list[str]]
-"""Flag, without its dashes -> its values."""
 
 
 class WithFlags(TyperCommand):
@@ -169,7 +167,7 @@ def overrides(flags: Given, config: Source) -> list[str]:
         out.append(f"buffer.total_steps={steps}")
     out += _translated(flags, config, keys)
     if urls := list(_urls(flags)):
-        out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={_text(urls)}"]
+        out += [f"{ENGINE}.engine_type=remote", f"{ENGINE}.base_urls={text_of(urls)}"]
     return out
 
 
@@ -213,9 +211,13 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
     keys = dict(chosen)
     number = {name: number_of(name, flags[name][0]) for name in NUMBERS if name in flags}
     loss = "algorithm.policy_loss_fn_args."
+    if in_reward := "algorithm.kl_penalty_fn" in keys:
+        needs(flags, "kl_in_reward", "beta", "0.04", "algorithm.kl_penalty_fn=k1")
+        keys["algorithm.kl_loss_fn"] = "none"
     if (beta := number.get("beta")) is not None:
-        keys["algorithm.kl_loss_fn"] = "k3" if beta else "none"
-        keys |= {"algorithm.kl_loss_fn_args.kl_coef": beta} if beta else {}
+        part = "algorithm.kl_penalty_fn" if in_reward else "algorithm.kl_loss_fn"
+        keys[part] = ("k1" if in_reward else "k3") if beta else "none"
+        keys |= {f"{part}_args.kl_coef": beta} if beta else {}
     low, high = number.get("epsilon"), number.get("epsilon_high", number.get("epsilon"))
     if keys.get("algorithm.policy_loss_fn") == "cispo":  # there the bound itself, not its distance
         low, high = None, None if high is None else high - 1
@@ -225,13 +227,13 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
         if name in flags:
             option = LOSS_OPTIONS.get(name)
             key = f"{loss}{option}" if option else f"{_ADVANTAGE}{REWEIGHT_OPTIONS[name]}"
-            keys[key] = _scalar(name, flags[name][0])
+            keys[key] = scalar(name, flags[name][0])
     if (delta := number.get("off_policy_sequence_mask_delta")) is not None:
         keys |= {f"{loss}enable_sequence_masking": True, f"{loss}delta_sequence_masking": delta}
     if (most := number.get("rollout_importance_sampling_threshold")) is not None:
         mode = "rollout_importance_sampling_mode"
         correction = "algorithm.rollout_correction"
-        _needs(flags, mode.replace("mode", "threshold"), mode, "token_truncate", correction)
+        needs(flags, mode.replace("mode", "threshold"), mode, "token_truncate", correction)
         for kind in ("is", "rs"):
             if f"{correction}.rollout_{kind}" in keys:
                 keys.setdefault(f"{correction}.rollout_{kind}_threshold", most)
@@ -243,8 +245,8 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
         keys["model.lora_configs"] = [adapter]
     elif "full" not in (*flags.get("train_type", ()), *flags.get("tuner_type", ())):
         for name in ("lora_rank", "lora_alpha", "target_modules"):
-            _needs(flags, name, "train_type", "lora", "model.lora_configs")
-    _needs(flags, "max_resample_times", "dynamic_sample", "true", f"{_RESAMPLES} with dapo")
+            needs(flags, name, "train_type", "lora", "model.lora_configs")
+    needs(flags, "max_resample_times", "dynamic_sample", "true", f"{_RESAMPLES} with dapo")
     keys |= _teacher(flags, config, number)
     if flags.get("truncation_strategy", ["left"])[0].lower() == "delete":
         keys["model.enable_prompt_truncation"] = False
@@ -253,7 +255,7 @@ def _translated(flags: Given, config: Source, chosen: Mapping[str, Any]) -> list
         keys[key] = [*_operators(config), {"name": "mask_response_truncated"}]
     if flags.get("async_generate", ["false"])[0].lower() == "true":
         keys["synchronizer.sync_offset"] = 1
-    return [f"{key}={_text(value)}" for key, value in keys.items()]
+    return [f"{key}={text_of(value)}" for key, value in keys.items()]
 
 
 def _chosen(flags: Given) -> dict[str, Any]:
@@ -268,7 +270,7 @@ def _chosen(flags: Given) -> dict[str, Any]:
         value = flags[name][0].lower()
         word = f"--{name} {flags[name][0]}"
         if value not in choices:
-            raise typer.BadParameter(f"{word}: {_HINTS.get(name, _ONE_OF)}{', '.join(choices)}")
+            raise typer.BadParameter(f"{word}: {_ONE_OF}{', '.join(choices)}")
         for key, item in choices[value].items():
             if keys.get(key) not in (*_PLAIN, item):
                 raise typer.BadParameter(
@@ -344,10 +346,10 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
     for two uses of one teacher.
     """
     key, coefficient = "explorer.auxiliary_models", "teacher_kl_coef"
-    _needs(flags, "sdar_gate_beta", SDAR, "above 0", "algorithm.teacher_kl_fn_args.gate_beta")
-    _needs(flags, coefficient, "teacher_model", "MODEL", "algorithm.teacher_kl_fn_args.kl_coef")
+    needs(flags, "sdar_gate_beta", SDAR, "above 0", "algorithm.teacher_kl_fn_args.gate_beta")
+    needs(flags, coefficient, "teacher_model", "MODEL", "algorithm.teacher_kl_fn_args.kl_coef")
     for name in ("advantage_reweight", SDAR):
-        _needs(flags, name, "teacher_model", "MODEL (a teacher_prompt of a row is not read)", key)
+        needs(flags, name, "teacher_model", "MODEL (a teacher_prompt of a row is not read)", key)
     uses = [name for name in ("advantage_reweight", SDAR, coefficient) if name in flags]
     if len(uses) > 1:
         words = " and ".join(f"--{name} {flags[name][0]}" for name in uses)
@@ -406,53 +408,18 @@ def _explore_steps(flags: Given, each: Given, resamples: int) -> int:
     return int(steps * (1 + resamples)) if steps >= 1 else 0
 
 
-def _needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
-    """Raise BadParameter for a flag that says nothing without `--beside value`."""
-    if name in flags and beside not in flags:
-        raise typer.BadParameter(
-            f"--{name} {flags[name][0]} has no effect alone: expected --{beside} {value} beside "
-            f"it, or {key} in its place"
-        )
-
-
-def _scalar(name: str, text: str) -> Any:
-    """The number or switch that a flag's text is; `None`: none. BadParameter for other text."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    return int(text) if text.isdigit() else number_of(name, text)
-
-
-def number_of(name: str, text: str) -> float:
-    """The number that a flag's text is. Raises BadParameter for other text."""
-    try:
-        return float(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--{name} {text}: expected a number") from error
-
-
 def _value(name: str, values: Sequence[str]) -> str:
     if name in ("max_turns", "multi_turns") and not values[0].isdigit():
         raise typer.BadParameter(f"--{name} {values[0]}: expected a whole number; 0: no limit")
     if name == "reward_weights":
         return f"[{', '.join(values)}]"
     if name == "system":
-        return _text(_system(values[0]))
+        return text_of(system_of(values[0]))
     if name == "external_plugins":
-        return _text([str(Path(value).resolve()) for value in values])
+        return text_of([str(Path(value).resolve()) for value in values])
     if name == "report_to":
         values = [value for value in values if value != "none"]
-    return _text(list(values)) if name in _SEVERAL else values[0]
-
-
-def _system(text: str) -> str:
-    """A system prompt as it is, or that of a .txt file. BadParameter where there is no such."""
-    if not text.endswith(".txt"):
-        return text.replace("\\n", "\n")
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--system {text}: expected a text file: {error}") from error
+    return text_of(list(values)) if name in _SEVERAL else values[0]
 
 
 def _urls(flags: Given) -> Iterator[str]:
@@ -493,7 +460,3 @@ def _read(config: Source, *path: str) -> list[Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return []
     return node if isinstance(node, list) else []
-
-
-def _text(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**9).strip().removesuffix("...")

@@ -1,8 +1,8 @@
 """`trireme rlhf`: a run from ms-swift's flags alone, and the YAML that these stand for.
 
-`--rlhf_type` is grpo, dpo or kto. The data sets of the latter two have replies, and there are no
-rollouts. What no flag says is as ms-swift has it by default. NPROC_PER_NODE and NNODES are read as
-there: counts by device are multiplied by them.
+`--rlhf_type` is grpo, gkd, dpo or kto. The data sets of the latter two have replies, and there are
+no rollouts. What no flag says is as ms-swift has it by default. NPROC_PER_NODE and NNODES are read
+as there: counts by device are multiplied by them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import typer
 import yaml
 
-from trireme.cli.flag_names import KEYS, REWARD_OPTIONS, TASKSETS, TRANSLATED
-from trireme.cli.flags import SDAR, Given, WithFlags, in_effect, number_of, overrides
+from trireme.cli.flag_names import CHOICES, KEYS, REWARD_OPTIONS, TASKSETS, TRANSLATED
+from trireme.cli.flag_values import Given, number_of, scalar, system_of
+from trireme.cli.flags import SDAR, WithFlags, in_effect, overrides
 
 FILE = "rlhf.yaml"
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _PROCESSES = ("NPROC_PER_NODE", "NNODES")
 _INSTEAD = {
-    "gkd": "a teacher's distillation is algorithm_type on_policy_distill or jsd of a YAML",
     "ppo": "a critic's PPO is algorithm_type ppo of a YAML, with the reward reward_model",
     "rm": "reward models are asked here, not trained (docs/rewards.md)",
     **dict.fromkeys(("cpo", "orpo", "simpo"), "of losses of pairs there is dpo"),
@@ -40,10 +40,25 @@ _REPLIES: dict[str, dict[str, Any]] = {
 }
 """Columns of replies."""
 _SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k", "repetition_penalty")
-_OTHERS = ("lmbda", "sft_alpha", "seq_kd", "gkd_logits_topk", "num_ppo_epochs", "cpo_alpha")
+_GKD = {
+    "lmbda": (0.5, 1, "the policy's own replies are distilled, and none of a data set's"),
+    "sft_alpha": (0, 0, "no reply of a data set is learned"),
+}
+"""Flags of --rlhf_type gkd: the default there, what is expected, and why."""
+_CHORD = {
+    "chord_mu_warmup_steps": "mu_warmup_steps",
+    "chord_mu_decay_steps": "mu_decay_steps",
+    "chord_mu_peak": "mu_peak",
+    "chord_mu_valley": "mu_valley",
+    "chord_enable_phi_function": "enable_phi_function",
+}
+"""Options of mix_chord."""
+_EXPERTS = ("chord_sft_dataset", "chord_sft_per_device_train_batch_size")
+_OTHERS = ("seq_kd", "gkd_logits_topk", "num_ppo_epochs", "cpo_alpha")
 _OTHERS += ("simpo_gamma", "response_length", "loss_weights", "num_mini_batches", "kl_coef")
 _OTHERS += ("whiten_rewards", "vf_coef", "teacher_model_server", "center_rewards_coefficient")
 """Flags of algorithms that this command does not have, which it says by their names."""
+_REWARDS = ("reward_funcs", "reward_model", "gym_env", "use_gym_env")
 _EVALUATION = ("eval_steps", "val_dataset")
 _ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
 
@@ -52,6 +67,7 @@ class WithAllFlags(WithFlags):
     """The command's flags are all there is to its configuration."""
 
     own_flags = ("dataset", "val_dataset", *_COUNTS, *_LOSS[1:], *_OTHERS)
+    own_flags += (*_GKD, *_CHORD, *_EXPERTS)
 
 
 def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
@@ -66,16 +82,19 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
 
     kind = flags.get("rlhf_type", ["grpo"])[0]
     replies = kind in _LOSSES
-    if kind != "grpo" and not replies:
+    if kind not in ("grpo", "gkd") and not replies:
         instead = _INSTEAD.get(kind, "other algorithms are named in a YAML for trireme run")
-        raise typer.BadParameter(f"--rlhf_type {kind}: expected grpo, dpo or kto; {instead}")
+        raise typer.BadParameter(f"--rlhf_type {kind}: expected grpo, gkd, dpo or kto; {instead}")
     taken = _LOSSES.get(kind, ("beta",))
     if only := next((name for name in _LOSS if name in flags and name not in taken), None):
         others = " or ".join(name for name, options in _LOSSES.items() if only in options)
         raise typer.BadParameter(f"--{only} has no effect on {kind}: expected --rlhf_type {others}")
-    if other := next((name for name in _OTHERS if name in flags), None):
+    others = (*_OTHERS, *(() if kind == "gkd" else _GKD))
+    others += () if kind == "grpo" else (*_CHORD, *_EXPERTS)
+    if other := next((name for name in others if name in flags), None):
         raise typer.BadParameter(f"--{other} has no effect on {kind}: expected it to be left out")
-    flags = _of_replies(flags, kind) if replies else _of_lengths(in_effect(flags))
+    flags = _of_teacher(flags) if kind == "gkd" else flags
+    flags = _of_replies(flags, kind) if replies else _of_penalty(_of_lengths(in_effect(flags)))
     for name in ("model", "dataset"):
         if name not in flags:
             raise typer.BadParameter(f"--{name} is not given: expected one")
@@ -90,9 +109,16 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     tree = _with_replies(flags, folder, kind) if replies else _tree(flags, folder)
     read = (*WithAllFlags.own_flags, "generation_batch_size", "rlhf_type")
     read += ("beta", "max_length") if replies else ()
-    if not replies and _distils(flags):
-        tree = _distilled(tree, flags)
-        read += ("teacher_model", "teacher_kl_coef")
+    if kind == "gkd" or (not replies and _distils(flags)):
+        tree = _distilled(tree, flags, kind)
+        read += ("teacher_model", "teacher_kl_coef", *(("beta",) if kind == "gkd" else ()))
+    if _EXPERTS[0] in flags:
+        tree = _with_experts(tree, flags)
+        read += ("loss_type",)
+    elif only := next((name for name in (*_CHORD, *_EXPERTS) if name in flags), None):
+        raise typer.BadParameter(
+            f"--{only} has no effect alone: expected --{_EXPERTS[0]} beside it"
+        )
     rest = {name: values for name, values in flags.items() if name not in read}
     if not {"train_type", "tuner_type"} & rest.keys():
         rest["tuner_type"] = ["lora"]
@@ -113,6 +139,14 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
     """What the flags do not say, as ms-swift has it by default, and the data."""
     rollouts = _count(flags, "num_generations", 8)
     completions, of_a_step = _batches(flags, rollouts)
+    size = {"train_batch_size": of_a_step}
+    if "kl_in_reward" in flags:
+        if completions != of_a_step:
+            raise typer.BadParameter(
+                f"--kl_in_reward true compares whole groups, and an optimizer step has {of_a_step} "
+                f"of a generation's {completions} completions: expected all of them, or false"
+            )
+        size = {}  # it is what an explore step leaves
     tasksets = [_taskset(name) for name in flags["dataset"]]
     return {
         "project": "rlhf",
@@ -136,7 +170,7 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
         "buffer": {
             "total_epochs": 3,
             "batch_size": completions // rollouts,
-            "train_batch_size": of_a_step,
+            **size,
             "explorer_input": {
                 "default_workflow_type": "multi_turn_scheduler",
                 **({"taskset": tasksets[0]} if len(tasksets) == 1 else {"tasksets": tasksets}),
@@ -249,7 +283,7 @@ def _distils(flags: Given) -> bool:
     """Whether there is no reward, so that a teacher alone is learned from. Raises BadParameter for
     a use of the teacher that is one beside rewards.
     """
-    rewards = ("reward_funcs", "reward_model", "gym_env", "use_gym_env", "multi_turn_scheduler")
+    rewards = (*_REWARDS, "multi_turn_scheduler")
     if "teacher_model" not in flags or any(name in flags for name in rewards):
         return False
     for name in ("advantage_reweight", SDAR):
@@ -261,11 +295,89 @@ def _distils(flags: Given) -> bool:
     return True
 
 
-def _distilled(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
-    """The tree with the teacher in place of rewards: its KL is the advantage of each token."""
-    weight = number_of("teacher_kl_coef", flags.get("teacher_kl_coef", ["1"])[0])
-    algorithm = tree["algorithm"] | {"algorithm_type": "on_policy_distill"}
-    algorithm["advantage_fn_args"] = {"kl_coef": weight}
+def _of_teacher(flags: Given) -> Given:
+    """The flags of a distillation, as those of GRPO with a rollout a prompt. Raises BadParameter
+    for replies that the policy has not sampled, and for rewards.
+    """
+    for name, (default, expected, why) in _GKD.items():
+        value = number_of(name, flags.get(name, [str(default)])[0])
+        if value != expected:
+            raise typer.BadParameter(f"--{name} {value:g}: expected {expected}, since {why}")
+    if "teacher_model" not in flags:
+        raise typer.BadParameter("--teacher_model is not given: expected one, for --rlhf_type gkd")
+    for name in (*_REWARDS, "loss_type", "advantage_estimator", "teacher_kl_coef"):
+        if name in flags:
+            raise typer.BadParameter(
+                f"--{name} has no effect on gkd, whose teacher stands in the place of rewards: "
+                "expected it to be left out, or --rlhf_type grpo"
+            )
+    micro_batch = _count(flags, "per_device_train_batch_size", 1) * _devices()
+    defaults = {"num_generations": 1, "per_device_train_batch_size": 1}
+    defaults["gradient_accumulation_steps"] = -(-16 // micro_batch)
+    return {name: [str(value)] for name, value in defaults.items()} | dict(flags)
+
+
+def _of_penalty(flags: Given) -> Given:
+    """The flags with --kl_in_reward as it is there by default, and without one of a KL of 0."""
+    beta = number_of("beta", flags.get("beta", ["0.04"])[0])
+    by_default = flags.get("advantage_estimator", ["grpo"])[0] in ("rloo", "reinforce_plus_plus")
+    said = flags.get("kl_in_reward", [str(by_default)])[0]
+    flags = {name: values for name, values in flags.items() if name != "kl_in_reward"}
+    if said.lower() == "true" and beta:
+        return flags | {"kl_in_reward": [said], "beta": [str(beta)]}
+    return flags if said.lower() in ("true", "false") else flags | {"kl_in_reward": [said]}
+
+
+def _with_experts(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
+    """The tree with an expert's rows beside the rollouts of each optimizer step (CHORD)."""
+    for name in (*_CHORD, *_EXPERTS):
+        if name not in flags and name != "chord_enable_phi_function":
+            raise typer.BadParameter(f"--{name} is not given: expected one beside --{_EXPERTS[0]}")
+    loss, losses = flags.get("loss_type", ["grpo"])[0], CHOICES["loss_type"]
+    if losses.get(loss, {}).get("policy_loss_fn") != "ppo":
+        known = ", ".join(name for name, keys in losses.items() if keys["policy_loss_fn"] == "ppo")
+        raise typer.BadParameter(
+            f"--loss_type {loss} with --{_EXPERTS[0]}: expected one of {known}"
+        )
+    if len(flags[_EXPERTS[0]]) > 1:
+        raise typer.BadParameter(f"--{_EXPERTS[0]} has several names: expected one")
+    batches = _count(flags, "gradient_accumulation_steps", 1) * _devices()
+    rows = _count(flags, _EXPERTS[1], 1) * batches
+    total = rows + tree["buffer"]["train_batch_size"]
+    algorithm = tree["algorithm"]
+    options = {
+        option: scalar(name, flags.get(name, ["false"])[0]) for name, option in _CHORD.items()
+    }
+    options |= {"sft_loss_agg_mode": "token-mean", **algorithm["policy_loss_fn_args"]}
+    algorithm = algorithm | {
+        "algorithm_type": "mix_chord",
+        "policy_loss_fn_args": options,
+        "loss_agg_mode": losses[loss]["loss_agg_mode"],
+        "sample_strategy_args": {"expert_data_ratio": (rows - 0.5) / total},  # is rounded up
+    }
+    system = {"system_prompt": system_of(flags["system"][0])} if "system" in flags else {}
+    experts = _rows_of(flags[_EXPERTS[0]][0]) | {"format": {"messages_key": "messages", **system}}
+    buffer = tree["buffer"] | {"train_batch_size": total}
+    buffer["trainer_input"] = {"auxiliary_buffers": {"sft_dataset": experts}}
+    return tree | {"algorithm": algorithm, "buffer": buffer}
+
+
+def _distilled(tree: dict[str, Any], flags: Given, kind: str) -> dict[str, Any]:
+    """The tree with the teacher in place of rewards: a divergence from it is the advantage of each
+    token, of `gkd` the one between the two directions.
+    """
+    algorithm = tree["algorithm"]
+    if kind == "gkd":
+        beta = number_of("beta", flags.get("beta", ["0.5"])[0])
+        # at its ends --beta stands for the other direction than lambda_coef
+        share = 1 - beta if beta in (0, 1) else beta
+        algorithm = algorithm | {"algorithm_type": "jsd", "loss_agg_mode": "token-mean"}
+        algorithm["advantage_fn_args"] = {"lambda_coef": share}
+        algorithm |= {"kl_loss_fn": "none", "kl_loss_fn_args": {}}
+    else:
+        weight = number_of("teacher_kl_coef", flags.get("teacher_kl_coef", ["1"])[0])
+        algorithm = algorithm | {"algorithm_type": "on_policy_distill"}
+        algorithm["advantage_fn_args"] = {"kl_coef": weight}
     teacher = {"model_path": flags["teacher_model"][0]}
     return tree | {"algorithm": algorithm, "explorer": {"auxiliary_models": [teacher]}}
 

@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
     policy_loss_fn_args: dict[str, Any] | None = None
     """Options of the policy loss."""
     kl_penalty_fn: str | None = None
-    """KL subtracted from the token rewards; only where the trainer computes the advantages."""
+    """KL subtracted from rewards: of tokens, or with sample_strategy explore_step of rollouts."""
     kl_penalty_fn_args: dict[str, Any] | None = None
     """Options of the KL penalty."""
     kl_loss_fn: str | None = None

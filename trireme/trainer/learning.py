@@ -5,8 +5,8 @@ Shared are the critic, coefficients that adapt, and how many steps there were. A
 depends on the batch, so that kept scores would set a resumed run apart from one that went through.
 
 A batch gets, in this order: experts, pairs and labels, weights, the reference's scores, the
-trainer's old log-probabilities, values, token rewards less the KL penalty, advantages; then the
-critic learns. What a loss chooses or measures of the whole batch is renewed before each optimizer
+trainer's old log-probabilities, values, rewards less the KL penalty, advantages; then the critic
+learns. What a loss chooses or measures of the whole batch is renewed before each optimizer
 step.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trireme.algorithms.assign import scores_less
 from trireme.algorithms.kl import adapted, top_entropy
 from trireme.algorithms.part import Part
 from trireme.algorithms.recipes import Recipe
@@ -115,6 +116,8 @@ def prepare(
         batch, metrics = _with_advantages(
             backend, recipe, advantage, experiences, batch, train_state
         )
+    elif recipe.penalty:
+        batch, metrics = _with_group_advantages(backend, recipe, experiences, batch, train_state)
     if recipe.keeps_old_logprobs:
         batch = batch.with_fields(trainer_logprobs=backend.logprobs(batch))
     batch, selected = renewed(backend, recipe, experiences, batch)
@@ -224,22 +227,19 @@ def _with_advantages(
         assert train_state.critic is not None, "a recipe that asks for values gets a critic"
         columns["values"] = train_state.critic.values(batch)
 
+    if "token_rewards" in wanted:
+        columns["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
+        if recipe.penalty:
+            penalties, measured = _penalties(recipe, batch, columns, train_state)
+            columns["token_rewards"] = columns["token_rewards"] - penalties
+            metrics |= measured
+
     def lookup(name: str, asked_by: str) -> Tensor:
         return columns[name] if name in columns else batch.get(name, asked_by=asked_by)
 
     def has(name: str) -> bool:
         return name in columns or name in batch.fields
 
-    if "token_rewards" in wanted:
-        columns["token_rewards"] = token_rewards(experiences, batch, asked_by=advantage.label)
-        if recipe.penalty:
-            columns["logprobs"] = lookup("old_logprobs", recipe.penalty.label)
-            distance = recipe.penalty(lookup, has)
-            coefficient = train_state.coefficients["kl_penalty_fn"]
-            columns["token_rewards"] = columns["token_rewards"] - coefficient * distance
-            mean = float(distance.mean())
-            metrics |= {"critic/kl_penalty": mean, "critic/kl_coef": coefficient}
-            train_state.adapt("kl_penalty_fn", mean, batch.num_samples)
     if "entropies" in wanted:
         names = ("logprobs", "entropies", "mean_discriminators")
         columns |= dict(zip(names, backend.scores(batch), strict=True))
@@ -256,6 +256,41 @@ def _with_advantages(
         for _ in range(recipe.num_iterations):
             metrics |= train_state.critic.update(batch.with_fields(values=columns["values"]))
     return batch, metrics
+
+
+def _penalties(
+    recipe: Recipe, batch: Batch, columns: dict[str, Tensor], train_state: TrainState
+) -> tuple[Tensor, dict[str, float]]:
+    """What the KL takes off the reward of each entry [M]. `columns` go before the batch's own."""
+    part = recipe.penalty
+    assert part is not None, "a recipe without one takes nothing off"
+    old = columns.get("old_logprobs")
+    logprobs = batch.get("old_logprobs", asked_by=part.label) if old is None else old
+
+    def lookup(name: str, asked_by: str) -> Tensor:
+        return logprobs if name == "logprobs" else batch.get(name, asked_by=asked_by)
+
+    distance = part(lookup, batch.fields.__contains__)
+    coefficient = train_state.coefficients["kl_penalty_fn"]
+    mean = float(distance.mean())
+    train_state.adapt("kl_penalty_fn", mean, batch.num_samples)
+    return coefficient * distance, {"critic/kl_penalty": mean, "critic/kl_coef": coefficient}
+
+
+def _with_group_advantages(
+    backend: Backend,
+    recipe: Recipe,
+    experiences: Sequence[Experience],
+    batch: Batch,
+    train_state: TrainState,
+) -> tuple[Batch, dict[str, float]]:
+    """`advantages` of whole groups anew, whose rewards are less the sum of the KL over a run."""
+    own = {} if recipe.bypass_old_logprobs else {"old_logprobs": backend.logprobs(batch)}
+    penalties, metrics = _penalties(recipe, batch, own, train_state)
+    costs = torch.zeros(batch.num_samples).index_add_(0, batch.sample_ids, penalties)
+    advantages = scores_less(recipe.parts["advantage_fn"], experiences, costs)[batch.sample_ids]
+    batch = batch.with_fields(advantages=advantages, returns=advantages)
+    return batch, metrics | {"critic/advantage_abs_mean": float(advantages.abs().mean())}
 
 
 def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: str) -> Tensor:

@@ -1,0 +1,53 @@
+"""Flag values: reads numbers, switches and prompts out of the text that flags have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+Given = Mapping[str, list[str]]
+"""Flag, without its dashes -> its values."""
+
+
+def number_of(name: str, text: str) -> float:
+    """The number that a flag's text is. Raises BadParameter for other text."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{name} {text}: expected a number") from error
+
+
+def scalar(name: str, text: str) -> Any:
+    """The number or switch that a flag's text is; `None`: none. BadParameter for other text."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    return int(text) if text.isdigit() else number_of(name, text)
+
+
+def system_of(text: str) -> str:
+    """A system prompt as it is, or that of a .txt file. BadParameter where there is no such."""
+    if not text.endswith(".txt"):
+        return text.replace("\\n", "\n")
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--system {text}: expected a text file: {error}") from error
+
+
+def needs(flags: Given, name: str, beside: str, value: str, key: str) -> None:
+    """Raise BadParameter for a flag that says nothing without `--beside value`."""
+    if name in flags and beside not in flags:
+        raise typer.BadParameter(
+            f"--{name} {flags[name][0]} has no effect alone: expected --{beside} {value} beside "
+            f"it, or {key} in its place"
+        )
+
+
+def text_of(value: object) -> str:
+    """A value as the right side of KEY=VALUE."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**9).strip().removesuffix("...")
