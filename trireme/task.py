@@ -3,26 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import yaml
 from yaml.representer import SafeRepresenter
 
+from trireme.registry import did_you_mean
+from trireme.usercode import Refused
 
-class Args(dict[str, Any]):
+
+class NoSuchKey(Refused, KeyError):
+    """A key that a section or a row does not have, in a sentence; a KeyError prints its repr."""
+
+    __str__ = Exception.__str__
+
+
+class Keys(dict[str, Any]):
+    """A dictionary that says, where a key is missing, which it has."""
+
+    _name = "a section"
+    """What it is called in the YAML. An object has its own."""
+
+    @classmethod
+    def named(cls, name: str, values: dict[str, Any]) -> Self:
+        """A copy of `values` that goes by this name."""
+        keys = cls(values)
+        vars(keys)["_name"] = name
+        return keys
+
+    def __missing__(self, key: str) -> Any:
+        raise NoSuchKey(self._lacks(key))
+
+    def _lacks(self, key: str) -> str:
+        hint = did_you_mean(str(key), map(str, self), " (did you mean '{}'?)")
+        return f"{self._name} has no '{key}'{hint}: it has {', '.join(map(str, self)) or 'no keys'}"
+
+
+class Args(Keys):
     """A section of the YAML whose keys are attributes too: `args["n"]`, `args.n`, `**args`."""
 
     def __getattr__(self, key: str) -> Any:
         if key in self:
             return self[key]
-        raise AttributeError(f"there is no '{key}' among {', '.join(self) or 'no keys'}")
+        raise AttributeError(self._lacks(key))
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
 
 
+_KINDS = {
+    **{"raw_task": Keys, "format_args": Args, "rollout_args": Args},
+    **{"workflow_args": Keys, "reward_fn_args": Keys},
+}
+"""Of each dictionary of a task, what it is made."""
+
 for _dumper in (yaml.SafeDumper, yaml.Dumper):  # YAML's dumpers know `dict`, and no subclass of it
-    _dumper.add_representer(Args, SafeRepresenter.represent_dict)
+    for _kind in (Keys, Args):
+        _dumper.add_representer(_kind, SafeRepresenter.represent_dict)
 
 
 @dataclass
@@ -50,10 +87,10 @@ class Task:
 
     def __post_init__(self) -> None:
         """A copy of a task has sections of its own: what a workflow sets in them stays there."""
-        if isinstance(self.format_args, dict):
-            self.format_args = Args(self.format_args)
-        if isinstance(self.rollout_args, dict):
-            self.rollout_args = Args(self.rollout_args)
+        for name, kind in _KINDS.items():
+            if isinstance(values := getattr(self, name), dict):
+                called = "the row" if name == "raw_task" else name
+                setattr(self, name, kind.named(called, values))
 
     def __getattr__(self, name: str) -> Any:
         row = self.__dict__.get("raw_task") or {}  # empty while a copy is being made

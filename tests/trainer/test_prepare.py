@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.samples import backend_of, experiences, move
 from trireme.algorithms.recipes import get_recipe
+from trireme.algorithms.token_advantage import in_trainer
 from trireme.batch import flatten
 from trireme.experience import EID, Experience
+from trireme.registry import ADVANTAGES
 from trireme.trainer.learning import TrainState, prepare, split_pairs, token_rewards
 from trireme.trainer.step import train_step
 
@@ -38,6 +42,35 @@ def test_an_experience_without_a_reward_is_named():
     e = Experience([1, 2], mask=[0, 1], eid=EID(3, 1))
     with pytest.raises(ValueError, match="'gae' asks for rewards, and experience 3/1/0/0 has none"):
         token_rewards([e], flatten([e]), asked_by="'gae'")
+
+
+@pytest.mark.parametrize("given", [{"reward": float("nan")}, {"token_rewards": [0, float("inf")]}])
+def test_a_reward_that_is_no_finite_number_is_refused_by_the_experiences_id(given):
+    e = Experience([1, 2], mask=[0, 1], eid=EID(3, 1), **{"reward": 0.0, **given})
+    with pytest.raises(ValueError, match="3/1/0/0 has a reward that is no finite number, which 'x"):
+        token_rewards([e], flatten([e]), asked_by="'x'")
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [
+        (0, r"'broken' gave nan for 2 of \d+ tokens, first for token \d+ of experience 0/0/0/0"),
+        (1, "'broken' gave returns of inf for 2 of"),
+    ],
+)
+def test_an_advantage_in_the_trainer_that_is_no_finite_number_is_refused(
+    tiny_dir, monkeypatch, which, told
+):
+    @in_trainer
+    def broken(old_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.ones_like(old_logprobs), torch.ones_like(old_logprobs)
+        out[which][:2] = (math.nan, math.inf)[which]
+        return out
+
+    monkeypatch.setattr(ADVANTAGES, "_registered", {**ADVANTAGES._registered, "broken": broken})
+    samples, recipe = _rewarded(), _recipe("grpo", advantage_fn="broken", kl_loss_fn="none")
+    with pytest.raises(ValueError, match=told):
+        prepare(backend_of(tiny_dir), recipe, samples, flatten(samples), TrainState(recipe))
 
 
 def test_a_pair_becomes_two_samples_that_share_the_prompt():

@@ -5,6 +5,9 @@ properties of their own, call a base class that awaits, and bring rewards with a
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from trireme.registry import WORKFLOWS
 from trireme.rewards.grouped import of_groups
 from trireme.rewards.reward import RewardFn
 from trireme.task import Task
+from trireme.usercode import UserCode, fault_of
 from trireme.workflows.classes import Workflow
 from trireme.workflows.single_turn import (
     MathBoxedWorkflow,
@@ -124,8 +128,23 @@ def test_sections_are_read_and_written_by_attribute() -> None:
     assert sampling["n"] == 3  # a task's sections are its own
     args = Task(rollout_args=sampling).rollout_args
     assert yaml.safe_dump(args) == yaml.dump(args) == "n: 3\ntemperature: 0.5\n"
-    with pytest.raises(AttributeError, match="there is no 'colour' among temperature, n"):
+    with pytest.raises(AttributeError, match="no 'colour': it has temperature, n"):
         Task(rollout_args=sampling).rollout_args.colour  # noqa: B018
+
+
+def test_a_missing_key_is_said_with_those_that_there_are() -> None:
+    task = Task({"prompt": "?"}, workflow_args={"max_turn": 3})
+    near = re.escape("workflow_args has no 'max_turns' (did you mean 'max_turn'?): it has max_turn")
+    for copied in (task, copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
+        with pytest.raises(KeyError, match=f"^{near}$"):
+            copied.args["max_turns"]
+        with pytest.raises(KeyError, match=r"^the row has no 'answer': it has prompt$"):
+            copied.raw_task["answer"]
+    assert task.args == {"max_turn": 3} and task.args.get("max_turns") is None
+    with pytest.raises(KeyError) as caught, UserCode("workflow 'guess'"):
+        task.reward_fn_args["x"]
+    told = str(fault_of(caught.value))
+    assert told.startswith("workflow 'guess' failed: reward_fn_args has no 'x': it has no keys")
 
 
 def test_the_answer_may_be_an_entry_of_a_column() -> None:

@@ -250,6 +250,8 @@ def _with_advantages(
             f"algorithm.{advantage.label} gave {list(advantages.shape)}: expected one number per "
             f"token, [{batch.num_tokens}]"
         )
+    for what, values in (("", advantages), ("returns of ", returns)):
+        _refuse_not_finite(f"algorithm.{advantage.label} gave {what}", values, batch)
     batch = batch.with_fields(advantages=advantages, returns=returns)
     metrics["critic/advantage_abs_mean"] = float(advantages.abs().mean())
     if train_state.critic is not None:
@@ -293,6 +295,18 @@ def _with_group_advantages(
     return batch, metrics | {"critic/advantage_abs_mean": float(advantages.abs().mean())}
 
 
+def _refuse_not_finite(whose: str, values: Tensor, batch: Batch) -> None:
+    """Raise ValueError naming the first token without a finite number."""
+    broken = (~values.isfinite()).nonzero()
+    if len(broken):
+        entry = int(broken[0])
+        raise ValueError(
+            f"{whose}{values[entry].item():g} for {len(broken)} of {batch.num_tokens} tokens, "
+            f"first for token {int(batch.positions[entry])} of experience "
+            f"{batch.eids[int(batch.sample_ids[entry])]}: expected finite numbers"
+        )
+
+
 def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: str) -> Tensor:
     """The reward of each entry [M]: the workflow's own, else the scalar one on the last entry.
 
@@ -315,6 +329,12 @@ def token_rewards(experiences: Sequence[Experience], batch: Batch, *, asked_by: 
             )
         else:
             rewards[-1] = e.reward
+        if not bool(rewards.isfinite().all()):
+            raise ValueError(
+                f"experience {e.eid.uid} has a reward that is no finite number, which {asked_by} "
+                "learns from: mend its division or logarithm, or leave such experiences out by the "
+                "operator invalid_reward_filter"
+            )
         rows.append(rewards)
     return torch.cat(rows)
 
