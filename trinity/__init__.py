@@ -52,6 +52,9 @@ _ADVANTAGE = {
     "ADVANTAGE_FN": "trireme.registry:ADVANTAGES",
 }
 _KL = {"KLFn": _CLASSES, "KL_FN": "trireme.registry:KLS"}
+_ENTROPY = {"EntropyLossFn": _CLASSES, "ENTROPY_LOSS_FN": "trireme.registry:ENTROPIES"}
+_SAMPLE = {"SampleStrategy": _CLASSES, "SAMPLE_STRATEGY": "trireme.registry:SAMPLES"}
+_READER = {"get_buffer_reader": f"{_CLASSES}:reader_of", "BufferReader": f"{_CLASSES}:Storage"}
 _ALGORITHM = {"AlgorithmType": _CLASSES, "ALGORITHM_TYPE": "trireme.registry:ALGORITHMS"}
 _MATHS = {
     name: _WORKFLOW[name]
@@ -84,20 +87,29 @@ NAMES: dict[str, dict[str, str]] = {
         **_ADVANTAGE,
         **_KL,
         **_ALGORITHM,
-        "ENTROPY_LOSS_FN": "trireme.registry:ENTROPIES",
-        "SAMPLE_STRATEGY": "trireme.registry:SAMPLES",
+        **_ENTROPY,
+        **_SAMPLE,
     },
     "trinity.algorithm.advantage_fn": _ADVANTAGE,
     "trinity.algorithm.advantage_fn.advantage_fn": _ADVANTAGE,
     "trinity.algorithm.algorithm": _ALGORITHM,
+    "trinity.algorithm.entropy_loss_fn": _ENTROPY,
+    "trinity.algorithm.entropy_loss_fn.entropy_loss_fn": _ENTROPY,
     "trinity.algorithm.kl_fn": _KL,
     "trinity.algorithm.kl_fn.kl_fn": _KL,
     "trinity.algorithm.policy_loss_fn": _LOSS,
     "trinity.algorithm.policy_loss_fn.policy_loss_fn": _LOSS,
+    "trinity.algorithm.sample_strategy": _SAMPLE,
+    "trinity.algorithm.sample_strategy.sample_strategy": {
+        **_SAMPLE,
+        "DefaultSampleStrategy": _CLASSES,
+    },
+    "trinity.algorithm.sample_strategy.utils": {"representative_sample": _CLASSES},
     "trinity.algorithm.utils": dict.fromkeys(
         ("aggregate_loss", "masked_mean", "masked_sum", "prefix_metrics"), _CLASSES
     ),
-    "trinity.buffer": {},
+    "trinity.buffer": _READER,
+    "trinity.buffer.buffer": _READER,
     "trinity.buffer.operators": {
         "EXPERIENCE_OPERATORS": "trireme.registry:OPERATORS",
         "ExperienceOperator": "trireme.pipeline.operators",
@@ -113,6 +125,7 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.config": {
         **dict.fromkeys(("Config", "load_config"), "trireme.config"),
         **dict.fromkeys(_SECTIONS, "trireme.config.schema_rollout"),
+        "BufferConfig": "trireme.config.schema_rollout",
         "TaskSelectorConfig": "trireme.config.schema_rollout:DataSelectorConfig",
     },
     "trinity.common.experience": dict.fromkeys(
@@ -202,6 +215,7 @@ NAMES: dict[str, dict[str, str]] = {
     "trinity.common.workflows.workflow": _WORKFLOW,
     "trinity.utils": {},
     "trinity.utils.log": {"get_logger": "trireme.log"},
+    "trinity.utils.timer": {"Timer": f"{_CLASSES}:timed"},
     "trinity.utils.registry": {"Registry": "trireme.registry"},
 }
 """Module -> its names -> where each lies: a module of ours, or `module:other_name`."""

@@ -164,7 +164,7 @@ class Experience:
             "teacher_logprobs": teacher_logprobs,
         }
         for name, value in fields.items():
-            setattr(self, name, None if value is None else self._aligned(name, value))
+            setattr(self, name, None if value is None else self.aligned(name, value))
         if fields["mask"] is None:
             self.mask = torch.arange(len(self.tokens)) >= self.prompt_length
         self.eid = eid or EID.random()
@@ -182,7 +182,7 @@ class Experience:
         self.rejected = None if rejected is None else torch.as_tensor(rejected, dtype=torch.int64)
         self.multi_modal_inputs = multi_modal_inputs
 
-    def _aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
+    def aligned(self, name: str, value: Tensor | Sequence[Any]) -> Tensor:
         """`value` at the length of `tokens`; a response-length one gets zeros (versions: -1) before
         it.
         """

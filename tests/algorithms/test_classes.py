@@ -3,6 +3,9 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import asyncio
+import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +16,17 @@ from tests.trainer.test_every_algorithm import _step
 from trireme.algorithms.recipes import get_recipe, row_of
 from trireme.batch import flatten
 from trireme.experience import EID, Experience
-from trireme.registry import ADVANTAGES, ALGORITHMS, KLS, POLICY_LOSSES
+from trireme.registry import ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES, SAMPLES
 
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As users of Trinity-RFT write them; registered for one test."""
-    for registry in (ADVANTAGES, ALGORITHMS, KLS, POLICY_LOSSES):
+    for registry in (ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES, SAMPLES):
         monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE, KL_FN, AlgorithmType, KLFn
     from trinity.algorithm.advantage_fn import GroupAdvantage
+    from trinity.algorithm.entropy_loss_fn import ENTROPY_LOSS_FN, EntropyLossFn
     from trinity.algorithm.policy_loss_fn.policy_loss_fn import POLICY_LOSS_FN, PolicyLossFn
     from trinity.algorithm.utils import aggregate_loss
 
@@ -58,6 +62,15 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     class TheirK1(KLFn):
         def calculate_kl(self, logprob, ref_logprob, old_logprob=None):
             return logprob - ref_logprob
+
+    @ENTROPY_LOSS_FN.register_module("their_bonus")
+    class TheirBonus(EntropyLossFn):
+        def __init__(self, entropy_coef):
+            self.entropy_coef = entropy_coef
+
+        def __call__(self, entropy, action_mask, loss_agg_mode="token-mean", **kwargs):
+            mean = aggregate_loss(entropy, action_mask, loss_agg_mode)
+            return self.entropy_coef * mean, {"entropy_loss": mean.detach().item()}
 
     @ALGORITHM_TYPE.register_module("theirs")
     class Theirs(AlgorithmType):
@@ -95,6 +108,125 @@ def test_an_algorithm_of_classes_has_the_gradient_of_the_same_functions(
             torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
 
 
+def test_an_entropy_class_has_the_gradient_of_the_bonus(plugin: Any, tiny_dir: Any) -> None:
+    bonus = {"kl_loss_fn": "none", "entropy_loss_fn_args": {"entropy_coef": 0.3}}
+    ours = _recipe("grpo", entropy_loss_fn="default", **bonus)
+    theirs = _recipe("grpo", entropy_loss_fn="their_bonus", **bonus)
+    for length in (10_000, 40):
+        expected, plain = _step(tiny_dir, ours, share=True, length=length)
+        found, metrics = _step(tiny_dir, theirs, share=True, length=length)
+        for name in ("actor/entropy", "actor/loss"):
+            assert metrics[name] == pytest.approx(plain[name], abs=1e-5)
+        assert metrics["actor/entropy_loss"] == pytest.approx(plain["actor/entropy"], abs=0.05)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
+
+
+def test_an_entropy_class_without_a_coefficient_costs_nothing_and_has_an_averages_limits(
+    plugin: Any,
+) -> None:
+    assert _recipe("grpo", entropy_loss_fn="their_bonus").entropy is None  # as default_args says
+    given = {"entropy_loss_fn": "their_bonus", "entropy_loss_fn_args": {"entropy_coef": 0.1}}
+    recipe = _recipe("grpo", rollout_correction={"rollout_is": "token"}, **given)
+    with pytest.raises(ValueError, match="entropy_loss_fn 'their_bonus' is a class whose loss is"):
+        _recipe("grpo", loss_agg_mode="seq-mean-token-sum", **given)
+    with pytest.raises(ValueError, match=r"brings an expert's rows, .*'their_bonus' is a class"):
+        _recipe("mix", **given)
+    e = Experience([1, 2, 3], prompt_length=1, eid=EID(1, 0, 0), loss_weight=[1.0, 0.5])
+    with pytest.raises(ValueError, match="'their_bonus' is a class whose loss is an average and"):
+        recipe.weights(flatten([e]))
+
+
+class Rows:
+    """A store that counts on; its rewards are their numbers."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    async def take(self, n: int) -> list[Experience]:
+        self.taken.append(n)
+        first = sum(self.taken) - n
+        made = (Experience([1, 2, 3], prompt_length=1, eid=EID(i)) for i in range(first, first + n))
+        return list(made)
+
+
+def test_a_sample_strategy_reads_its_stores_by_the_sizes_that_it_gives_them(plugin: Any) -> None:
+    from trinity.algorithm.sample_strategy import SAMPLE_STRATEGY, SampleStrategy
+    from trinity.buffer import get_buffer_reader
+    from trinity.utils.timer import Timer
+
+    @SAMPLE_STRATEGY.register_module("their_mix")
+    class TheirMix(SampleStrategy):
+        def __init__(self, buffer_config, **kwargs):
+            super().__init__(buffer_config)
+            others = round(kwargs.get("share", 0.5) * buffer_config.train_batch_size)
+            usual = copy.deepcopy(buffer_config.trainer_input.experience_buffer)
+            usual.batch_size = buffer_config.train_batch_size - others
+            other = copy.deepcopy(buffer_config.trainer_input.auxiliary_buffers["more"])
+            other.batch_size = others
+            self.readers = get_buffer_reader(usual), get_buffer_reader(other)
+
+        async def sample(self, step, **kwargs):
+            metrics = {"sample/step": step}
+            with Timer(metrics, "time/read_experience"):
+                usual, others = [await reader.read() for reader in self.readers]
+            for e in others:
+                e.advantages = torch.ones(2)  # of the reply
+            return usual + others, metrics, []
+
+        @classmethod
+        def default_args(cls):
+            return {"share": 0.25}
+
+    async def two_steps(recipe: Any) -> list[Any]:
+        return [await recipe.take(own, 8, 0, {"more": more}, step) for step in (1, 2)]
+
+    own, more = Rows(), Rows()
+    [(first, metrics), (second, later)] = asyncio.run(
+        two_steps(_recipe("grpo", sample_strategy="their_mix"))
+    )
+    assert (own.taken, more.taken) == ([6, 6], [2, 2])
+    assert [e.eid.batch for e in second] == [*range(6, 12), 2, 3]
+    assert first[-1].advantages.tolist() == [0, 1, 1] and first[0].advantages is None
+    assert (metrics["sample/step"], later["sample/step"]) == (1, 2)
+    assert metrics["time/read_experience"] >= 0
+    args = {"sample_strategy": "their_mix", "sample_strategy_args": {"share": 0.5}}
+    asyncio.run(two_steps(_recipe("grpo", **args)))
+    assert more.taken[2:] == [4, 4]
+    with pytest.raises(ValueError, match="'their_mix' has no option 'shares'"):
+        _ = _recipe("grpo", **{**args, "sample_strategy_args": {"shares": 1}}).parts
+
+
+@pytest.mark.parametrize("given", [[], ([], {}), (["row"], {}, []), None])
+def test_what_is_no_sample_is_refused_by_the_strategys_name(plugin: Any, given: Any) -> None:
+    from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
+
+    class Wrong(DefaultSampleStrategy):
+        async def sample(self, step, **kwargs):
+            await self.exp_buffer.read(1)
+            return given
+
+    recipe = _recipe("grpo", sample_strategy="default")
+    SAMPLES["wrong"] = Wrong
+    recipe = _recipe("grpo", sample_strategy="wrong")
+    with pytest.raises(ValueError, match=r"'Wrong' gave .* for train step 3: expected a tuple"):
+        asyncio.run(recipe.take(Rows(), 8, step=3))
+
+
+def test_a_kl_class_is_given_the_old_log_probabilities_where_it_names_them(plugin: Any) -> None:
+    @KLS.register_module("their_corrected")
+    class Corrected(plugin.KLFn):
+        def calculate_kl(self, logprob, ref_logprob, old_logprob=None):
+            return torch.exp(logprob - old_logprob) * (logprob - ref_logprob)
+
+    data = {"logprobs": [-1.0], "ref_logprobs": [-3.0], "old_logprobs": [-2.0]}
+    tensors = {name: torch.tensor(values) for name, values in data.items()}
+    part = _recipe("grpo", kl_loss_fn="their_corrected", kl_loss_fn_args={"kl_coef": 1.0}).kl
+    assert part(lambda name, by: tensors[name], tensors.__contains__).item() == pytest.approx(
+        2 * math.e
+    )
+
+
 def test_an_advantage_class_sets_what_experiences_learn(plugin: Any) -> None:
     given = [
         Experience([1, 2, 3], prompt_length=1, reward=reward, eid=EID(1, 0, run))
@@ -112,6 +244,9 @@ def test_options_and_forms_that_cannot_be_are_told(plugin: Any) -> None:
     plugin.Theirs.schema = "task"
     with pytest.raises(ValueError, match="schema 'task': expected experience, sft or dpo"):
         row_of("theirs")
+    plugin.TheirPPO.default_args = classmethod(lambda cls: {"tau": 1.0})
+    with pytest.raises(ValueError, match="default_args of TheirPPO has 'tau', which its construct"):
+        _ = _recipe("grpo", policy_loss_fn="their_ppo").parts
     plugin.TheirMean.compute_in_trainer = classmethod(lambda cls: True)
     with pytest.raises(ValueError, match="computes in Trinity-RFT's trainer"):
         _ = _recipe("grpo", advantage_fn="their_mean").parts

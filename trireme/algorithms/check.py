@@ -10,6 +10,7 @@ from trireme.config.options import parameters_of
 from trireme.registry import ADVANTAGES
 
 if TYPE_CHECKING:
+    from trireme.algorithms.part import Part
     from trireme.algorithms.recipes import Recipe
 
 _LABELLED = {"dpo": ("pair_ids", "pairs"), "kto": ("desirable", "labelled replies")}
@@ -55,8 +56,8 @@ def check(recipe: Recipe) -> None:
             f"algorithm.loss_agg_mode is '{recipe.loss_agg_mode}': {recipe.policy_loss.label} is a "
             "loss of groups of samples, whose mean is 'seq-mean-token-mean'"
         )
-    if recipe.policy_loss.marked("averages"):
-        _refuse_switches_of_tokens(recipe)
+    for average in recipe.averages:
+        _refuse_switches_of_tokens(recipe, average)
     if recipe.asks("expert") and recipe.sample_strategy != "mix":
         raise ValueError(
             f"algorithm.sample_strategy is '{recipe.sample_strategy}': '{recipe.name}' needs an "
@@ -160,20 +161,20 @@ def _brings_expert(recipe: Recipe) -> bool:
     return "expert_data_ratio" in parameters_of(recipe.parts["sample_strategy"].function)
 
 
-def _refuse_switches_of_tokens(recipe: Recipe) -> None:
+def _refuse_switches_of_tokens(recipe: Recipe, part: Part) -> None:
     """Raise ValueError for options that would choose or weigh tokens of a loss that is an average:
     they would scale the average, and every token would keep its gradient.
     """
-    label = recipe.policy_loss.label
-    averages = f"{label} is a class whose loss is an average over its tokens"
-    correction = recipe.correction.options if recipe.correction else {}
+    averages = f"{part.label} is a class whose loss is an average over its tokens"
+    of_policy = part is recipe.policy_loss
+    correction = recipe.correction.options if recipe.correction and of_policy else {}
     chosen = [name for name in ("rollout_is", "rollout_rs") if correction.get(name)]
     if chosen:
         raise ValueError(
             f"algorithm.rollout_correction.{chosen[0]} weighs single tokens, and {averages}: "
             "expected none, or a loss that is a function (docs/algorithms.md)"
         )
-    if recipe.top_entropy < 1:
+    if recipe.top_entropy < 1 and of_policy:
         raise ValueError(
             f"algorithm.policy_loss_fn_args.top_entropy_quantile chooses tokens, and {averages}: "
             "expected 1, or a loss that is a function (docs/algorithms.md)"

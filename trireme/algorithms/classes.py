@@ -1,8 +1,8 @@
 """Classes: the parts of an algorithm in the class form that Trinity-RFT's plug-ins have.
 
-A class becomes the function that Trireme's parts are. A loss gets tensors [B, T] with their mask
-and returns an average: each token of a micro-batch then has that average as its loss, so that
-micro-batches weigh as much as their tokens do in the whole batch.
+A class becomes the function that Trireme's parts are. A loss, of the policy or its entropy, gets
+tensors [B, T] with their mask and returns an average: each token of a micro-batch then has that
+average as its loss, so that micro-batches weigh as much as their tokens do in the whole batch.
 
 An object of the class is made once for each part of an algorithm: what it counts or averages goes
 on from call to call. Checkpoints do not hold it.
@@ -10,26 +10,35 @@ on from call to call. Checkpoints do not hold it.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
-from trireme.experience import Experience, group_by
+from trireme.experience import TOKEN_FIELDS, Experience, group_by
+from trireme.usercode import Refused, UserCode
+
+if TYPE_CHECKING:
+    from trireme.algorithms.sample import Takes
 
 _OURS = {
     "logprob": "logprobs",
     "old_logprob": "old_logprobs",
     "ref_logprob": "ref_logprobs",
+    "entropy": "entropies",
     "token_level_rewards": "token_rewards",
 }
 """An argument's name there and here."""
-_NO_OPTION = ("self", "backend", "kl_coef", "adaptive", "target_kl", "horizon")
+_NO_OPTION = ("self", "backend", "buffer_config", "kl_coef", "adaptive", "target_kl", "horizon")
 
 
 class PolicyLossFn(ABC):
@@ -62,12 +71,17 @@ class AdvantageFn(ABC):
 
     @classmethod
     def compute_in_trainer(cls) -> bool:
-        """Whether the trainer calls it; it does not here."""
-        return False
+        """Whether it takes the tensors of Trinity-RFT's trainer, and not experiences."""
+        return True
 
 
 class GroupAdvantage(AdvantageFn):
     """Give `calculate_group_advantage(self, group_id, exps)`, of the rollouts of one task."""
+
+    @classmethod
+    def compute_in_trainer(cls) -> bool:
+        """It gets experiences."""
+        return False
 
     def group_experiences(self, exps: list[Experience]) -> dict[str, list[Experience]]:
         """By task."""
@@ -107,6 +121,111 @@ class KLFn(ABC):
     def default_args(cls) -> dict[str, Any]:
         """Options of the constructor."""
         return {}
+
+
+class EntropyLossFn(ABC):
+    """Give `__call__(self, entropy, action_mask, **kwargs)`; its result is taken off the loss."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The average over the tokens of the mask times the coefficient, and metrics."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Options of the constructor."""
+        return {"entropy_coef": 0.0}
+
+
+class Storage:
+    """What `buffer_config` has in the place of a store. A copy of it, with another `batch_size`
+    say, stands for the same store.
+    """
+
+    def __init__(self, name: str, store: Takes, batch_size: int) -> None:
+        self.name, self.batch_size, self.schema_type = name, batch_size, "experience"
+        self._store = store
+
+    def __deepcopy__(self, memo: Any) -> Storage:
+        return copy.copy(self)
+
+    async def read(self, batch_size: int | None = None) -> list[Experience]:
+        """So many experiences, in the store's order; fewer only when these are the last."""
+        return await self._store.take(batch_size or self.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the store's own place is in every checkpoint."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+
+def reader_of(storage: Storage) -> Storage:
+    """What reads a store of `buffer_config`: that itself."""
+    return storage
+
+
+class SampleStrategy(ABC):
+    """Give `async sample(self, step)`, which reads the stores of `buffer_config.trainer_input`."""
+
+    def __init__(self, buffer_config: Any, **options: Any) -> None:
+        self.buffer_config = buffer_config
+
+    @abstractmethod
+    async def sample(
+        self, step: int, **kwargs: Any
+    ) -> tuple[list[Experience], dict[str, Any], Any]:
+        """The experiences of a train step, metrics, and samples to show, which are not read."""
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        """Options of the constructor."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs beside the stores; it is not in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
+        """Nothing to do."""
+
+    def set_model_version_metric(
+        self, exp_list: Sequence[Experience], metrics: dict[str, Any]
+    ) -> None:
+        """Add the mean version of the weights that sampled them."""
+        if versions := [e.version for e in exp_list if e.version >= 0]:
+            metrics["sample/model_version"] = sum(versions) / len(versions)
+
+
+class DefaultSampleStrategy(SampleStrategy):
+    """The next experiences of the store."""
+
+    def __init__(self, buffer_config: Any, **options: Any) -> None:
+        super().__init__(buffer_config)
+        self.exp_buffer = reader_of(buffer_config.trainer_input.experience_buffer)
+
+    async def sample(
+        self, step: int, **kwargs: Any
+    ) -> tuple[list[Experience], dict[str, Any], Any]:
+        """As many as a train batch has."""
+        return await self.exp_buffer.read(), {}, []
+
+
+def representative_sample(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+    """Prompt, reply and reward of the worst and the best of them."""
+    ranked = sorted((e for e in experiences if e.reward is not None), key=lambda e: e.reward or 0.0)
+    shown = [ranked[0], ranked[-1]] if ranked else list(experiences[:1])
+    return [
+        {"prompt": e.prompt_text, "response": e.response_text, "reward": e.reward} for e in shown
+    ]
+
+
+@contextmanager
+def timed(metrics: dict[str, Any], name: str) -> Iterator[None]:
+    """Set the metric to the seconds that the block takes."""
+    begun = time.monotonic()
+    yield
+    metrics[name] = time.monotonic() - begun
 
 
 class AlgorithmType(ABC):  # noqa: B024 (what is to be given are attributes and a class method)
@@ -166,10 +285,13 @@ def as_function(kind: str, part: Any) -> Any:
     if not inspect.isclass(part):
         return part
     adapt: Callable[[type], Callable[..., Any]] | None = {
-        "policy_loss_fn": _policy_loss,
+        "policy_loss_fn": _average,
+        "entropy_loss_fn": _average,
+        "sample_strategy": _sample,
         "advantage_fn": _advantage,
         "kl_loss_fn": _kl,
         "kl_penalty_fn": _kl,
+        "teacher_kl_fn": _kl,
     }.get(kind)
     if adapt is None:
         raise ValueError(f"algorithm.{kind} '{part.__name__}' is a class: expected a function")
@@ -178,7 +300,7 @@ def as_function(kind: str, part: Any) -> Any:
     return function
 
 
-def _policy_loss(part: type) -> Callable[..., Any]:
+def _average(part: type) -> Callable[..., Any]:
     wanted, made = _arguments(part.__call__), _made_once(part)
 
     def loss(sample_ids: Tensor, **given: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -208,7 +330,8 @@ def _advantage(part: type) -> Callable[..., Any]:
     if part.compute_in_trainer():
         raise ValueError(
             f"algorithm.advantage_fn '{part.__name__}' computes in Trinity-RFT's trainer: expected "
-            "a function (docs/algorithms.md), or a class whose compute_in_trainer is false"
+            "a function (docs/algorithms.md), a GroupAdvantage, or a class of experiences whose "
+            "compute_in_trainer gives False"
         )
     made = _made_once(part)
 
@@ -243,13 +366,53 @@ def _padded(e: Experience, name: str, whose: str) -> Tensor:
 
 
 def _kl(part: type) -> Callable[..., Any]:
+    made, wanted = _made_once(part), _arguments(getattr(part, "calculate_kl"))  # noqa: B009
+
+    def divergence(
+        logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        older = {"old_logprob": old_logprobs} if "old_logprob" in wanted else {}
+        return made(**options).calculate_kl(logprobs, ref_logprobs, **older)
+
+    older = {"old_logprobs": wanted["old_logprob"]} if "old_logprob" in wanted else {}
+    _sign(divergence, part, {"logprobs": True, "ref_logprobs": True, **older})
+    return divergence
+
+
+def _sample(part: type) -> Callable[..., Any]:
     made = _made_once(part)
 
-    def divergence(logprobs: Tensor, ref_logprobs: Tensor, **options: Any) -> Tensor:
-        return made(**options).calculate_kl(logprobs, ref_logprobs)
+    async def sample(
+        buffer: Takes, num: int, step: int, auxiliary: Mapping[str, Takes], **options: Any
+    ) -> tuple[list[Experience], dict[str, float]]:
+        whose = f"algorithm.sample_strategy '{part.__name__}'"
+        with UserCode(whose, part):
+            strategy = made(buffer_config=_buffer_config(buffer, num, auxiliary), **options)
+            given = await strategy.sample(step)
+            chosen = given[0] if isinstance(given, tuple) and len(given) in (2, 3) else None
+            if not chosen or not all(isinstance(e, Experience) for e in chosen):
+                raise Refused(
+                    f"{whose} gave {given!r:.80} for train step {step}: expected a tuple of a list "
+                    "of experiences, at least one, a dictionary of metrics, and samples to show"
+                )
+            metrics = {name: float(value) for name, value in given[1].items()}
+        for e in chosen:  # what it has set may have the length of the reply
+            for name in TOKEN_FIELDS:
+                if (values := getattr(e, name)) is not None:
+                    setattr(e, name, e.aligned(name, values))
+        return list(chosen), metrics
 
-    _sign(divergence, part, {"logprobs": True, "ref_logprobs": True})
-    return divergence
+    _sign(sample, part, {"buffer": True, "num": True, "step": True, "auxiliary": True})
+    return sample
+
+
+def _buffer_config(buffer: Takes, num: int, auxiliary: Mapping[str, Takes]) -> Any:
+    """What a strategy's constructor reads of the YAML's `buffer`, with stores in their places."""
+    others = {name: Storage(name, store, num) for name, store in auxiliary.items()}
+    stores = SimpleNamespace(
+        experience_buffer=Storage("experience_buffer", buffer, num), auxiliary_buffers=others
+    )
+    return SimpleNamespace(train_batch_size=num, batch_size=num, trainer_input=stores)
 
 
 def _made_once(part: type) -> Callable[..., Any]:
@@ -280,6 +443,13 @@ def _sign(function: Any, part: type, data: Mapping[str, bool]) -> None:
         for p in known
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in _NO_OPTION
     }
+    if any(p.kind is p.VAR_KEYWORD for p in known):
+        options = {**defaults, **options}
+    elif unknown := set(defaults) - set(options):
+        raise ValueError(
+            f"default_args of {part.__name__} has '{min(unknown)}', which its constructor does not "
+            f"take: it takes {', '.join(options) or 'nothing'}"
+        )
     kind = inspect.Parameter
     function.__signature__ = inspect.Signature(
         [

@@ -60,6 +60,11 @@ class Part:
         """What the part's result is multiplied by, at the start where it adapts."""
         return float(next(iter(self.settings.values()), 1.0))
 
+    def option(self, name: str) -> Any:
+        """An option of the function's own, or its default; None: it has none of this name."""
+        own = inspect.signature(self.function).parameters.get(name)
+        return self.options.get(name, own.default if own is not None else None)
+
     def marked(self, name: str) -> bool:
         """Whether the function says so of itself: `in_trainer`, `of_sequences` and the like."""
         return bool(getattr(self.function, name, False))
@@ -101,7 +106,9 @@ def part_of(
     first = getattr(function, "starts_from", None)
     inherited = _own_options(first) if first else []
     allowed = [*_own_options(function), *inherited]
-    settings = dict(SETTINGS.get(kind, {}))
+    # what averages has its coefficient itself
+    own = kind == "entropy_loss_fn" and getattr(function, "averages", False)
+    settings = {} if own else dict(SETTINGS.get(kind, {}))
     if kind == "policy_loss_fn":
         options = {k: v for k, v in options.items() if k in allowed or k not in LAYOUT}
     whose = f"algorithm.{kind} '{name}'"

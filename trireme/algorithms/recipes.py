@@ -131,8 +131,14 @@ class Recipe:
 
     @property
     def entropy(self) -> Part | None:
-        """The entropy bonus; None where it has no weight."""
-        return self._weighted("entropy_loss_fn")
+        """The entropy bonus; None where it has no weight. A class has its coefficient itself."""
+        part = self._weighted("entropy_loss_fn")
+        return None if part is not None and part.option("entropy_coef") == 0 else part
+
+    @property
+    def averages(self) -> list[Part]:
+        """The terms of the loss that are classes, which average over tokens themselves."""
+        return [p for p in (self.policy_loss, self.entropy) if p and p.marked("averages")]
 
     @property
     def top_entropy(self) -> float:
@@ -256,10 +262,12 @@ class Recipe:
     def weights(self, batch: Batch) -> Tensor:
         """The weight of each entry [M] in the loss of the whole batch."""
         loss_weight = batch.fields.get("loss_weight")
-        if loss_weight is not None and self.policy_loss.marked("averages"):
-            self._refuse_weights(batch, loss_weight, (1,), "a class whose loss is an average")
-        if loss_weight is not None and self.policy_loss.marked("of_sequences"):
-            self._refuse_weights(batch, loss_weight, (0, 1), "a loss of whole sequences")
+        if loss_weight is not None:
+            for part in self.averages:
+                _refuse_weights(part, batch, loss_weight, (1,), "a class whose loss is an average")
+            if self.policy_loss.marked("of_sequences"):
+                whole = "a loss of whole sequences"
+                _refuse_weights(self.policy_loss, batch, loss_weight, (0, 1), whole)
         expert = batch.fields.get("expert")
         if expert is None:
             out = weights(
@@ -280,9 +288,11 @@ class Recipe:
         num: int,
         version: int = 0,
         auxiliary: Mapping[str, Takes] | None = None,
+        step: int = 1,
     ) -> Sample:
         """Experiences for a train step by the sample strategy, and its metrics."""
-        arguments = {"buffer": buffer, "num": num, "version": version, "auxiliary": auxiliary or {}}
+        arguments: dict[str, Any] = {"buffer": buffer, "num": num, "version": version}
+        arguments |= {"auxiliary": auxiliary or {}, "step": step}
         return await self.parts["sample_strategy"](
             lambda name, _: arguments[name], arguments.__contains__
         )
@@ -291,17 +301,18 @@ class Recipe:
         part = self.parts[kind]
         return part if part.coefficient and part.name != "none" else None
 
-    def _refuse_weights(
-        self, batch: Batch, loss_weight: Tensor, taken: tuple[int, ...], kind: str
-    ) -> None:
-        odd = (~torch.isin(loss_weight, loss_weight.new_tensor(taken))).nonzero()
-        if len(odd):
-            entry = int(odd[0])
-            raise ValueError(
-                f"experience {batch.eids[int(batch.sample_ids[entry])]} has a loss_weight of "
-                f"{float(loss_weight[entry]):g}: {self.policy_loss.label} is {kind} and takes "
-                f"weights of {' and '.join(map(str, taken))} only"
-            )
+
+def _refuse_weights(
+    part: Part, batch: Batch, loss_weight: Tensor, taken: tuple[int, ...], kind: str
+) -> None:
+    odd = (~torch.isin(loss_weight, loss_weight.new_tensor(taken))).nonzero()
+    if len(odd):
+        entry = int(odd[0])
+        raise ValueError(
+            f"experience {batch.eids[int(batch.sample_ids[entry])]} has a loss_weight of "
+            f"{float(loss_weight[entry]):g}: {part.label} is {kind} and takes weights of "
+            f"{' and '.join(map(str, taken))} only"
+        )
 
 
 def algorithm(

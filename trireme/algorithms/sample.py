@@ -1,8 +1,9 @@
 """Sample: chooses the experiences of the next train step: order, staleness, an expert's share.
 
-Functions `(buffer, num, version, auxiliary, *, options)`, awaited, that return the experiences and
-metrics; they name of the four what they need. `version` is that of the newest weights the engine
-has, `auxiliary` are the stores of `buffer.trainer_input.auxiliary_buffers`. `warmup` is an old name
+Functions `(buffer, num, version, auxiliary, step, *, options)`, awaited, that return the
+experiences and metrics; they name of the five what they need. `version` is that of the newest
+weights the engine has, `auxiliary` are the stores of `buffer.trainer_input.auxiliary_buffers`,
+`step` is the number of the train step. `warmup` is an old name
 of `default`.
 """
 

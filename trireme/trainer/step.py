@@ -229,8 +229,7 @@ def batch_loss(
     if train_state.tokens is not None and not iteration:
         train_state.tokens.add(batch, logprobs)
     weights = lookup("weights", "the trainer")
-    policy = recipe.policy_loss(lookup, has)
-    policy, reported = policy if isinstance(policy, tuple) else (policy, {})
+    policy, reported = _split(recipe.policy_loss(lookup, has))
     _check(policy, batch, recipe)
     if recipe.correction:
         # of sampler and trainer on equal weights: what the policy has moved since is not in it
@@ -257,9 +256,11 @@ def batch_loss(
         total = total + train_state.coefficients[kind] * divergence
         totals.sum(f"actor/{name}_loss", divergence * weights)
     if recipe.entropy:
-        bonus = recipe.entropy(lookup, has)
+        bonus, noted = _split(recipe.entropy(lookup, has))
         total = total - recipe.entropy.coefficient * bonus
-        totals.mean("actor/entropy", bonus)
+        averages = recipe.entropy.marked("averages")
+        totals.mean("actor/entropy", lookup("entropies", "the trainer") if averages else bonus)
+        reported |= noted
     elif recipe.schema == "experience":
         # On tokens that the policy sampled itself, -log p is an unbiased estimate of its entropy.
         totals.mean("actor/entropy", -logprobs)
@@ -271,6 +272,11 @@ def batch_loss(
     if not torch.isfinite(loss):
         _blame(total, batch, recipe)
     return loss
+
+
+def _split(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a part gave, and the metrics beside it."""
+    return result if isinstance(result, tuple) else (result, {})
 
 
 def _check(policy: Tensor, batch: Batch, recipe: Recipe) -> None:

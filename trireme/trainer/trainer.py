@@ -183,7 +183,7 @@ class Trainer:
         self._taking = asyncio.current_task() if self.recipe.takes_once else None
         try:
             batch, metrics = await self.recipe.take(
-                self.buffer, self.batch_size, self._version, self.auxiliary
+                self.buffer, self.batch_size, self._version, self.auxiliary, self.step + 1
             )
         except asyncio.CancelledError:
             if not self._stopping:
