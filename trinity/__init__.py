@@ -42,6 +42,8 @@ _ALFWORLD = {
     "StepWiseAlfworldWorkflow": "trireme.workflows.alfworld",
 }
 _RAFT = "trireme.workflows.raft"
+_AGENTSCOPE = "trireme.workflows.agentscope"
+_REACT = {"AgentScopeReActWorkflow": _AGENTSCOPE}
 _WEBSHOP = {"WebShopWorkflow": "trireme.workflows.webshop"}
 
 _CLASSES = "trireme.algorithms.classes"
@@ -145,9 +147,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "trinity.common.rewards.qwen25_eval": {"fix_fracs": f"{_ANSWERS}:whole_fractions"},
     "trinity.common.rewards.reward_fn": _REWARDS,
-    "trinity.common.workflows": _WORKFLOW | _STEP_WISE | _ALFWORLD | _WEBSHOP,
+    "trinity.common.workflows": _WORKFLOW | _STEP_WISE | _ALFWORLD | _WEBSHOP | _REACT,
+    "trinity.common.workflows.agentscope": {},
+    "trinity.common.workflows.agentscope.react": {},
+    "trinity.common.workflows.agentscope.react.react_workflow": _REACT,
     "trinity.common.workflows.agentscope_workflow": {
-        name: "trireme.workflows.agentscope:AgentScopeWorkflow"
+        name: f"{_AGENTSCOPE}:AgentScopeWorkflow"
         for name in ("AgentScopeWorkflowAdapter", "AgentScopeWorkflowAdapterV1")
     },
     "trinity.common.workflows.customized_math_workflows": _MATHS,
@@ -155,6 +160,16 @@ NAMES: dict[str, dict[str, str]] = {
         "ToolCallWorkflow": "trireme.workflows.one_call"
     },
     "trinity.common.workflows.envs": {},
+    "trinity.common.workflows.envs.agentscope": {},
+    "trinity.common.workflows.envs.agentscope.agentscopev0_react_workflow": {
+        "AgentScopeV0ReactMathWorkflow": f"{_AGENTSCOPE}:AgentScopeOldReActWorkflow"
+    },
+    "trinity.common.workflows.envs.agentscope.agentscopev1_react_workflow": {
+        "AgentScopeReactMathWorkflow": f"{_AGENTSCOPE}:AgentScopeReActWorkflow"
+    },
+    "trinity.common.workflows.envs.agentscope.agentscopev1_search_workflow": {
+        "AgentScopeV1ReactSearchWorkflow": f"{_AGENTSCOPE}:AgentScopeSearchWorkflow"
+    },
     "trinity.common.workflows.envs.alfworld": _ALFWORLD,
     "trinity.common.workflows.envs.alfworld.alfworld_workflow": {
         **_ALFWORLD,

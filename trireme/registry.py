@@ -297,10 +297,6 @@ WORKFLOWS = Registry(
             "shows images to the model, and prompts are text only here: simple_workflow is the "
             "same for text",
         ),
-        "agentscope_v1_react_search_workflow": "fetches a search program from the network: "
-        "agentscope_react_workflow takes your own search (workflow_args.tools: [my_file:search])",
-        "agentscopev0_react_math_workflow": "is of AgentScope 0.1: agentscope_react_math_workflow "
-        "is the same agent with AgentScope 1",
     },
 )
 MULTI_TURNS = Registry(

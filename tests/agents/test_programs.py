@@ -98,9 +98,11 @@ async def play(
 
 
 def scripted(
-    folder: Path, task: Task, replies: list[str | None], **limits: Any
+    folder: Path, task: Task, replies: list[str | None], judge: str = "", **limits: Any
 ) -> tuple[Outcome, Steered]:
-    """One rollout of a task within this process, whose first replies are given."""
+    """One rollout of a task within this process, whose first replies are given; `judge` is all
+    that its auxiliary model says.
+    """
 
     async def main() -> tuple[Outcome, Steered]:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -110,7 +112,11 @@ def scripted(
 
             def make(task: Task, key: tuple[Any, ...]) -> Model:
                 options = {"engine": engine, "chat": chat, "max_model_len": most} | limits
-                return Model(key=key, sampling=Sampling(max_tokens=256), **options)
+                options["sampling"] = Sampling(max_tokens=256)
+                if judge:
+                    other: Any = Steered(own, tokenizer, lambda _: judge)
+                    options["auxiliary"] = [Model(key=("judge",), **options | {"engine": other})]
+                return Model(key=key, **options)
 
             runner = Runner(make, engine, limit=TimeLimit(60), max_retries=0)
             spec = resolve(task.workflow)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ NAMES = (
     "agentscope_react_workflow",
     "agentscope_react_math_workflow",
     "as_react_workflow",
+    "agentscopev0_react_math_workflow",
+    "agentscope_v1_react_search_workflow",
 )
+SEARCH = NAMES[-1]
 
 
 async def solve(task: dict[str, Any], model: Any) -> float:
@@ -80,3 +85,48 @@ def test_a_reward_beside_the_functions_own_is_refused() -> None:
 def test_a_wrong_option_of_the_agent_is_refused(args: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         examine("as_react_workflow", **args)
+
+
+def test_the_agent_has_fewer_turns_under_its_old_name() -> None:
+    turns = [resolve(name).code.settings().max_iters for name in (NAMES[4], NAMES[5])]
+    assert turns == [10, 5]
+
+
+@pytest.mark.parametrize(
+    ("args", "reward", "says"),
+    [
+        ({"search_client_type": "bing"}, None, "type is 'bing': expected one of searxng, tavily"),
+        ({"max_turn": 1}, None, "did you mean 'max_turns'"),
+        ({}, "math_reward", "the first of explorer.auxiliary_models judges the answer"),
+        ({}, None, "needs the program mcp-searxng, which is not on the PATH: npm install -g mcp-s"),
+    ],
+)
+def test_what_a_search_agent_cannot_be_is_refused(
+    args: dict[str, Any], reward: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "agentscope.mcp", ModuleType("agentscope.mcp"))
+    monkeypatch.setitem(sys.modules, "agentscope", ModuleType("agentscope"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ValueError, match=says):
+        examine(SEARCH, reward=reward, **args)
+    assert resolve(SEARCH).code.asks_a_model(Task({"prompt": "?"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "program", "variable"),
+    [("searxng", "mcp-searxng", "SEARXNG_URL"), ("tavily", "tavily-mcp", "TAVILY_API_KEY")],
+)
+def test_a_search_agents_program_needs_its_variable(
+    kind: str, program: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("agentscope", "agentscope.mcp"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    (tmp_path / program).write_text("#!/bin/sh\n")
+    (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    says = f"is '{kind}', and the environment variable {variable} is not set, which {program} needs"
+    with pytest.raises(ValueError, match=says):
+        examine(SEARCH, search_client_type=kind)
+    monkeypatch.setenv(variable, "x")
+    examine(SEARCH, search_client_type=kind)

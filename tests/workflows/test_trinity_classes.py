@@ -205,8 +205,6 @@ def test_a_module_of_the_folder_a_run_starts_in_is_found_by_its_dotted_path(
     ("name", "says"),
     [
         ("simple_mm_workflow", "prompts are text only here"),
-        ("agentscope_v1_react_search_workflow", "agentscope_react_workflow takes your own search"),
-        ("agentscopev0_react_math_workflow", "agentscope_react_math_workflow is the same agent"),
     ],
 )
 def test_what_is_not_here_says_what_to_name_instead(name: str, says: str) -> None:

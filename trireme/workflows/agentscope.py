@@ -1,12 +1,14 @@
 """AgentScope: agents of the package `agentscope` as rollouts, over the rollout's own OpenAI client.
 
 The package is imported where an agent is made. The model's sampling is the run's, whatever an agent
-asks for, and what agents say is not printed.
+asks for, and what agents say is not printed. Programs that an agent needs are those that are
+installed: none is fetched.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ from trireme.rewards.reward import examine_columns, number, resolve, score
 from trireme.task import Task
 from trireme.usercode import Refused, UserCode
 from trireme.workflows.classes import Workflow
+from trireme.workflows.email_search import judged_right
 from trireme.workflows.tool_calls import Tool, as_text, python_tool
 
 _FUNCTIONS = Registry("agentscope function")
@@ -34,6 +37,10 @@ _FUNCTIONS = Registry("agentscope function")
 MATH = (
     "Solve the problem. Run Python where a calculation helps. Finish with the result alone, within "
     "\\boxed{}."
+)
+SEARCH = (
+    "Answer the question from the web. Search it, read what looks right, and follow its links; if "
+    "it is not there, search for something else."
 )
 TOOL_LIMIT_S = 30.0
 
@@ -128,6 +135,7 @@ class AgentScopeReActWorkflow(Workflow):
     """
 
     reward_parts = True
+    settings: type[Settings] = Settings
 
     async def run(self) -> list[Experience]:
         """Let the agent work, and judge its answer."""
@@ -144,34 +152,19 @@ class AgentScopeReActWorkflow(Workflow):
 
     async def ask(self) -> tuple[str, int]:
         """The agent's answer, and how many messages it remembers."""
-        settings = _settings(Settings, self.task)
-        model = chat_model(self.model)
+        settings = _settings(self.settings, self.task)
         toolkit = _agentscope("tool").Toolkit()
         for tool in map(python_tool, settings.tools):
             toolkit.register_tool_function(_as_agentscope(tool), json_schema=tool.schema)
-        agent = _agentscope("agent").ReActAgent(
-            name="agent",
-            sys_prompt=self.system_prompt or MATH,
-            model=model,
-            formatter=_agentscope("formatter").OpenAIChatFormatter(),
-            toolkit=toolkit,
-            max_iters=settings.max_iters,
+        return await _answered(
+            self, self.system_prompt or MATH, toolkit, settings.max_iters, Answer
         )
-        asked = _agentscope("message").Msg("user", str(self.task_desc), role="user")
-        said = await agent.reply(asked, structured_model=Answer)
-        answer = (said.metadata or {}).get("result")
-        remembered = await agent.memory.get_memory()
-        return answer or said.get_text_content() or "", len(remembered)
 
     @classmethod
     def examine(cls, task: Task) -> None:
         """Raise ValueError for a wrong option, or where the package is not installed."""
-        settings = _settings(Settings, task)
-        if not isinstance(task.prompt, str):
-            raise ValueError(
-                f"the prompt ({task.prompt_key}) is {type(task.prompt).__name__}: the agentscope "
-                "agent expects text"
-            )
+        settings = _settings(cls.settings, task)
+        _refuse_messages(task)
         for tool in settings.tools:
             python_tool(tool)
         name, args = _reward_of(task)
@@ -185,10 +178,140 @@ class AgentScopeReActWorkflow(Workflow):
         _agentscope("agent")
 
 
+@dataclass(frozen=True)
+class OldSettings(Settings):
+    """`workflow_args` of the agent under its old name."""
+
+    max_iters: Annotated[int, Ge(1)] = 5
+
+
+@workflow("agentscopev0_react_math_workflow")
+class AgentScopeOldReActWorkflow(AgentScopeReActWorkflow):
+    """The same under the name that it has with AgentScope 0.1: on AgentScope 1, in 5 turns."""
+
+    settings = OldSettings
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """`workflow_args` of the search agent."""
+
+    search_client_type: Literal["searxng", "tavily"] = "searxng"
+    """Whose MCP server gives the tools: `mcp-searxng` or `tavily-mcp`, as npm installs them."""
+    max_turns: Annotated[int, Ge(1)] = 10
+    """Most turns."""
+    max_model_tokens: Annotated[int, Ge(1)] = 24000
+    """Longer experiences are left out."""
+
+    @property
+    def program(self) -> tuple[str, str]:
+        """The MCP server, and the environment variable that it needs."""
+        if self.search_client_type == "searxng":
+            return "mcp-searxng", "SEARXNG_URL"
+        return "tavily-mcp", "TAVILY_API_KEY"
+
+
+@workflow("agentscope_v1_react_search_workflow")
+class AgentScopeSearchWorkflow(Workflow):
+    """AgentScope's ReActAgent on a question that the web answers, with the tools of an MCP server.
+
+    The first of `explorer.auxiliary_models` says whether its answer is the truth: 1 or 0.
+    """
+
+    async def run(self) -> list[Experience]:
+        """Let the agent search, and have its answer judged."""
+        settings = _settings(SearchSettings, self.task)
+        program, variable = settings.program
+        client = _agentscope("mcp").StdIOStatefulClient(
+            name=program, command=_installed(program), env={variable: os.environ[variable]}
+        )
+        toolkit = _agentscope("tool").Toolkit()
+        await client.connect()
+        try:
+            await toolkit.register_mcp_client(client)
+            system = self.system_prompt or SEARCH
+            answer, remembered = await _answered(self, system, toolkit, settings.max_turns, Found)
+        finally:
+            await client.close()
+        right = bool(answer) and await judged_right(
+            self.task, answer, self.auxiliary_model_wrappers
+        )
+        metrics = {"react_turns": float(remembered // 2), "max_turns": float(settings.max_turns)}
+        made = _experiences(self.model, float(right), metrics)
+        return [e for e in made if len(e.tokens) <= settings.max_model_tokens]
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a wrong option, and for what is not installed or not set."""
+        settings = _settings(SearchSettings, task)
+        _refuse_messages(task)
+        if task.reward_fn is not None:
+            raise ValueError(
+                f"default_reward_fn_type is {task.reward_fn!r}, which this workflow does not ask: "
+                "the first of explorer.auxiliary_models judges the answer"
+            )
+        _agentscope("mcp")
+        program, variable = settings.program
+        _installed(program)
+        if not os.environ.get(variable):
+            raise ValueError(
+                f"workflow_args.search_client_type is '{settings.search_client_type}', and the "
+                f"environment variable {variable} is not set, which {program} needs"
+            )
+
+    @classmethod
+    def asks_a_model(cls, task: Task) -> bool:
+        """Its judge is one of `explorer.auxiliary_models`."""
+        return True
+
+
 class Answer(BaseModel):
     """What the agent passes to the tool that ends its work."""
 
     result: str = Field(description="The final result, within \\boxed{}: \\boxed{42} for example.")
+
+
+class Found(BaseModel):
+    """What the search agent passes to it."""
+
+    result: str = Field(description="The answer to the question.")
+
+
+async def _answered(
+    asked: Workflow, system: str, toolkit: Any, turns: int, form: type[BaseModel]
+) -> tuple[str, int]:
+    """The answer of a ReActAgent to the task's prompt, and how many messages it remembers."""
+    agent = _agentscope("agent").ReActAgent(
+        name="agent",
+        sys_prompt=system,
+        model=chat_model(asked.model),
+        formatter=_agentscope("formatter").OpenAIChatFormatter(),
+        toolkit=toolkit,
+        max_iters=turns,
+    )
+    question = _agentscope("message").Msg("user", str(asked.task_desc), role="user")
+    said = await agent.reply(question, structured_model=form)
+    answer = (said.metadata or {}).get("result")
+    remembered = await agent.memory.get_memory()
+    return answer or said.get_text_content() or "", len(remembered)
+
+
+def _refuse_messages(task: Task) -> None:
+    if not isinstance(task.prompt, str):
+        raise ValueError(
+            f"the prompt ({task.prompt_key}) is {type(task.prompt).__name__}: the agentscope "
+            "agent expects text"
+        )
+
+
+def _installed(program: str) -> str:
+    """Where a program of npm's is. Raises ValueError where it is not installed."""
+    if (path := shutil.which(program)) is None:
+        raise ValueError(
+            f"the search agent needs the program {program}, which is not on the PATH: "
+            f"npm install -g {program}"
+        )
+    return path
 
 
 def functions_of(task: Task) -> tuple[Callable[..., Any], Callable[..., Any] | None]:

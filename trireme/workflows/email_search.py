@@ -9,7 +9,7 @@ its sources are exactly `message_ids`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,13 +152,21 @@ class EmailSearchWorkflow(Workflow):
         asked = self.task.reward_fn_args.get("llm_as_a_judge")
         if not (bool(models) if asked is None else asked):
             return same_sources
-        text = JUDGE.format(question=self.task.prompt, truth=self.truth, answer=answer)
-        said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()
-        if said[:4] == "true":
-            return True
-        if said[:5] == "false":
-            return False
-        raise ValueError(f"the judge said {said!r:.80}: expected true or false")
+        return await judged_right(self.task, answer, models)
+
+
+async def judged_right(task: Task, answer: str, models: Sequence[Any]) -> bool:
+    """Whether the first of the models takes an answer for the task's truth in other words.
+
+    Raises ValueError for what it says that is neither yes nor no.
+    """
+    text = JUDGE.format(question=task.prompt, truth=task.truth, answer=answer)
+    said = (await Asker().ask([{"role": "user", "content": text}], models)).strip().lower()
+    if said[:4] == "true":
+        return True
+    if said[:5] == "false":
+        return False
+    raise ValueError(f"the judge said {said!r:.80}: expected true or false")
 
 
 def reward_of(tools: EmailTools, right: set[str], correct: bool, used: float) -> float:
