@@ -290,7 +290,9 @@ def _with_group_advantages(
     own = {} if recipe.bypass_old_logprobs else {"old_logprobs": backend.logprobs(batch)}
     penalties, metrics = _penalties(recipe, batch, own, train_state)
     costs = torch.zeros(batch.num_samples).index_add_(0, batch.sample_ids, penalties)
-    advantages = scores_less(recipe.parts["advantage_fn"], experiences, costs)[batch.sample_ids]
+    part = recipe.parts["advantage_fn"]
+    advantages = scores_less(part, experiences, costs)[batch.sample_ids]
+    _refuse_not_finite(f"algorithm.{part.label} gave ", advantages, batch)
     batch = batch.with_fields(advantages=advantages, returns=advantages)
     return batch, metrics | {"critic/advantage_abs_mean": float(advantages.abs().mean())}
 
