@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from tests.trainer.samples import buckets, experiences
 from trireme.batch import Batch, flatten, of_tokens
@@ -48,6 +48,32 @@ def test_the_aligned_layout_computes_what_the_masked_one_does(tiny_dir: Any) -> 
             found.append([logprobs, *(p.grad for p in model.parameters())])
         for one, other in zip(*found, strict=True):
             assert torch.allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, Qwen3Config])
+def test_under_autocast_rows_of_a_gpu_are_in_bfloat16_alone(kind: Any) -> None:
+    """As one GPU trains: rotary embeddings leave queries and keys in float32, values are not, and
+    torch takes no mask by its name for rows of two dtypes.
+    """
+    torch.manual_seed(0)
+    given = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 99}
+    attention.register()
+    model = AutoModelForCausalLM.from_config(
+        kind(**given, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
+        attn_implementation=attention.NAME,
+    )
+    layout = pack(random_batch(torch.Generator().manual_seed(1)), align=True)
+    plain, seen = attention.attend, set()
+
+    def watched(*rows: Tensor, **options: Any) -> Tensor:
+        seen.update(x.dtype for x in rows)
+        return plain(*rows, **options)
+
+    exact = hidden_states(model, layout)
+    with torch.autocast("cpu", torch.bfloat16), patch.object(attention, "attend", watched):
+        hidden_states(model, layout).float().square().mean().backward()
+        assert (hidden_states(model, layout) - exact).abs().max() < 0.05
+    assert seen == {torch.bfloat16}
 
 
 def test_aligned_rows_need_no_mask() -> None:
@@ -128,6 +154,7 @@ def walk(layout: PackedBatch, dtype: torch.dtype) -> int:
         )
         with (
             patch.object(engine_rows, "GPU", "meta"),
+            patch.object(attention, "_as_autocast", lambda *rows: rows),  # unknown of this device
             patch.object(F, "scaled_dot_product_attention", gpu_attention),
             Largest() as largest,
         ):

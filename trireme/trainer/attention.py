@@ -230,6 +230,7 @@ class Rows:
         self, query: Tensor, key: Tensor, value: Tensor, *, window: int, scale: float | None
     ) -> Tensor:
         """See `Layout`."""
+        query, key, value = _as_autocast(query, key, value)
         flat_query, flat_key, flat_value = (_flat(x) for x in (query, key, value))
         outputs = []
         for rows in self.buckets:
@@ -382,7 +383,9 @@ def _flex(kind: str) -> Any:
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for SDPA: norms of queries and keys leave them in float32."""
+    """What autocast does for SDPA, but not where the mask is a name. Rotary embeddings and norms
+    leave queries and keys in float32, and values are not.
+    """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
