@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.e2e.job import wait_for
-from trireme.engines.bucket_handles import Lender, borrow
+from trireme.engines.bucket_handles import Borrower, Lender
 from trireme.engines.weight_group import Meeting, NotTaken, WeightGroup
 
 
@@ -111,12 +115,115 @@ def test_another_process_reads_the_lent_bytes() -> None:
 def test_memory_that_is_gone_or_too_small_is_said() -> None:
     lender = Lender(torch.device("cpu"))
     handle = lender.handle(lender.new_bytes(100))
-    assert borrow(handle).numel() == 100
+    assert Borrower().copy(handle).numel() == 100
     with pytest.raises(RuntimeError, match="shared memory cannot be read: it has fewer than 101"):
-        borrow(handle | {"size": 101})
+        Borrower().copy(handle | {"size": 101})
     lender.abort()
     with pytest.raises(RuntimeError, match="shared memory cannot be read"):
-        borrow(handle)
+        Borrower().copy(handle)
+
+
+class Ipc:
+    """CUDA's handles as torch deals with them, in one process: each sharing wraps a storage once
+    more and takes an event, of which there are 1,000; what is mapped must not be freed.
+    """
+
+    def __init__(self) -> None:
+        self.shared: list[weakref.ref[torch.UntypedStorage]] = []
+        self.mapped = self.most_mapped = self.opened = 0
+
+    def reduce_tensor(self, tensor: Tensor) -> tuple[None, list[Any]]:
+        assert tensor.storage_offset() == 0
+        self.shared.append(weakref.ref(tensor.untyped_storage()))
+        memory = (len(self.shared) - 1).to_bytes(8, "little")
+        parts: list[Any] = [0] * 15
+        parts[7], parts[11], parts[13] = memory, b"counters", b"event"
+        parts[8] = tensor.untyped_storage().nbytes()
+        return None, parts
+
+    def rebuild_cuda_tensor(self, _: Any, size: torch.Size, *parts: Any) -> Tensor:
+        storage = self.shared[int.from_bytes(parts[5], "little")]()
+        assert storage is not None, "its owner has freed it"
+        view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, tuple(size), (1,))
+        self.mapped += 1
+        self.opened += 1
+        self.most_mapped = max(self.mapped, self.most_mapped)
+        weakref.finalize(view, self._closed)
+        return view
+
+    def _closed(self) -> None:
+        self.mapped -= 1
+
+
+@contextmanager
+def lending_as_cuda(ipc: Ipc) -> Iterator[None]:
+    reductions = "torch.multiprocessing.reductions"
+    with (
+        patch.object(Lender, "on_gpu", True),
+        patch(f"{reductions}.reduce_tensor", ipc.reduce_tensor),
+        patch(f"{reductions}.rebuild_cuda_tensor", ipc.rebuild_cuda_tensor),
+        patch("torch.cuda.current_stream", lambda _: SimpleNamespace(synchronize=lambda: None)),
+        patch("torch.cuda.current_device", lambda: 0),
+    ):
+        yield
+
+
+def test_a_gpus_bucket_is_shared_and_mapped_once_a_push_and_freed_after_it() -> None:
+    """Shared anew for each bucket, torch would wrap one memory hundreds of thousands of times, and
+    end in a stack overflow when it is freed.
+    """
+    ipc = Ipc()
+    trainer, engine = pair(backend="ipc")
+    sent = {f"{n}": torch.full((64,), float(n)) for n in range(20)}
+    sent["large"] = torch.randn(1000)
+    with lending_as_cuda(ipc), ThreadPoolExecutor() as pool:
+        for push in (1, 2):
+            sending = pool.submit(trainer.send, sent.items(), bucket_bytes=512)
+            received = dict(engine.receive())
+            sending.result(timeout=20)
+            assert all(torch.equal(received[name], sent[name]) for name in sent)
+            assert len(ipc.shared) == ipc.opened == 2 * push  # and once more for the large one
+            assert ipc.mapped == 0 and ipc.most_mapped == 1
+            assert all(storage() is None for storage in ipc.shared)
+
+
+def test_the_end_of_a_push_waits_until_nothing_is_mapped() -> None:
+    ipc = Ipc()
+    trainer, engine = pair(timeout=1, backend="ipc")
+    trainer.connect({1: "engine 0"})
+    with lending_as_cuda(ipc), ThreadPoolExecutor() as pool:
+        sending = pool.submit(trainer.send, [("a", torch.zeros(8))])
+        weights: Any = engine.receive()
+        next(weights)  # it has the bucket, and reads no further
+        with pytest.raises(NotTaken, match="engine 0 did not come to bucket 2"):
+            sending.result(timeout=20)
+        assert ipc.mapped == 1
+        weights.close()
+        assert ipc.mapped == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [
+        ("", []),
+        ("max_split_size_mb:512", []),
+        (
+            "max_split_size_mb:512,expandable_segments:True",
+            ["max_split_size_mb:512,expandable_segments:False", None],
+        ),
+    ],
+)
+def test_memory_that_is_lent_lies_in_no_segment_that_expands(
+    options: str, changed: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch forgets every option that is not said again."""
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    with patch.object(Lender, "on_gpu", True):
+        Lender(torch.device("cpu")).new_bytes(8)
+    assert told == [each or options for each in changed]
 
 
 @pytest.mark.gpu

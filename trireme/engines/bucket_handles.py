@@ -1,16 +1,19 @@
 """Bucket handles: bytes of one process that another process of the same machine reads in place.
 
 On a GPU a handle is CUDA's (IPC), by which the other process maps the same memory; both need it
-among the GPUs that they see, and torch of one version. On a CPU it is a descriptor of shared memory
-without a name, which lives as long as its owner: nothing is left behind by a process that is
-killed, and a container's /dev/shm may be small. Handles are JSON, never pickle.
+among the GPUs that they see, and torch of one version. Torch counts who has it mapped, and wraps
+the memory once more each time that it is shared: so a bucket is shared once and mapped once, for as
+long as a push takes. On a CPU it is a descriptor of shared memory without a name, which lives as
+long as its owner: nothing is left behind by a process that is killed, and a container's /dev/shm
+may be small. Handles are JSON, never pickle.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ _BYTES = {"memory": 7, "counters": 11, "event": 13}
 """Where torch has the parts of a CUDA handle, in what it would pickle of a tensor."""
 
 
+_EXPANDS = "expandable_segments:True"
+
+
 class Lender:
     """Lends buckets of bytes, one at a time: the owner's side."""
 
@@ -28,17 +34,22 @@ class Lender:
         self._device = device
         self._descriptor = -1
         self._close: Callable[[], object] = lambda: None
+        self._shared: dict[str, Any] = {}
+        """The handle of a GPU's bucket, once it is made."""
 
     @property
-    def lends_all(self) -> bool:
-        """Whether any tensor of the device can be lent; else those of `new_bytes` alone."""
+    def on_gpu(self) -> bool:
+        """Whether what it lends lies there; it is made anew for each push, since memory is scarce
+        between two.
+        """
         return self._device.type == "cuda"
 
     def new_bytes(self, size: int) -> Tensor:
         """Memory that can be lent, in place of what this made before."""
-        if self.lends_all:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
         self.abort()
+        if self.on_gpu:
+            with _segments_as_lent():
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
         self._descriptor = os.memfd_create("trireme-bucket")
         self._close = weakref.finalize(self, os.close, self._descriptor)
         os.ftruncate(self._descriptor, size)
@@ -46,54 +57,93 @@ class Lender:
         return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
     def handle(self, flat: Tensor) -> dict[str, Any]:
-        """Of bytes that are written: what `borrow` needs, as JSON."""
-        if not self.lends_all:
+        """Of the first bytes of `new_bytes`, which are written: what borrowers need, as JSON."""
+        if not self.on_gpu:
             size = flat.numel()
             return {"process": os.getpid(), "descriptor": self._descriptor, "size": size}
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.current_stream(self._device).synchronize()
-        parts: Any = reduce_tensor(flat)[1]
-        found = {name: int(parts[at]) for name, at in _NUMBERS.items()}
-        found |= {name: parts[at].hex() for name, at in _BYTES.items()}
-        return found | {"numbers": flat.numel()}
+        if not self._shared:
+            parts: Any = reduce_tensor(flat)[1]
+            self._shared = {name: int(parts[at]) for name, at in _NUMBERS.items()}
+            self._shared |= {name: parts[at].hex() for name, at in _BYTES.items()}
+        return self._shared | {"numbers": flat.numel()}
 
     def abort(self) -> None:
         """Let go of what was lent."""
         self._close()
+        self._shared = {}
 
 
-def borrow(handle: Mapping[str, Any]) -> Tensor:
-    """A copy of the lent bytes, on their device; the owner may write over them after this."""
-    if "descriptor" in handle:
-        process, descriptor, size = (
-            int(handle[name]) for name in ("process", "descriptor", "size")
-        )
-        path = f"/proc/{process}/fd/{descriptor}"
-        try:
-            if os.stat(path).st_size < size:
-                raise OSError(f"it has fewer than {size} bytes")
-            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).clone()
-        except (OSError, RuntimeError) as error:
-            raise RuntimeError(f"the trainer's shared memory cannot be read: {error}") from error
-    return _borrow_of_gpu(handle)
+@contextmanager
+def _segments_as_lent() -> Iterator[None]:
+    """CUDA lends memory of segments that expand only where the kernel lets processes take each
+    other's descriptors, and torch asks for others by this very call.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    options = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    if _EXPANDS not in options:
+        yield
+        return
+    older = torch.cuda.memory._set_allocator_settings
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
+    change(options.replace(_EXPANDS, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        change(options)
 
 
-def _borrow_of_gpu(handle: Mapping[str, Any]) -> Tensor:
-    """Through CUDA; this process's own number stands for the device."""
+class Borrower:
+    """Copies what is lent, a bucket after the other: the other side, for one push."""
+
+    def __init__(self) -> None:
+        self._memory = ""
+        self._mapped: Tensor | None = None
+        """All of the owner's bucket on a GPU, by the handle of that memory."""
+
+    def copy(self, handle: Mapping[str, Any]) -> Tensor:
+        """The lent bytes, on their device; the owner may write over them after this."""
+        if "descriptor" in handle:
+            return _copy_of_shared(handle)
+        if self._mapped is None or self._memory != handle["memory"]:
+            self.close()
+            self._mapped, self._memory = _mapped(handle), handle["memory"]
+        copy = self._mapped[: int(handle["numbers"])].clone()
+        torch.cuda.current_stream(copy.device).synchronize()
+        return copy
+
+    def close(self) -> None:
+        """Map nothing any more: the owner may free it."""
+        self._mapped = None
+
+
+def _copy_of_shared(handle: Mapping[str, Any]) -> Tensor:
+    process, descriptor, size = (int(handle[name]) for name in ("process", "descriptor", "size"))
+    path = f"/proc/{process}/fd/{descriptor}"
+    try:
+        if os.stat(path).st_size < size:
+            raise OSError(f"it has fewer than {size} bytes")
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).clone()
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(f"the trainer's shared memory cannot be read: {error}") from error
+
+
+def _mapped(handle: Mapping[str, Any]) -> Tensor:
+    """The whole bucket, through CUDA; this process's own number stands for the device."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    numbers = {name: int(handle[name]) for name in (*_NUMBERS, "numbers")}
+    numbers = {name: int(handle[name]) for name in _NUMBERS}
     memory, counters, event = (bytes.fromhex(handle[name]) for name in _BYTES)
-    device = torch.cuda.current_device()
-    lent = rebuild_cuda_tensor(
+    return rebuild_cuda_tensor(
         torch.Tensor,
-        torch.Size([numbers["numbers"]]),
+        torch.Size([numbers["size"]]),
         (1,),
         numbers["offset"],
         torch.storage.TypedStorage,
         torch.uint8,
-        device,
+        torch.cuda.current_device(),
         memory,
         numbers["size"],
         numbers["begin"],
@@ -103,6 +153,3 @@ def _borrow_of_gpu(handle: Mapping[str, Any]) -> Tensor:
         event,
         bool(numbers["waits"]),
     )
-    copy = lent.clone()
-    torch.cuda.current_stream(device).synchronize()
-    return copy

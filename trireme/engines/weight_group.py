@@ -12,7 +12,7 @@ The bucket's format is that of ms-swift's and TRL's trainers: a list of parts, t
   and name who has not come to the bucket.
 - Where trainer and engine share a device (`ipc`), nothing is broadcast: the group is of two, and
   the header has a handle of the bucket, which the engine copies and then says so. The trainer
-  writes the next bucket over it.
+  writes the next bucket over it. At the end it waits until the engine maps the bucket no more.
 - A trainer of ms-swift or TRL is the last of two ranks and lists the parts by HTTP:
   `server/weights.py`.
 
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from trireme.engines.bucket_handles import Lender, borrow
+from trireme.engines.bucket_handles import Borrower, Lender
 
 
 def open_store(host: str, port: int, *, serve: bool, timeout: float) -> TCPStore:
@@ -288,19 +288,30 @@ class WeightGroup:
                 self._announce(failed=f"{type(error).__name__}: {error}")
             raise
         self._announce(parts=[])
+        if lender is not None:
+            self._await_taken(given_up)
+            if lender.on_gpu:
+                self._bucket = None
+                lender.abort()
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """What the trainer sends. Raises RuntimeError where it has failed, or nothing comes."""
         self._begin()
-        while (header := self._header())["parts"]:
-            parts = [BucketEntry(*row) for row in header["parts"]]
-            if (handle := header.get("handle")) is not None:
-                data = borrow(handle)
-                self._store.set(f"{self._headers[-1]}/taken", "1")
-            else:
-                empty = torch.empty(parts[-1].end_idx, dtype=torch.uint8, device=self.device)
-                data = self.broadcast(empty)
-            yield from unpack(parts, data)
+        borrower = Borrower()
+        try:
+            while (header := self._header())["parts"]:
+                parts = [BucketEntry(*row) for row in header["parts"]]
+                if (handle := header.get("handle")) is not None:
+                    data = borrower.copy(handle)
+                    self._say_taken()
+                else:
+                    empty = torch.empty(parts[-1].end_idx, dtype=torch.uint8, device=self.device)
+                    data = self.broadcast(empty)
+                yield from unpack(parts, data)
+        finally:
+            borrower.close()
+        if self._meeting.backend == "ipc":
+            self._say_taken()
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, failure: str = "the weight group has broken"
@@ -317,8 +328,11 @@ class WeightGroup:
             raise RuntimeError(f"{failure}: {first}") from error
         return tensor
 
+    def _say_taken(self) -> None:
+        self._store.set(f"{self._headers[-1]}/taken", "1")
+
     def _await_taken(self, given_up: Callable[[], bool]) -> None:
-        """Until the engine has copied the bucket that was announced last."""
+        """Until the engine has copied the bucket announced last, or has heard of the end."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause, longest = _PAUSE_S
         while time.monotonic() < deadline and not given_up():
@@ -408,10 +422,11 @@ class WeightGroup:
         """
         flat = [t.to(self.device).contiguous().view(-1).view(torch.uint8) for t in tensors]
         lender = self._group if isinstance(self._group, Lender) else None
-        if len(flat) == 1 and (lender is None or lender.lends_all):
+        if len(flat) == 1 and lender is None:
             return flat[0]
         size = sum(t.numel() for t in flat)
         if self._bucket is None or self._bucket.numel() < size:
+            self._bucket = None  # before the larger one: on a GPU both would be large
             self._bucket = (
                 lender.new_bytes(max(size, 1))
                 if lender
