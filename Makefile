@@ -105,7 +105,7 @@ test-gpu:
 	    tests/trainer/test_gpu.py tests/engines/test_contract.py tests/engines/test_sampling.py \
 	    tests/e2e/test_engine_processes.py
 
-# what nobody can know of a GPU without one, in a table and as gpu_report.json: some eight minutes.
+# what nobody can know of a GPU without one, in a table and as gpu_report.json: some ten minutes.
 # REPORT="--device cpu" tries the script on a machine without a GPU
 gpu-report:
 	$(GPU_PYTHON) scripts/gpu_report.py $(REPORT)

@@ -1,24 +1,30 @@
-"""Measures what nobody can know of a GPU without one: `make gpu-report`, some eight minutes.
+"""Measures what nobody can know of a GPU without one: `make gpu-report`, some ten minutes.
 
-One table, the most telling lines first, each with its pass mark; the same as JSON beside it. Runs
-with whatever interpreter has torch and transformers, without a network, vLLM or Ray. A line that
-cannot run says why, and the others go on. `--device cpu` does the same with small sizes, where only
-marks that do not depend on speed are judged. The marks and what they settle: docs/scale.md.
+One table, the most telling lines first, each with its pass mark; the same as JSON beside it, as far
+as it has come. Runs with whatever interpreter has torch and transformers, without a network, vLLM
+or Ray. A line that cannot run says why, and the others go on: on a GPU each line has a process of
+its own, so that what breaks CUDA there, crashes or hangs ends that line alone, and is told with the
+place in the code. `--device cpu` does the same with small sizes, where only marks that do not
+depend on speed are judged. The marks and what they settle: docs/scale.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -703,26 +709,91 @@ def reason(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {text[:160]}"
 
 
-def report(machine: Machine, lines: Sequence[Callable[[Machine], Lines]]) -> list[Row]:
-    """All rows, each printed as soon as it is there."""
+Line = Callable[[Machine], Lines]
+LIMIT_S = 300
+"""Of a line in a process of its own."""
+_ROW = "row of the report: "
+"""How what such a process says of its line begins."""
+
+
+def here(machine: Machine, line: Line) -> Lines:
+    """Its rows, measured in this process; a last one where it cannot go on."""
+    try:
+        yield from line(machine)
+    except Exception as error:  # the others go on
+        why = reason(error)
+        yield Row(line.__name__, "", why, passed=False if why.startswith("failed") else None)
+    gc.collect()
+    if machine.gpu:
+        torch.cuda.empty_cache()
+
+
+def apart(machine: Machine, line: Line) -> Lines:
+    """Its rows, measured in a process of its own; a last one where that has not ended well."""
+    where = ["--device", str(machine.device), "--child", str(machine.folder)]
+    command = [sys.executable, str(Path(__file__).resolve()), *where, "--lines", line.__name__]
+    with (
+        tempfile.TemporaryFile("w+") as told,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=told, text=True, start_new_session=True
+        ) as child,
+    ):
+
+        def end() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+        timer = threading.Timer(LIMIT_S + 30, end)  # it says where it hangs before that
+        timer.start()
+        try:
+            assert child.stdout is not None
+            for text in child.stdout:
+                if text.startswith(_ROW):
+                    yield Row(**json.loads(text.removeprefix(_ROW)))
+            code = child.wait()
+        finally:
+            timer.cancel()
+            end()
+        told.seek(0)
+        if code:
+            yield Row(line.__name__, "", ending(code, told.read()), passed=False)
+
+
+def ending(code: int, told: str) -> str:
+    """Why a line's process ended, by its exit code and what it said, and where in the code."""
+    lines = told.strip().splitlines()
+    why = f"exit code {code}: {lines[-1][:160] if lines else 'it said nothing'}"
+    if "Timeout (" in told:
+        why = f"it did not end in {LIMIT_S} s"
+    elif code < 0:
+        why = f"its process ended by {signal.Signals(-code).name}"
+    mine = [text.strip() for text in lines if str(ROOT) in text and ", line " in text]
+    return f"failed: {why}" + (f"; {mine[0]}".replace(f"{ROOT}/", "") if mine else "")
+
+
+def report(machine: Machine, lines: Sequence[Line], file: Path, *, isolated: bool) -> list[Row]:
+    """All rows, each printed as soon as it is there, and those so far in a file after each line."""
     print("| line | what | measured | to pass | |\n|-|-|-|-|-|", flush=True)
     rows: list[Row] = []
     for line in lines:
         begun = time.perf_counter()
-        try:
-            for row in line(machine):
-                rows.append(row)
-                print(row, flush=True)
-        except Exception as error:  # the others go on
-            why = reason(error)
-            failed = False if why.startswith("failed") else None
-            rows.append(Row(line.__name__, "", why, passed=failed))
-            print(rows[-1], flush=True)
-        gc.collect()
-        if machine.gpu:
-            torch.cuda.empty_cache()
+        for row in (apart if isolated else here)(machine, line):
+            rows.append(row)
+            print(row, flush=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        part.replace(file)
         print(f"{line.__name__}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     return rows
+
+
+def say_rows(machine: Machine, lines: Sequence[Line]) -> None:
+    """To the process that began this one; where it hangs or crashes, it says where."""
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    for line in lines:
+        for row in here(machine, line):
+            print(_ROW + json.dumps(asdict(row)), flush=True)
 
 
 def chosen_device(asked: str | None) -> torch.device:
@@ -747,18 +818,23 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu_report.json"))
     names = ", ".join(line.__name__ for line in LINES)
     parser.add_argument("--lines", help=f"some of {names}, with commas between")
+    text = "each line in a process of its own, as on a GPU"
+    parser.add_argument("--apart", action="store_true", help=text)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     wanted = options.lines.split(",") if options.lines else [line.__name__ for line in LINES]
     unknown = [name for name in wanted if name not in {line.__name__ for line in LINES}]
     if unknown:
         sys.exit(f"gpu_report: --lines has no '{unknown[0]}'. It has: {names}")
     device = chosen_device(options.device)
+    sizes = CPU if device.type == "cpu" else GPU
+    lines = [line for line in LINES if line.__name__ in wanted]
+    if options.child is not None:
+        say_rows(Machine(device, sizes, options.child), lines)
+        return 0
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
-        machine = Machine(device, CPU if device.type == "cpu" else GPU, Path(folder))
-        rows = report(machine, [line for line in LINES if line.__name__ in wanted])
-    part = options.json.with_suffix(".part")
-    part.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    part.replace(options.json)
+        machine = Machine(device, sizes, Path(folder))
+        rows = report(machine, lines, options.json, isolated=options.apart or machine.gpu)
     missed = [row for row in rows if row.passed is False]
     print(f"\n{len(rows)} rows, {len(missed)} missed their mark; {options.json}")
     return int(bool(missed))

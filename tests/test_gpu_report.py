@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def test_a_line_that_cannot_run_says_why_and_the_others_go_on(
         yield Row("good", "all", "2 s", "at most 3 s", passed=True)
 
     machine = Machine(torch.device("cpu"), CPU, tmp_path)
-    rows = gpu_report.report(machine, [lacking, short, broken, good])
+    file = tmp_path / "report.json"
+    rows = gpu_report.report(machine, [lacking, short, broken, good], file, isolated=False)
+    assert [row["value"] for row in json.loads(file.read_text())] == [row.value for row in rows]
     assert [(row.value, row.passed) for row in rows] == [
         ("1 s", None),
         ("skipped: this interpreter has no pydantic", None),
@@ -60,6 +63,61 @@ def test_a_line_that_cannot_run_says_why_and_the_others_go_on(
         ("2 s", True),
     ]
     assert "| good | all | 2 s | at most 3 s | pass |" in capsys.readouterr().out
+
+
+def test_a_line_has_a_process_of_its_own_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a line does to CUDA, or a hang, ends that line alone."""
+    file = tmp_path / "report.json"
+    words = ["--device", "cpu", "--apart", "--lines", "versions", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["gpu_report", *words])
+    assert gpu_report.main() == 0
+    assert [row["what"] for row in json.loads(file.read_text())][:2] == ["software", "device"]
+
+
+CHILD = """
+import ctypes, faulthandler, pathlib, sys, threading
+sys.path.insert(0, sys.argv[1])
+from scripts import gpu_report
+from scripts.gpu_report import Row
+def hangs(machine):
+    yield Row("hangs", "first", "1 s")
+    threading.Event().wait()
+def crashes(machine):
+    yield Row("crashes", "first", "1 s")
+    ctypes.string_at(0)
+gpu_report.LIMIT_S = 1
+machine = gpu_report.Machine("cpu", gpu_report.CPU, pathlib.Path("."))
+gpu_report.say_rows(machine, [globals()[sys.argv[2]]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hangs", r"failed: it did not end in 1 s; File \"scripts/gpu_report.py\", line \d+ in"),
+        ("crashes", r"failed: its process ended by SIGSEGV; File \"scripts/gpu_report.py\", line"),
+    ],
+)
+def test_a_line_that_hangs_or_crashes_is_told_with_its_place(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_report, "LIMIT_S", 1)
+    begin = subprocess.Popen
+
+    def popen(command: list[str], **given: object) -> object:
+        return begin([sys.executable, "-c", CHILD, str(gpu_report.ROOT), line], **given)  # type: ignore[call-overload]
+
+    def named(_: Machine) -> Iterator[Row]:
+        raise AssertionError("it is measured elsewhere")
+        yield
+
+    named.__name__ = line
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    first, last = gpu_report.apart(Machine(torch.device("cpu"), CPU, tmp_path), named)
+    assert (first.line, first.value, first.passed) == (line, "1 s", None)
+    assert last.passed is False and re.match(said, last.value), last.value
 
 
 def test_a_machine_without_a_gpu_and_an_unknown_line_are_told(
