@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from threading import Event
@@ -15,8 +16,11 @@ from tests.cli.test_eval import Api
 from tests.cli.test_eval import api as api  # a fixture
 from trireme.cli.main import app
 from trireme.config.load import load_config
-from trireme.engines.api import byte_tokenizer
+from trireme.engines.api import ApiEngine, byte_tokenizer
+from trireme.launch.api_model import ApiModel, with_calls_read
 from trireme.launch.check import draft
+from trireme.model.chat_tokens import ChatTokens
+from trireme.model.openai_answer import respond
 
 KEY = "model.external_model"
 
@@ -83,6 +87,42 @@ def test_lengths_are_the_tokens_that_an_api_says_and_else_unknown(
     names = ("mean@2", "std@2", "best@2", "worst@2") if told else ()
     expected = {f"bench/sums/response_length/{name}": told for name in names}
     assert lengths == {name: 0.0 if "std" in name else value for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral"])
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "add"}}]
+)
+def test_a_program_s_tool_choice_reaches_an_api(
+    api: str, monkeypatch: pytest.MonkeyPatch, choice: Any, parser: str
+) -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    monkeypatch.setattr(Api, "calls", [{"id": "x", "type": "function", "function": function}])
+    tokenizer = byte_tokenizer()
+    chat = ChatTokens(tokenizer, tool_call_parser=parser)
+    chat.tool_format = with_calls_read(chat.tool_format)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [tool]}
+
+    async def main() -> tuple[Any, int]:
+        engine = ApiEngine(api, "adder", tokenizer=tokenizer, max_model_len=9999)
+        model = ApiModel(engine, chat, max_model_len=9999)
+        response = await respond(model, body | {"tool_choice": choice}, chat=True)
+        [call] = response["choices"][0]["message"]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+        body["messages"] += [response["choices"][0]["message"], result]
+        await respond(model, body, chat=True)
+        await engine.close()
+        return call["function"], len(model.experiences(1.0))
+
+    called, conversations = asyncio.run(main())
+    assert (called["name"], json.loads(called["arguments"])) == ("add", {"a": 1})
+    assert conversations == 1
+    first, second = Api.asked
+    assert first.get("tool_choice") == (None if choice == "auto" else choice)
+    assert "tool_choice" not in second
+    said, result = second["messages"][1:]
+    assert said["tool_calls"][0]["id"] == result["tool_call_id"] and result["content"] == "2"
 
 
 def test_an_api_that_fails_midway_has_measured_nothing(

@@ -38,6 +38,10 @@ class Asked(NamedTuple):
 
     messages: Sequence[Any]
     tools: Sequence[Any] | None
+    tool_choice: Any = None
+    """As the API takes it, where a tool has to be called."""
+    begin: str = ""
+    """What stands before the reply's text in the record, and is no part of the reply then."""
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("ASKED", default=None)
@@ -111,6 +115,8 @@ class ApiEngine(ScriptedEngine):
                     self._model, name, value, ", ".join(sent),
                 )  # fmt: skip
         options: dict[str, Any] = {"tools": list(asked.tools)} if asked.tools else {}
+        if asked.tool_choice is not None:
+            options["tool_choice"] = asked.tool_choice
         if sampling.stop:
             options["stop"] = list(sampling.stop)
         answer = await self._ask(
@@ -123,6 +129,7 @@ class ApiEngine(ScriptedEngine):
         for choice in answer.choices:
             calls = [call.function for call in choice.message.tool_calls or ()]
             text = "".join([choice.message.content or "", *map(_call_as_text, calls)])
+            text = text.partition(asked.begin)[2] if asked.begin else text
             encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             assert isinstance(encoded, list)
             cut = choice.finish_reason == "length"

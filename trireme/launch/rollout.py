@@ -12,76 +12,22 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from trireme.config import Plan
-from trireme.engines.api import ASKED, ApiEngine, Asked
+from trireme.engines.api import ApiEngine
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.engines.engine import Engine, Sampling, with_options
 from trireme.engines.make import make_torch_engine
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
+from trireme.launch.api_model import ApiModel, with_calls_read
 from trireme.launch.data import Text, make_text
 from trireme.launch.engines import Auxiliary, Endpoint, engine_spec, make_auxiliary
-from trireme.model.model import Model, Reply
-from trireme.model.tool_calls import Read, ToolFormat, hermes, message_of
+from trireme.model.model import Model
 from trireme.server.gateway import Gateway
 from trireme.server.rollouts import Rollouts
 from trireme.task import Task
 
 UNLIMITED = 2**31
 """Tokens, where an API has limits of its own."""
-
-
-class ApiModel(Model):
-    """A Model whose conversations reach an API as messages, and whose tool calls are hermes's."""
-
-    async def chat_samples(
-        self,
-        messages: Sequence[Any],
-        tools: Sequence[Any] | None = None,
-        *,
-        begin: str = "",
-        **options: Any,
-    ) -> list[Reply]:
-        """See Model."""
-        if begin:
-            raise ValueError("tool_choice: a model behind an API is served auto and none alone")
-        asked = ASKED.set(Asked(_with_calls_apart(messages), tools))
-        try:
-            return await super().chat_samples(messages, tools, **options)
-        finally:
-            ASKED.reset(asked)
-
-
-def _with_calls_read(form: ToolFormat) -> ToolFormat:
-    """It reads what an ApiEngine made of an API's calls, too, and always the text that came: of ids
-    that are not the API's own, none ends a reply.
-    """
-
-    def read(text: str, tools: Sequence[Any]) -> Read:
-        said, calls = hermes(text, tools)
-        return (said, calls) if calls and not calls[0].error else form.read(text, tools)
-
-    return form._replace(read=hermes if form.read is hermes else read, openings=("",))
-
-
-def _with_calls_apart(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as an API takes them: calls that stand in a reply's text are in its `tool_calls`,
-    and the results behind it are those of its calls, in their order.
-    """
-    out: list[dict[str, Any]] = []
-    ids: list[str] = []
-    for message in messages:
-        sent = dict(message)
-        if sent.get("role") == "assistant":
-            text = sent.get("content")
-            said, calls = hermes(text if isinstance(text, str) else "", ())
-            made = [message_of(call) for call in calls if not call.error]
-            if calls and len(made) == len(calls):
-                sent |= {"content": said or None, "tool_calls": made}
-            ids = [call["id"] for call in made]
-        elif sent.get("role") == "tool" and ids:
-            sent["tool_call_id"] = ids.pop(0)
-        out.append(sent)
-    return out
 
 
 def make_scheduler(
@@ -106,7 +52,7 @@ def make_scheduler(
         plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
     model_type = Model
     if isinstance(engine, ApiEngine):
-        model_type, text.chat.tool_format = ApiModel, _with_calls_read(text.chat.tool_format)
+        model_type, text.chat.tool_format = ApiModel, with_calls_read(text.chat.tool_format)
     remembered = [({}, sampling_of(plan, {}))]
     gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
 

@@ -1,0 +1,74 @@
+"""ApiModel: what a workflow holds of a model behind an API, and how its tool calls come and go.
+
+An API tells calls apart from text. An ApiEngine writes them into the text as hermes has them, so
+that workflows and clients read them like those of any other model, and here they are taken apart
+again for the API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from trireme.engines.api import ASKED, Asked
+from trireme.model.model import Model, Reply
+from trireme.model.tool_calls import Read, ToolFormat, format_of, hermes, message_of
+
+_BEGIN = cast(Callable[[str], str], format_of("hermes").begin)
+
+
+class ApiModel(Model):
+    """A Model whose conversations reach an API as messages."""
+
+    async def chat_samples(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        *,
+        begin: str = "",
+        **options: Any,
+    ) -> list[Reply]:
+        """See Model."""
+        choice: Any = None
+        if begin:
+            name = begin.removeprefix(_BEGIN("")).partition('"')[0]
+            choice = {"type": "function", "function": {"name": name}} if name else "required"
+        asked = ASKED.set(Asked(_with_calls_apart(messages), tools, choice, begin))
+        try:
+            return await super().chat_samples(messages, tools, begin=begin, **options)
+        finally:
+            ASKED.reset(asked)
+
+
+def with_calls_read(form: ToolFormat) -> ToolFormat:
+    """It reads what an ApiEngine made of an API's calls, too, and always the text that came: of ids
+    that are not the API's own, none ends a reply. A call that has to be begins as those do.
+    """
+
+    def read(text: str, tools: Sequence[Any]) -> Read:
+        said, calls = hermes(text, tools)
+        return (said, calls) if calls and not calls[0].error else form.read(text, tools)
+
+    reads = hermes if form.read is hermes else read
+    return form._replace(read=reads, begin=_BEGIN, openings=("",))
+
+
+def _with_calls_apart(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages as an API takes them: calls that stand in a reply's text are in its `tool_calls`,
+    and the results behind it are those of its calls, in their order.
+    """
+    out: list[dict[str, Any]] = []
+    ids: list[str] = []
+    for message in messages:
+        sent = dict(message)
+        if sent.get("role") == "assistant":
+            text = sent.get("content")
+            said, calls = hermes(text if isinstance(text, str) else "", ())
+            made = [message_of(call) for call in calls if not call.error]
+            if calls and len(made) == len(calls):
+                sent |= {"content": said or None, "tool_calls": made}
+            ids = [call["id"] for call in made]
+        elif sent.get("role") == "tool" and ids:
+            sent["tool_call_id"] = ids.pop(0)
+        out.append(sent)
+    return out
