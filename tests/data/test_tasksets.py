@@ -36,6 +36,14 @@ def test_batches_run_on_over_epochs_and_the_rest_is_left_out() -> None:
     assert len(all_batches(taskset(total_epochs=1))) == 2
 
 
+def test_only_a_column_of_answers_that_a_user_chose_must_be_there() -> None:
+    for default in ("response", "solution"):
+        [task, *_] = taskset(format_args=FORMAT | {"response_key": default}).next()
+        assert task.truth is None
+    with pytest.raises(ValueError, match="no column 'reply'"):
+        taskset(format_args=FORMAT | {"response_key": "reply"})
+
+
 def test_total_steps_go_before_epochs() -> None:
     assert len(all_batches(taskset(total_epochs=1, total_steps=7))) == 7
 

@@ -350,7 +350,7 @@ def test_the_workflow_is_known_by_its_name() -> None:
 
 
 def test_a_scheduler_on_a_base_of_ms_swift_that_is_not_here_is_refused() -> None:
-    base = type("OpenEnvScheduler", (Absent,), {})
-    mine = type("SudokuScheduler", (base,), {"step": lambda self: None})
-    with pytest.raises(ValueError, match="extends ms-swift's OpenEnvScheduler, which is not here"):
+    base = type("PRM", (Absent,), {})
+    mine = type("Scored", (base,), {"step": lambda self: None})
+    with pytest.raises(ValueError, match="extends ms-swift's PRM, which is not here"):
         make_scheduler({"scheduler": mine})

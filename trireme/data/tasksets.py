@@ -30,6 +30,10 @@ class Exhausted(Exception):
     """A taskset has handed out all it was asked for: the end of exploring, not a failure."""
 
 
+_ANSWERS = ("response", "solution")
+"""Columns of answers by default, here and of ms-swift's flags: no user has chosen them."""
+
+
 class Taskset:
     """Makes rows into tasks, a batch at a time."""
 
@@ -190,7 +194,7 @@ class Taskset:
                 column = None if column == "prompt" else column
             # a data set need not hold answers: only a column that the user chose must be there
             of_answer = key == "response_key"
-            optional = of_answer and (column == "response" or not self._reads_prompt)
+            optional = of_answer and (column in _ANSWERS or not self._reads_prompt)
             if column and not optional:
                 self.rows.require(column, f"format.{key}", entries=of_answer)
             if column and key == "prompt_key":

@@ -1,4 +1,4 @@
-"""Gym scheduler: an environment leads the conversation, and gives its reward.
+"""Gym scheduler: an environment leads the conversation, and gives its reward: ours, or OpenEnv's.
 
 - The environment's first observation replaces the row's messages.
 - It is closed on every way out, also by `max_turns`, a cut reply, an error or a time-out.
@@ -8,11 +8,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from trireme.envs.env import OpenEnv
+from trireme.aio import OwnThread
+from trireme.envs.env import OpenEnv, extra
 from trireme.registry import CONTEXT_MANAGERS, ENVS, MULTI_TURNS
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
@@ -157,3 +160,144 @@ class GymScheduler(MultiTurnScheduler):
             history = copy.deepcopy(request.messages)
             shorten = self._context.manage_context
             request.messages = await self._opened.call(shorten, history, request.uuid or "")
+
+
+class OpenEnvSession:
+    """An episode on a server of OpenEnv: `base_url` and `reset_kwargs` of a row's `env_config`.
+    Its methods block, as plug-ins for ms-swift expect.
+    """
+
+    def __init__(self, env_config: Mapping[str, Any]) -> None:
+        client = extra("openenv.core.generic_client", "OpenEnv", "openenv").GenericEnvClient
+        url = env_config.get("base_url", "http://localhost:8000")
+        self._client = client(base_url=url).sync()
+        self._reset_kwargs = dict(env_config.get("reset_kwargs") or {})
+
+    def reset(self) -> tuple[Any, Any]:
+        """`(observation, metadata)` of a new episode."""
+        begun = self._client.reset(**self._reset_kwargs)
+        return begun.observation, getattr(begun, "metadata", None)
+
+    def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool, Any]:
+        """`(observation, reward, done, metadata)` after an action."""
+        seen = self._client.step(action)
+        metadata = getattr(seen, "metadata", None)
+        return seen.observation, float(seen.reward or 0.0), bool(seen.done), metadata
+
+    def close(self) -> None:
+        """End the connection."""
+        self._client.close()
+
+
+_FENCED = re.compile(r"\A```[^\n]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
+
+
+@MULTI_TURNS.register("openenv_scheduler")
+class OpenEnvScheduler(MultiTurnScheduler):
+    """Plays an episode on the server of OpenEnv that the row's `env_config` names.
+
+    Subclasses say how a reply becomes an action (`parse_action`) and an observation a message
+    (`format_observation`). Those of ms-swift also use the attributes that begin with `_`.
+    """
+
+    drops_retries = False
+    env_config_defaults: Mapping[str, Any] = {}
+    """What a row's `env_config` goes over, and `workflow_args.env_config` before it."""
+
+    def __init__(
+        self, max_turns: int | None = None, env_config: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(max_turns)
+        if type(self)._create_env is OpenEnvScheduler._create_env:
+            extra("openenv.core.generic_client", "OpenEnv", "openenv")  # an error before the run
+        self._env_config = dict(env_config or {})
+        self._envs: dict[str, Any] = {}
+        self._total_rewards: dict[str, float] = {}
+        self._step_rewards: dict[str, list[float]] = {}
+        self._pending_obs: dict[str, str | None] = {}
+        self._thread = OwnThread(f"openenv-{id(self)}")
+
+    def parse_action(self, text: str) -> Any:
+        """The action of a reply: its JSON object, else its text as `message`."""
+        text = text.strip()
+        if fenced := _FENCED.match(text):
+            text = fenced[1].strip()
+        try:
+            parsed = json.loads(text)
+        except (ValueError, RecursionError):
+            return {"message": text}
+        return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
+
+    def format_observation(self, observation: Any) -> Any:
+        """What the model reads of an observation: its JSON."""
+        return json.dumps(observation, ensure_ascii=False, default=str)
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        """Begin an episode; what it shows takes the place of the row's messages."""
+        for request in requests:
+            row = request.data_dict.get("env_config") or {}
+            config = {**self.env_config_defaults, **self._env_config, **row}
+            session, uuid = self._create_env(config), request.uuid or ""
+            self._envs[uuid] = session
+            observation, _ = await self._thread.run(session.reset)
+            system = config.get("system_message")
+            request.messages = [{"role": "system", "content": system}] if system else []
+            shown = self.format_observation(observation)
+            request.messages.append({"role": "user", "content": shown})
+            self._total_rewards[uuid], self._step_rewards[uuid] = 0.0, []
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """Act by the reply. One that had no room is none."""
+        uuid, done = infer_request.uuid or "", False
+        session = self._envs.get(uuid)
+        if session is not None and (result.finish_reason != "length" or result.token_ids):
+            action = self.parse_action(result.message.content)
+            step = await self._thread.run(lambda: session.step(action))
+            observation, reward, done, _ = step
+            self._total_rewards[uuid] += float(reward)
+            self._step_rewards[uuid].append(float(reward))
+            self._pending_obs[uuid] = None if done else self.format_observation(observation)
+        infos = {
+            "total_reward": self._total_rewards.get(uuid, 0.0),
+            "step_rewards": list(self._step_rewards.get(uuid, ())),
+            "gym_done": done,
+        }
+        return {"rollout_infos": infos, **({"done": True} if done else {})}
+
+    async def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """What the environment showed is the user's next message."""
+        shown = self._pending_obs.pop(infer_request.uuid or "", None)
+        if shown is not None:
+            infer_request.messages.append({"role": "user", "content": shown})
+        return {"infer_request": infer_request}
+
+    async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
+        """Close what is open."""
+        for uuid in list(self._envs):
+            await self._close_and_remove(uuid)
+        self._thread.close()
+
+    def _create_env(self, env_config: Mapping[str, Any]) -> Any:
+        """The session of an `env_config`."""
+        return OpenEnvSession(env_config)
+
+    async def _close_and_remove(self, uuid: str) -> None:
+        """Forget a trajectory, and close its session in its thread, which may hang there. What
+        fails in that is logged: the trajectory was lived through.
+        """
+        session = self._envs.pop(uuid, None)
+        for kept in (self._total_rewards, self._step_rewards, self._pending_obs):
+            kept.pop(uuid, None)
+
+        def close() -> None:
+            try:
+                session.close()
+            except Exception:
+                logger.warning("%s.close failed", type(session).__name__, exc_info=True)
+
+        if session is not None:
+            self._thread.put(close)

@@ -118,8 +118,7 @@ def make_scheduler(args: dict[str, Any]) -> MultiTurnScheduler | None:
         base = next(one.__name__ for one in scheduler.__mro__ if Absent in one.__bases__)
         raise ValueError(
             f"multi-turn scheduler {name!r} extends ms-swift's {base}, which is not here: expected "
-            "one that extends MultiTurnScheduler; OpenEnv's servers have openenv_workflow "
-            "(docs/environments.md)"
+            "one that extends MultiTurnScheduler"
         )
     if not isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise ValueError(f"multi-turn scheduler {name!r} is {scheduler!r:.60}: expected a class")

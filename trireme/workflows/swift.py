@@ -33,8 +33,7 @@ _REQUIRED = "modelscope"
 _logger = log.get_logger("plugin")
 _ABSENT = (
     *("DefaultRMPlugin", "GenRMPlugin", "PRM", "InferEngine", "PtEngine", "VllmEngine"),
-    *("GRPOVllmEngine", "TransformersEngine", "InferClient", "Template", "OpenEnvScheduler"),
-    "to_device",
+    *("GRPOVllmEngine", "TransformersEngine", "InferClient", "Template", "to_device"),
 )
 NAMES = {
     "MultiTurnScheduler": _SCHEDULER,
@@ -43,6 +42,8 @@ NAMES = {
     "MathTipsScheduler": f"{_TIPS}:MathTips",
     "MathTipsMultiTurnScheduler": f"{_TIPS}:MathTipsMultiTurn",
     "GYMScheduler": f"{_GYM}:GymScheduler",
+    "OpenEnvScheduler": _GYM,
+    "OpenEnvWrapper": f"{_GYM}:OpenEnvSession",
     "multi_turns": "trireme.registry:MULTI_TURNS",
     "RolloutInferRequest": _SCHEDULER,
     "InferRequest": f"{_SCHEDULER}:RolloutInferRequest",
@@ -83,7 +84,7 @@ MODULES = frozenset(
         *(f"swift.plugin.{name}" for name in ("orm", "prm", "rm_plugin", "multi_turn", "env")),
         *(f"swift.plugin.{name}" for name in ("context_manager", "loss_scale")),
         "swift.plugin.loss_scale.loss_scale",
-        *(f"swift.rollout.{name}" for name in ("multi_turn", "gym_env")),
+        *(f"swift.rollout.{name}" for name in ("multi_turn", "gym_env", "openenv_wrapper")),
         *(f"swift.rewards.{name}" for name in ("orm", "prm", "rm_plugin")),
         *(f"swift.loss_scale.{name}" for name in ("base", "mapping")),
         "swift.template.utils",
