@@ -6,13 +6,18 @@ import hashlib
 import json
 import sqlite3
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.job import run, run_fresh, small_config, started, weights
+from tests.e2e.test_command import with_programs
+from tests.e2e.test_reward_model import config_of as with_a_reward_model
+from tests.workflows.test_command import ASK
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +62,7 @@ def test_a_killed_run_resumes_to_the_same_weights(
     done = run(tmp_path, config)
     assert done.returncode == 0, done.stdout + done.stderr
     assert weights(job, 4) == whole[1]
-    lines = (job / "buffer/experience_buffer.jsonl").read_text().splitlines()
-    eids = Counter(json.loads(line)["eid"] for line in lines)
+    eids = Counter(line["eid"] for line in lines_of(job))
     assert len(eids) == 4 * 4 * 4 and set(eids.values()) == {1}
     with sqlite3.connect(job / "buffer/explorer_output.db") as database:
         [(count,)] = database.execute("select count(*) from experiences")
@@ -93,6 +97,60 @@ def test_metrics_say_that_engine_and_trainer_agree(whole: tuple[Path, bytes]) ->
     assert all(row["rollout/staleness_max"] == 0 for row in trained)
     explored = [row["metrics"] for row in rows if row["part"] == "explorer"]
     assert [row["rollout/experiences"] for row in explored] == [16] * 4
+
+
+def lines_of(job: Path) -> list[dict[str, Any]]:
+    """The copy of its experiences."""
+    text = (job / "buffer/experience_buffer.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def with_task_folders(folder: Path) -> dict[str, Any]:
+    """The small job over task folders: an agent's program keeps the reply, test.sh judges it."""
+    config = with_programs(folder)
+    (folder / "agent.py").write_text(
+        f"{ASK}\nwith open('reply.txt', 'w') as file: file.write(ask(sys.argv[1], max_tokens=6))\n"
+    )
+    inputs = config["buffer"]["explorer_input"]
+    args = inputs["taskset"]["workflow_args"]
+    args["command"][-1] = "{prompt}"
+    for number in range(16):
+        task = folder / "tasks" / f"task-{number}"
+        (task / "tests").mkdir(parents=True)
+        (task / "environment").mkdir()
+        (task / "task.toml").write_text("[agent]\ntimeout_sec = 60\n[verifier]\ntimeout_sec = 60\n")
+        (task / "instruction.md").write_text(f"Say {number} words.\n")
+        (task / "environment" / "Dockerfile").write_text("FROM none\nWORKDIR /app\n")
+        (task / "tests" / "test.sh").write_text(
+            'sum=$(cksum < "$APP_DIR/reply.txt" | cut -d" " -f1)\n'
+            'echo "0.$((sum % 17 + 10))" > "$LOGS_DIR/verifier/reward.txt"\n'
+        )
+    inputs["default_workflow_type"] = "harbor_workflow"
+    own = {"command": args["command"], "no_sandbox": True}
+    inputs["taskset"] = {"name": "t", "path": str(folder / "tasks"), "workflow_args": own}
+    del inputs["eval_tasksets"]
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("make", [with_a_reward_model, with_task_folders])
+def test_whatever_gives_the_rewards_a_killed_run_resumes_to_the_same_weights(
+    tmp_path: Path, make: Callable[[Path], dict[str, Any]]
+) -> None:
+    config = make(tmp_path)
+    for name in ("whole", "killed"):
+        words = (f"name={name}", "buffer.total_steps=3", "trainer.save_interval=1")
+        job = tmp_path / "checkpoints/tests" / name
+        if name == "killed":
+            started(tmp_path, config, *words).kill_when(job / "global_step_1/manifest.json")
+        started(tmp_path, config, *words).ends_well()
+    whole, killed = (tmp_path / "checkpoints/tests" / name for name in ("whole", "killed"))
+    assert weights(whole, 3) == weights(killed, 3)
+    learned, again = (
+        {line["eid"]: line["reward"] for line in lines_of(job)} for job in (whole, killed)
+    )
+    assert learned == again and len(learned) == 48 and len(set(learned.values())) > 2
 
 
 STORE = "buffer.trainer_input.experience_buffer"
