@@ -98,7 +98,7 @@ def warmed_up(folder: Path, steps: int | None) -> tuple[str, list[dict[str, str]
     from trireme.config.load import load_config
     from trireme.demo.prepare import demo_config
     from trireme.launch.check import checked
-    from trireme.launch.stages import run_stages
+    from trireme.launch.run import run_stages
     from trireme.launch.stop import Stop
     from trireme.monitor.console import Console
 

@@ -41,7 +41,7 @@ from trireme.engines.torch.engine import TorchEngine
 from trireme.explorer.metrics import rollout_metrics
 from trireme.explorer.runner import Key, Runner, TimeLimit
 from trireme.explorer.scheduler import Scheduler
-from trireme.launch.stages import rare_collections
+from trireme.launch.run import rare_collections
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.pipeline import Pipeline
 

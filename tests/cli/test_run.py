@@ -25,8 +25,8 @@ def plan(job_dir: Path, stage_name: str | None = None) -> Any:
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A launcher whose `run_stages` the test sets, and one plan for it."""
-    module: Any = ModuleType("trireme.launch.stages")
-    monkeypatch.setitem(sys.modules, "trireme.launch.stages", module)
+    module: Any = ModuleType("trireme.launch.run")
+    monkeypatch.setitem(sys.modules, "trireme.launch.run", module)
     made = SimpleNamespace(plans=[plan(tmp_path / "job")])
     monkeypatch.setattr(command, "draft_of", lambda *_: made)
     return module

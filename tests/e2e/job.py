@@ -31,7 +31,7 @@ IMPORTS = [
     "transformers.models.qwen3.modeling_qwen3",
     "trireme.cli.main",
     "trireme.cli.run",
-    "trireme.launch.stages",
+    "trireme.launch.run",
     "trireme.server.app",
 ]
 """What a run loads before it does anything: four seconds of a processor."""

@@ -19,7 +19,7 @@ from tests.e2e.job import rows, small_config, write_jsonl
 from trireme import Experience, Model, Task, workflow
 from trireme.config import load_config
 from trireme.launch.check import make_plans
-from trireme.launch.stages import run_stages
+from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.registry import ALGORITHMS

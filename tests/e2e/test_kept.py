@@ -13,7 +13,7 @@ from tests.e2e.job import small_config, write_jsonl
 from trireme.buffer.trained import files
 from trireme.config import load_config
 from trireme.launch.check import make_plans
-from trireme.launch.stages import run_stages
+from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.view.rollouts import Filter, RolloutIndex

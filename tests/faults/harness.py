@@ -318,7 +318,7 @@ def prepare(base: str) -> None:
     _base = Path(base)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["PYTHONPATH"] = str(ROOT)
-    import trireme.launch.stages
+    import trireme.launch.run
     import trireme.trainer.trainer  # noqa: F401
 
 

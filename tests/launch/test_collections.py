@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from trireme.launch import GC_THRESHOLDS
-from trireme.launch.stages import rare_collections
+from trireme.launch.run import rare_collections
 
 
 class Link:

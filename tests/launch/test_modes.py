@@ -11,7 +11,7 @@ import pytest
 from trireme.aio import first_failure
 from trireme.buffer.buffer import OtherSideFailed
 from trireme.launch.modes import run_both
-from trireme.launch.stage import StageResult
+from trireme.launch.results import StageResult
 
 
 @pytest.mark.parametrize("cause_waits", [0.0, 0.05])
@@ -46,10 +46,8 @@ def test_the_first_failure_ends_the_others() -> None:
     assert ended == [True]
 
 
-@pytest.mark.parametrize("refresh", [False, True])
-def test_the_probe_is_calibrated_while_trainer_and_engine_have_the_same_weights(
-    refresh: bool,
-) -> None:
+@pytest.mark.parametrize("why", ["", "a resume", "servers of the user's", "an adapter"])
+def test_the_probe_is_calibrated_while_trainer_and_engine_have_the_same_weights(why: str) -> None:
     order: list[str] = []
 
     class Side:
@@ -62,10 +60,13 @@ def test_the_probe_is_calibrated_while_trainer_and_engine_have_the_same_weights(
 
             return asked
 
-    plan = SimpleNamespace(has_adapter=False)
-    stage: Any = SimpleNamespace(result=lambda: StageResult(None, "both", ""), plan=plan)
+    urls = ("http://a",) if why == "servers of the user's" else ()
+    plan = SimpleNamespace(has_adapter=why == "an adapter", engine_urls=urls)
+    resumed = object() if why == "a resume" else None
+    result = StageResult(None, "both", "")
+    stage: Any = SimpleNamespace(result=lambda: result, plan=plan, resumed=resumed)
     trainer: Any = Side()
-    asyncio.run(run_both(stage, trainer, trainer, refresh=refresh))
-    before = ["refresh", "calibrate"] if refresh else ["calibrate"]
+    asyncio.run(run_both(stage, trainer, trainer))
+    before = ["refresh", "calibrate"] if why else ["calibrate"]
     assert order[: len(before) + 1] == [*before, "explore"]
     assert "train" in order and order.count("calibrate") == 1

@@ -18,9 +18,10 @@ from trireme.engines.remote import RemoteEngine
 from trireme.engines.servers import INSTANCE, Servers
 from trireme.launch import engine_host
 from trireme.launch.engine_host import EngineKeeper
+from trireme.launch.explorer_side import ExplorerSide
 from trireme.launch.ray.actors import ExplorerWorker, TrainerWorker
 from trireme.launch.ray.engines import Sides
-from trireme.launch.sides import ExplorerSide, TrainerSide
+from trireme.launch.trainer_side import TrainerSide
 
 
 def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weights(

@@ -14,9 +14,8 @@ from tests.e2e.job import small_config
 from trireme.config import Plan, load_config
 from trireme.engines.device import Device
 from trireme.launch.check import make_plans
-from trireme.launch.opening import Monitored, open_run
-from trireme.launch.stage import Stage, StageResult
-from trireme.launch.stages import summarise
+from trireme.launch.results import StageResult, summarise
+from trireme.launch.stage import Monitored, Stage, open_run
 from trireme.monitor.console import Console
 from trireme.monitor.monitor import JsonLinesMonitor
 
@@ -53,7 +52,7 @@ def test_a_run_that_cannot_be_opened_leaves_nothing_behind(
     handlers = list(logging.getLogger("trireme").handlers)
     threads = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr("trireme.launch.opening.add_start", lambda *_: 1 / 0)
+        patch.setattr("trireme.launch.stage.add_start", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError), opened(plan, device):
             pass
     assert logging.getLogger("trireme").handlers == handlers

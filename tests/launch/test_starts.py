@@ -17,8 +17,8 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, load_config
+from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.check import make_plans
-from trireme.launch.opening import changes, refuse_meaningless
 from trireme.launch.starts import hidden_words, resolved, this_start, without_secrets
 
 

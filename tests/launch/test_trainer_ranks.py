@@ -17,11 +17,8 @@ from tests.trainer.samples import experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
-from trireme.launch import training
 from trireme.launch.check import make_plans
-from trireme.launch.training import TrainerRanks, follow_plan
-from trireme.trainer.backend import Backend
-from trireme.trainer.learning import TrainState
+from trireme.launch.models import Models, follow_plan, lead_ranks, make_models
 from trireme.trainer.ranks import RankSpec
 from trireme.trainer.step import train_step
 
@@ -38,8 +35,9 @@ def _plan(folder: Path, model: Path, algorithm: str) -> Plan:
     return make_plans(config_of(folder, given))[0]
 
 
-def _train(backend: Backend, train_state: TrainState, plan: Plan, job: Path) -> dict[str, Any]:
+def _train(models: Models, plan: Plan, job: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, a step that is forgotten by loading it, and one more."""
+    backend, train_state = models.backend, models.train_state
     recipe, folder, metrics = get_recipe(plan.config.algorithm), JobFolder(job), []
 
     def step(number: int) -> None:
@@ -75,17 +73,18 @@ def _rank(place: RankSpec, folder: Path, model: Path, algorithm: str) -> dict[st
     if place.rank:
         follow_plan(plan, plan.model_path, place)
         return {}
-    ranks = TrainerRanks(plan, plan.model_path, get_recipe(plan.config.algorithm), place)
-    trained = _train(ranks.backend, ranks.train_state, plan, folder / "job")
-    ranks.close()
+    recipe = get_recipe(plan.config.algorithm)
+    models, leader = lead_ranks(plan, plan.model_path, recipe, place)
+    trained = _train(models, plan, folder / "job")
+    leader.close()
     return trained
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_plan_trains_on_two_ranks_as_on_one(algorithm, tiny_dir, tmp_path):
     plan, own = _plan(tmp_path / "alone", tiny_dir, algorithm), tmp_path / "alone" / "job"
-    made = plan, plan.model_path, get_recipe(plan.config.algorithm)
-    expected = _train(training.make_backend(*made), training.make_learning(*made), plan, own)
+    recipe = get_recipe(plan.config.algorithm)
+    expected = _train(make_models(plan, plan.model_path, recipe), plan, own)
     got, _ = run(_rank, tmp_path / "ranks", tmp_path, tiny_dir, algorithm)
     assert set(got["weights"]) == set(expected["weights"])
     for name, weight in expected["weights"].items():

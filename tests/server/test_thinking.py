@@ -21,7 +21,7 @@ from tests.tiny import make_model, make_tokenizer
 from trireme import Model, Task
 from trireme.config import load_config
 from trireme.launch.check import make_plans
-from trireme.launch.stages import run_stages
+from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.thinking import ReasoningParser

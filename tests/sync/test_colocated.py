@@ -19,8 +19,8 @@ from trireme.engines.engine import Sampling
 from trireme.engines.remote import RemoteEngine
 from trireme.engines.weight_group import Meeting, fingerprint
 from trireme.server.weights import EmbeddedGroup
-from trireme.sync.colocated import ColocatedSync, Noted
 from trireme.sync.probe import Probe
+from trireme.sync.push import ColocatedSync, Noted
 from trireme.trainer.backend import Backend
 from trireme.trainer.pairs import EnginePairs
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from tests.trainer.ranks import run
-from trireme.launch.training import make_rank_spec
+from trireme.launch.models import make_rank_spec
 from trireme.trainer import ranks as ranks_module
 from trireme.trainer.leader import Leader, follow
 from trireme.trainer.ranks import Ranks, RankSpec

@@ -14,7 +14,7 @@ from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of, experiences
 from tests.trainer.test_follow import RECIPE
 from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
-from trireme.sync.colocated import HOST
+from trireme.sync.push import HOST
 from trireme.trainer.backend import Backend
 from trireme.trainer.leader import Commands, Leader, follow
 from trireme.trainer.learning import TrainState

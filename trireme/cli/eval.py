@@ -108,7 +108,7 @@ def _interrupts(came: list[int]) -> Iterator[None]:
 def _try_each(options: EvalOptions, plans: Sequence[Plan], measured: Measured) -> int:
     """Add what each model did to `measured`, and write it; 1 if a model could not be tried."""
     from trireme.cli.run import complain
-    from trireme.launch.evaluation import evaluate
+    from trireme.launch.trial import evaluate
 
     apis = [_api_of(model) for model in options.models]
     hosts = {urlsplit(url).netloc for _, url in apis if url}

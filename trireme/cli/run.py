@@ -51,7 +51,7 @@ def run(
         try:
             made = draft_of(config, overrides, plugin_dirs)
             if compare:
-                from trireme.launch.stages import refuse_comparison
+                from trireme.launch.run import refuse_comparison
 
                 refuse_comparison(made.plans)
         except ValueError as error:
@@ -69,7 +69,7 @@ def run_plans(plans: Sequence[Plan], stop: Stop, *, compare_sft: bool = False) -
 
     `compare_sft` asks what more supervised training would have brought.
     """
-    from trireme.launch.stages import run_stages
+    from trireme.launch.run import run_stages
 
     console = Console()
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):

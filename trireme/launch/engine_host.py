@@ -21,13 +21,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 
 from trireme.aio import running
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import Plan
 from trireme.config.placement import size_of
 from trireme.engines.make import EngineSpec
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
     from trireme.engines.remote import RemoteEngine
 
 
-def engine_hosts(plan: Plan, model_path: str, log_folder: Path) -> list[EngineHost]:
+def engine_hosts(plan: Plan, model_path: str) -> list[EngineHost]:
     """The processes that the local launcher starts, with one key for all; none: it is embedded."""
+    log_folder = JobFolder(plan.job_dir, plan.explorer_name).log
     key = plan.config.explorer.rollout_model.api_key or secrets.token_hex(16)
     first_port = plan.config.explorer.rollout_model.base_port
     return [
@@ -184,25 +186,31 @@ class EngineKeeper:
             return error
 
 
-def remote_engine(plan: Plan, hosts: Sequence[EngineHost]) -> RemoteEngine | None:
-    """The engine processes, or the user's rollout servers; None: the engine is embedded."""
-    urls = tuple(host.url for host in hosts) or plan.engine_urls
-    key = hosts[0].key if hosts else None
-    return make_remote_engine(plan, urls, key or plan.engine_key) if urls else None
-
-
 def restarts_of(plan: Plan) -> int:
     """How often each engine is started again; bench gives engines weights that no sync has."""
     return 0 if plan.mode == "bench" else plan.config.cluster.engine_restarts
 
 
-async def kept(
-    work: Awaitable[T], plan: Plan, hosts: Sequence[EngineHost], engine: RemoteEngine
+async def with_engines(
+    plan: Plan, model_path: str, use: Callable[[RemoteEngine | None], Awaitable[T]]
 ) -> T:
-    """Run `work`; restart engines that die where weights come by sync."""
-    restarts = restarts_of(plan)
-    engine.servers.restarted = restarts > 0
-    return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(work)
+    """What `use` returns of the engine processes that the plan asks for, or of the user's rollout
+    servers; None: the engine is embedded. Processes that die are started again where weights come
+    by sync, and all are ended.
+    """
+    hosts = engine_hosts(plan, model_path)
+    try:
+        await start_all(hosts)
+        urls = tuple(host.url for host in hosts) or plan.engine_urls
+        key = hosts[0].key if hosts else plan.engine_key
+        engine = make_remote_engine(plan, urls, key) if urls else None
+        if not hosts or engine is None:
+            return await use(engine)
+        restarts = restarts_of(plan)
+        engine.servers.restarted = restarts > 0
+        return await EngineKeeper(hosts, engine.servers, restarts=restarts).run(use(engine))
+    finally:
+        await stop_all(hosts)
 
 
 START_S = 600.0

@@ -6,71 +6,24 @@ the synchronizer.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from trireme.aio import first_failure
 from trireme.buffer.buffer import OtherSideFailed
-from trireme.launch.stage import Stage, StageResult
+from trireme.launch.explorer_side import ExplorerSide
+from trireme.launch.results import StageResult
+from trireme.launch.stage import Stage
+from trireme.launch.trainer_side import TrainerSide
 
 
-class Trains(Protocol):
-    """What a mode asks of the trainer's side: see `TrainerSide`."""
-
-    async def refresh(self) -> None:
-        """Give the engine the weights as they are, without a push."""
-        ...
-
-    async def calibrate(self) -> None:
-        """Measure how far engine and trainer differ while both have the same weights."""
-        ...
-
-    async def train(self) -> int:
-        """To the last step, which is returned."""
-        ...
-
-    async def explored(self) -> None:
-        """The explorer has ended."""
-        ...
-
-    async def final_push(self) -> None:
-        """Give the engine the last weights, for the evaluation at the end."""
-        ...
-
-    async def result(self) -> StageResult:
-        """What the trainer came to."""
-        ...
-
-
-class Explores(Protocol):
-    """What a mode asks of the explorer's side: see `ExplorerSide`."""
-
-    async def explore(self) -> None:
-        """Until there are no tasks left, or the trainer wants no more."""
-        ...
-
-    async def load(self, step: int) -> None:
-        """Give the engine a checkpoint's weights."""
-        ...
-
-    async def evaluate(self, step: int | None = None) -> None:
-        """All evaluation tasksets; None: as of the explorer's own last step."""
-        ...
-
-    async def result(self) -> StageResult:
-        """What the explorer came to."""
-        ...
-
-
-async def run_both(
-    stage: Stage, trainer: Trains, explorer: Explores, *, refresh: bool
-) -> StageResult:
-    """Explorer and trainer, each in its coroutine. `refresh`: engines may have other weights."""
+async def run_both(stage: Stage, trainer: TrainerSide, explorer: ExplorerSide) -> StageResult:
+    """Explorer and trainer, each in its coroutine."""
 
     async def explore() -> None:
         await explorer.explore()
         await trainer.explored()
 
-    if refresh or stage.plan.has_adapter:
+    # engine processes of this run have loaded the same files; a user's own servers may have other
+    # weights from an earlier run or stage
+    if stage.resumed is not None or stage.plan.engine_urls or stage.plan.has_adapter:
         await trainer.refresh()
     await trainer.calibrate()
     work = explore(), trainer.train()
@@ -81,7 +34,7 @@ async def run_both(
 
 
 async def run_train(
-    stage: Stage, trainer: Trains, explorer: Explores | None, *, measure_end: bool
+    stage: Stage, trainer: TrainerSide, explorer: ExplorerSide | None, *, measure_end: bool
 ) -> StageResult:
     """The trainer alone: on a data set (SFT, DPO), or on what explorers of other commands put.
 
@@ -99,14 +52,14 @@ async def run_train(
     return await result_of(stage, explorer, trainer)
 
 
-async def run_explore(stage: Stage, explorer: Explores) -> StageResult:
+async def run_explore(stage: Stage, explorer: ExplorerSide) -> StageResult:
     """The explorer alone: experiences go into the SQL store, weights come from the job folder."""
     await explorer.explore()
     await explorer.evaluate()
     return await result_of(stage, explorer)
 
 
-async def run_bench(stage: Stage, explorer: Explores) -> StageResult:
+async def run_bench(stage: Stage, explorer: ExplorerSide) -> StageResult:
     """Evaluate the base model and every checkpoint of the job, or its newest one alone; of an API
     there are none.
     """
@@ -121,7 +74,7 @@ async def run_bench(stage: Stage, explorer: Explores) -> StageResult:
     return await result_of(stage, explorer)
 
 
-async def result_of(stage: Stage, *sides: Explores | Trains | None) -> StageResult:
+async def result_of(stage: Stage, *sides: ExplorerSide | TrainerSide | None) -> StageResult:
     """What all sides of a stage came to; the trainer is the last."""
     result = stage.result()
     for side in filter(None, sides):

@@ -25,11 +25,11 @@ from trireme.experience import Experience, group_by
 from trireme.explorer.metrics import run_metrics
 from trireme.explorer.scheduler import LEAST_BLOCKED_S
 from trireme.files import alone, write_json, write_text
-from trireme.launch.rollout import sampling_of
-from trireme.launch.sides import embedded_engine
-from trireme.launch.stage import Stage, StageResult
+from trireme.launch.engines import embedded_engine
+from trireme.launch.explorer_side import polled_sync, sampling_of
+from trireme.launch.results import StageResult
+from trireme.launch.stage import Stage
 from trireme.launch.stop import Stop
-from trireme.launch.training import make_polled_sync, restarts_by
 from trireme.pipeline.pipeline import Pipeline
 from trireme.server.app import AppServer, create_app, listen
 from trireme.server.rollouts import Rollouts
@@ -49,8 +49,7 @@ async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> St
 
 
 async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:
-    plan, sync = stage.plan, make_polled_sync(stage.plan, engine, stage.folder)
-    restarts_by(sync, engine)
+    plan, sync = stage.plan, polled_sync(stage, engine)
     sync.forget()
     try:
         await sync.load_latest()

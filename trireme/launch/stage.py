@@ -3,6 +3,9 @@
 Both sides of a run share it: the algorithm, tokenizer and chat template, the tasks, the operators
 and the store between the two. Each is made when it is first needed, and only once. What a stage
 holds open is closed when it ends, the last first, also where it could not be opened.
+
+The process that is the run, or starts its others, opens it with `open_run`: the stage is validated,
+and has the run's monitors and its watchdog, which begin where the checkpoint does.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -20,17 +22,27 @@ from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.resume import Loaded, load_checkpoint
-from trireme.config import Plan
+from trireme.config import ConfigError, Plan, Problem
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.engines.device import Device, RolloutBarrier
 from trireme.experience import Experience
-from trireme.explorer.explorer import Evaluation
+from trireme.explorer.explorer import explorer_state
 from trireme.launch import data
-from trireme.launch.data import Text, make_text
-from trireme.log import setup_logging
+from trireme.launch.changes import since_last_start
+from trireme.launch.data import Text, examine_taskset, make_text
+from trireme.launch.engines import examine_auxiliary
+from trireme.launch.results import StageResult
+from trireme.launch.starts import add_start, this_start
+from trireme.log import get_logger, setup_logging
+from trireme.monitor.causes import Facts
+from trireme.monitor.monitor import Monitors, open_monitor
+from trireme.monitor.trackers import TrackedRun
+from trireme.monitor.watchdog import Alarm, sample_of
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline
 from trireme.pipeline.resampling import Resampling
+
+logger = get_logger("launcher")
 
 
 class Console(Protocol):
@@ -47,38 +59,6 @@ class Console(Protocol):
     def rollout(self, experience: Experience) -> None:
         """A rollout to look at."""
         ...
-
-
-@dataclass
-class StageResult:
-    """What a stage, or one side of it, came to."""
-
-    name: str | None
-    mode: str
-    schema: str
-    first: Evaluation | None = None
-    """Evaluation at the start, by taskset."""
-    last: Evaluation | None = None
-    """Evaluation at the end."""
-    first_example: dict[str, Any] | None = None
-    """The first held-out task in the evaluation at the start."""
-    last_example: dict[str, Any] | None = None
-    """The same one in the evaluation at the end."""
-    steps: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of exploring, training and evaluating."""
-    model_dir: str | None = None
-    warnings: list[dict[str, Any]] = field(default_factory=list)
-    """What the watchdog has seen."""
-
-    def add(self, side: StageResult) -> None:
-        """What one side came to; of steps the last side's count."""
-        self.first, self.last = side.first or self.first, side.last or self.last
-        self.first_example = side.first_example or self.first_example
-        self.last_example = side.last_example or self.last_example
-        self.steps, self.phases = side.steps, self.phases | side.phases
-        self.model_dir = side.model_dir or self.model_dir
 
 
 class Stage:
@@ -207,3 +187,116 @@ def open_stage(
         if stage.trains:
             stage.resumed = load_checkpoint(stage.folder)
         yield stage
+
+
+class Monitored:
+    """What a run's parts say: to the watchdog, the monitors and the console."""
+
+    def __init__(self, console: Console, monitor: Monitors, alarm: Alarm) -> None:
+        self._console = console
+        self._monitor = monitor
+        self._alarm = alarm
+
+    def note(self, text: str) -> None:
+        """See Console."""
+        self._console.note(text)
+
+    def step(self, part: str, step: int, metrics: Mapping[str, float]) -> None:
+        """See Console."""
+        metrics = self._alarm.look(part, step, metrics)
+        self._monitor.log(metrics, step, part)
+        self._console.step(part, step, metrics)
+
+    def rollout(self, experience: Experience) -> None:
+        """See Console."""
+        self._alarm.watchdog.sample = sample_of(experience)
+        self._monitor.rollout(experience)
+        self._console.rollout(experience)
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """What the watchdog has seen, now that no step follows."""
+        return self._alarm.end()
+
+
+@contextmanager
+def open_run(
+    plan: Plan, model_path: str, device: Device, console: Console
+) -> Iterator[tuple[Stage, Monitored]]:
+    """A stage that is a run of its own: checked, with the run's monitors and its watchdog.
+
+    Raises ConfigError for a run that cannot be.
+    """
+    with open_stage(plan, model_path, device, console, alone=True) as stage:
+        for note in plan.notes:
+            logger.info(note)
+        _validate(stage)
+        start = this_start(plan, model_path, stage.recipe, stage.resumed)
+        explored = _explored(stage)
+        lines = since_last_start(stage, explored, start)
+        folder, config = stage.folder, plan.config
+        goes_on = stage.resumed is not None or explored is not None
+        alone = "explorer" if plan.mode == "explore" else None
+        if plan.mode == "train" and not stage.reads_file:
+            alone = "trainer"
+        name = "-".join(filter(None, (config.name, plan.stage_name)))
+        monitor = open_monitor(
+            TrackedRun(folder.monitor, config.project, config.group, name, start["config"]),
+            config.monitor.monitor_type,
+            _steps_that_count(stage),
+            args=config.monitor.monitor_args,
+            part=alone or "",
+        )
+        stage.held.push(lambda kind, *_: monitor.close(failed=kind is not None))
+        facts = Facts.of(plan, stage.recipe)
+        alarm = Alarm(facts, folder.monitor, goes_on=goes_on, alone=alone)
+        add_start(folder, start)
+        for line in lines:
+            logger.info(line)
+            console.note(line)
+        stage.console = monitored = Monitored(console, monitor, alarm)
+        yield stage, monitored
+
+
+def _validate(stage: Stage) -> None:
+    """Raise ConfigError for parts and options that cannot be, before a model is loaded."""
+    newest = stage.plan.config.explorer.bench_on_latest_checkpoint
+    try:
+        if stage.plan.mode == "bench" and newest and not stage.folder.steps():
+            raise ValueError(f"mode bench: there is no checkpoint in {stage.folder.root}")
+        _ = stage.operators  # made now, and used by the run
+        examine_auxiliary(stage.plan, teacher=stage.recipe.needs_teacher)
+        for taskset in (stage.taskset, *stage.eval_tasksets):
+            if taskset is not None:
+                recipe = stage.recipe
+                examine_taskset(
+                    taskset,
+                    stage.plan,
+                    greedy_run=recipe.greedy_run,
+                    rewards_teach=recipe.rewards_teach,
+                )
+        if stage.reads_file:  # a malformed row is named now
+            _ = stage.buffer
+    except (ValueError, ImportError) as error:
+        raise ConfigError([Problem("", str(error))]) from error
+
+
+def _explored(stage: Stage) -> dict[str, Any] | None:
+    """Where the explorer stood when the run last ended; None: it begins."""
+    plan, resumed = stage.plan, stage.resumed
+    if plan.mode == "explore":
+        state_file = stage.folder.state_of(plan.config.explorer.name)
+        return explorer_state(state_file) if state_file.exists() else None
+    return resumed.run_state.get("explorer") if resumed else None
+
+
+def _steps_that_count(stage: Stage) -> dict[str, int]:
+    """Of each part whose steps come anew from here on, the last that does not."""
+    resumed, mode = stage.resumed, stage.plan.mode
+    step = resumed.step if resumed else 0
+    if mode == "train" and not stage.recipe.from_data:
+        return {"trainer": step}
+    if mode not in ("both", "train"):
+        return {}
+    state = resumed.run_state if resumed else {}
+    explored = state.get("explorer", {"step": step})["step"]
+    return {"trainer": step, "explorer": explored, "eval": explored}

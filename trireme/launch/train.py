@@ -26,7 +26,7 @@ from trireme.data.rows import NoRows, load_rows
 from trireme.experience import Experience
 from trireme.files import write_text
 from trireme.launch.check import checked
-from trireme.launch.stages import job_folder, run_stages
+from trireme.launch.run import job_folder, run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary

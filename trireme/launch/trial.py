@@ -1,7 +1,7 @@
-"""Trial: runs a workflow on one task, and shows the exchange, token by token.
+"""Trial: tries tasks outside a run: one of them token by token, or whole evaluation tasksets.
 
-Nothing is trained and nothing is kept. A model's own engine answers, or a list of replies does,
-which takes no weights.
+Nothing is trained and nothing is kept. A model's own engine answers, someone else's API, or a list
+of replies does, which takes no weights.
 """
 
 from __future__ import annotations
@@ -11,23 +11,34 @@ import dataclasses
 import inspect
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from trireme.aio import running_loop
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
+from trireme.config.api import Api
+from trireme.engines.device import Device
 from trireme.engines.engine import Engine
+from trireme.engines.make import make_torch_engine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import Experience
+from trireme.explorer.metrics import Evaluated, try_tasksets
+from trireme.explorer.scheduler import Scheduler
 from trireme.launch.check import checked
-from trireme.launch.data import Text, make_training_taskset
-from trireme.launch.rollout import open_scheduler
+from trireme.launch.data import Text, make_eval_tasksets, make_text, make_training_taskset
+from trireme.launch.engine_host import with_engines
+from trireme.launch.engines import Auxiliary, engine_spec, make_api_engine, make_auxiliary
+from trireme.launch.explorer_side import make_scheduler
 from trireme.launch.train import Reward, config_from
 from trireme.log import ROOT
 from trireme.monitor.figures import spoken
@@ -165,3 +176,63 @@ def described(experience: Experience, text: Text) -> Iterator[str]:
             f"note: {count} of the tokens are {text.tokenizer.unk_token!r}: the model's vocabulary "
             "does not cover that text"
         )
+
+
+def evaluate(plan: Plan, *, rollouts: int | None = None, api: Api | None = None) -> list[Evaluated]:
+    """Try every task of the plan's evaluation tasksets `rollouts` times (their own number), with
+    the plan's model, or the `api`'s.
+
+    Raises ValueError where there is no such taskset, RuntimeError where the engine or the API
+    fails, or more rollouts do than `explorer.max_failures` allows.
+    """
+    return asyncio.run(_evaluate(plan, rollouts, api))
+
+
+async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[Evaluated]:
+    tasksets = make_eval_tasksets(plan)
+    if not tasksets:
+        raise ValueError("buffer.explorer_input.eval_tasksets is empty: there is nothing to try")
+
+    async def measured(make_engine: Callable[[Text], Engine] | None) -> list[Evaluated]:
+        async with open_scheduler(plan, make_engine) as (scheduler, _):
+            limit = plan.config.explorer.max_failures
+            return await try_tasksets(scheduler, tasksets, rollouts, limit)
+
+    if api is not None:
+        return await measured(lambda text: make_api_engine(plan, api, text))
+    if plan.launcher == "ray":
+        from trireme.launch.ray.run import evaluate_on_ray
+
+        return await evaluate_on_ray(plan, rollouts)
+    return await with_engines(
+        plan, plan.model_path, lambda engine: measured((lambda _: engine) if engine else None)
+    )
+
+
+@asynccontextmanager
+async def open_scheduler(
+    plan: Plan, make_engine: Callable[[Text], Engine] | None = None, **options: Any
+) -> AsyncIterator[tuple[Scheduler, Text]]:
+    """A scheduler that tries tasks outside a run, over the plan's embedded engine or the one that
+    `make_engine` gives, with the models beside it; all is closed. `options`: make_scheduler's.
+    """
+    disable_progress_bar()
+    os.environ.update(plan.config.explorer.env_vars)
+    text = make_text(plan, plan.model_path)
+    async with AsyncExitStack() as held:
+        device = Device()
+        held.callback(device.close)
+        if make_engine is not None:
+            engine = make_engine(text)
+        else:
+            engine = make_torch_engine(engine_spec(plan, plan.model_path), text.tokenizer, device)
+        held.push_async_callback(engine.close)
+        others = make_auxiliary(plan, device)
+        for other in others:
+            if isinstance(other, Auxiliary):
+                held.push_async_callback(other.engine.close)
+        path = plan.model_path
+        scheduler = make_scheduler(plan, path, engine, text, None, auxiliary=others, **options)
+        held.push_async_callback(scheduler.close)
+        scheduler.start()
+        yield scheduler, text

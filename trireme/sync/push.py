@@ -1,4 +1,4 @@
-"""Push: weights from a trainer to its engines, in this process, by HTTP or over a process group.
+"""Push: weights from a trainer to its engines, in this process, by HTTP or over process groups.
 
 Within one process they are shared, or copied once, in the engine's dtype. By HTTP they go in
 buckets of that dtype too, while the trainer rests: no copy of all of them is made. Over a group:
@@ -8,6 +8,9 @@ buckets of that dtype too, while the trainer rests: no copy of all of them is ma
 - A push: all engines pause and receive; when all have everything they commit the version and go on.
   Where one fails none goes on, and the run ends.
 - Then the proof: fingerprints of every engine, and log-probabilities of the probe.
+
+To engines that share the devices of the trainer's ranks each rank gathers the weights a bucket at a
+time and lends the bucket to the engine on its own device, over a weight group of these two (`ipc`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -250,3 +253,111 @@ class GroupSync:
         with closing(self._backend.each_weight(self._dtype)) as weights:
             group.send(sent.noted(weights), bucket_bytes=self._bucket_bytes)
         return sent.marks, expected, sent.size
+
+
+HOST = "127.0.0.1"
+"""Of a pair's meeting point: it is one machine's."""
+
+Noted = Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+
+
+class Pairs(Protocol):
+    """The trainer's ranks, as far as a push knows them: see `EnginePairs`."""
+
+    def meet(self) -> list[int]:
+        """Open a meeting point on every rank; their ports, by rank."""
+        ...
+
+    def make_room(self) -> None:
+        """Free what engines need more, on every rank."""
+        ...
+
+    def send(self, dtype: str, note: Noted) -> None:
+        """Lend the weights, cast to `dtype`, on every rank; `note` sees them pass on this one."""
+        ...
+
+    def give_up(self) -> None:
+        """End a `send` that is under way in another thread."""
+        ...
+
+
+class ColocatedSync:
+    """Pushes from each of the trainer's ranks to the engine on its own device; the first rank's
+    side.
+
+    The order of a push keeps both sides within one device's memory:
+
+    - the trainer's turn: the engines rest; the ranks score the probe, then free what they keep;
+    - the engines wake for their weights alone, and copy bucket after bucket;
+    - they commit the version; the ranks free the last bucket and all that they kept for it;
+    - with the next call the engines wake whole, and their keys and values have room again.
+    """
+
+    def __init__(
+        self,
+        backend: WeightSource,
+        pairs: Pairs,
+        engine: RemoteEngine,
+        device: Device,
+        *,
+        dtype: str,
+        probe: Probe,
+    ) -> None:
+        """`engine`: a server for each rank, in their order."""
+        self._backend = backend
+        self._pairs = pairs
+        self._engine = engine
+        self._device = device
+        self._dtype = dtype
+        self._probe = probe
+        self._met: dict[str, str] = {}
+        """The engines' instances that have met their ranks."""
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
+        engine, begun = self._engine, asyncio.Event()
+        await engine.servers.connect()
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
+
+        async def receive() -> None:
+            await begun.wait()
+            await engine.call_all("/engine/group/receive", asleep=True)
+
+        async with self._device.turn():
+            if self._met != engine.servers.instances:
+                await self._meet()
+            send = self._device.amid_turn(self._send, tell)
+            try:
+                (sent, expected), _ = await first_failure(send, receive())
+            except BaseException:
+                self._pairs.give_up()
+                self._met = {}  # they may be at different buckets: they meet anew
+                raise
+            version_of = engine.as_version(version)
+            await engine.call_all("/engine/group/commit", version_of, asleep=True)
+        engine.now_at(version)
+        metrics = await self._probe.prove(engine, sent.marks, expected, version=version)
+        return metrics | {"sync/pushed_bytes": float(sent.size)}
+
+    async def _meet(self) -> None:
+        ports = await self._device.amid_turn(self._pairs.meet)
+        if len(ports) != len(self._engine.urls):
+            raise RuntimeError(
+                f"{len(ports)} trainer ranks and {len(self._engine.urls)} engines are no pairs"
+            )
+        place = {"host": HOST, "world_size": 2, "rank": 1, "backend": "ipc"}
+        bodies = [vars(Meeting(**place, port=port)) for port in ports]
+        await self._engine.call_all("/engine/group/join", *bodies, asleep=True)
+        self._met = dict(self._engine.servers.instances)
+
+    def _send(self, tell: Callable[[], object]) -> tuple[Sent, list[float]]:
+        """Lend the weights; what was sent, and the probe's scores by it."""
+        sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
+        expected = self._backend.score([self._probe.ids])[0]
+        self._pairs.make_room()
+        tell()  # from here on engines wait for the first bucket
+        try:
+            self._pairs.send(self._dtype, sent.noted)
+        finally:
+            self._pairs.make_room()
+        return sent, expected

@@ -13,7 +13,7 @@ from contextlib import closing
 import torch
 
 from trireme.engines.weight_group import Meeting, NotTaken, WeightGroup
-from trireme.sync.colocated import HOST, Noted
+from trireme.sync.push import HOST, Noted
 from trireme.trainer.backend import Backend, Part
 from trireme.trainer.leader import Command, Commands
 

@@ -27,16 +27,11 @@ from trireme.engines.servers import Servers
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.launch.engines import make_remote_engine
+from trireme.launch.explorer_side import ExplorerSide, polled_sync
+from trireme.launch.models import follow_plan, load_models, make_rank_spec
 from trireme.launch.ray.remote import Event, Reports, Worker, remote
-from trireme.launch.sides import ExplorerSide, TrainerSide
 from trireme.launch.stage import Stage, open_stage
-from trireme.launch.training import (
-    follow_plan,
-    load_models,
-    make_polled_sync,
-    make_rank_spec,
-    restarts_by,
-)
+from trireme.launch.trainer_side import TrainerSide
 from trireme.log import setup_logging
 from trireme.serialize import decode, encode
 from trireme.sync.synchronizer import is_due
@@ -259,13 +254,11 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
             link.state = lambda: side.explorer.state(putting=True)
             await trainer.begin(side.explorer.state())
             return
-        sync = make_polled_sync(plan, engine, stage.folder)
+        sync = polled_sync(stage, engine)
         if plan.mode == "explore":
-            restarts_by(sync, engine)
             await sync.load_latest()
         buffer = stage.buffer if plan.mode == "explore" else None
-        prefix = "bench" if plan.mode == "bench" else "eval"
-        self.side = ExplorerSide(stage, engine, buffer, sync, prefix=prefix)
+        self.side = ExplorerSide(stage, engine, buffer, sync)
 
     async def try_all(self, rollouts: int | None) -> list[Evaluated]:
         """What `trireme eval` measures, with the model as it is."""

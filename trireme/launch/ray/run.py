@@ -30,8 +30,8 @@ from trireme.engines.servers import Servers
 from trireme.explorer.metrics import Evaluated
 from trireme.launch.engine_host import EngineKeeper, restarts_of
 from trireme.launch.engines import make_remote_engine
+from trireme.launch.explorer_side import ExplorerSide
 from trireme.launch.modes import run_bench, run_both, run_explore, run_train
-from trireme.launch.opening import open_run
 from trireme.launch.ray.actors import (
     ExplorerWorker,
     FollowerWorker,
@@ -42,9 +42,10 @@ from trireme.launch.ray.actors import (
 from trireme.launch.ray.cluster import PlacementGroups, cluster
 from trireme.launch.ray.engines import EngineActor, EngineWorker, Sides
 from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
-from trireme.launch.sides import ExplorerSide, TrainerSide
-from trireme.launch.stage import Stage, StageResult, open_stage
+from trireme.launch.results import StageResult
+from trireme.launch.stage import Stage, open_run, open_stage
 from trireme.launch.stop import Stop
+from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
 from trireme.serialize import decode
 
@@ -203,9 +204,7 @@ class Actors:
         if stage.plan.mode == "train":
             return await run_train(stage, trainer, explorer, measure_end=measure_end)
         assert explorer is not None
-        # a user's own servers may have other weights from an earlier run or stage
-        refresh = stage.resumed is not None or bool(stage.plan.engine_urls)
-        return await run_both(stage, trainer, explorer, refresh=refresh)
+        return await run_both(stage, trainer, explorer)
 
     async def _stop_trainer(self, work: asyncio.Future[StageResult]) -> None:
         with suppress(RayError):  # it is gone: `work` says so

@@ -1,8 +1,7 @@
-"""Sides: the two halves of a run, trainer and explorer, which take their neighbours as arguments.
+"""Trainer side: the half of a run that learns, with the buffer, the synchronizer and checkpoints.
 
-The trainer's side has the trained models, the buffer and the synchronizer. The explorer's side is
-given an engine, what it puts experiences into and who brings new weights, in this process or
-another: neither side knows where the other runs. `launch/modes.py` says what they do together.
+It is given an engine, in this process or another: it does not know where its explorer runs.
+`launch/modes.py` says what the two do together.
 """
 
 from __future__ import annotations
@@ -12,52 +11,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from trireme.buffer.buffer import Buffer, Puts
-from trireme.checkpoint.layout import DATA_ROWS, EVALUATED, FAILED
-from trireme.checkpoint.manifest import prove
+from trireme.buffer.buffer import Buffer
+from trireme.checkpoint.layout import DATA_ROWS
 from trireme.checkpoint.save import Saving
-from trireme.config import Plan
 from trireme.engines.engine import Engine
-from trireme.engines.make import make_torch_engine
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
-from trireme.explorer.explorer import Explorer
-from trireme.launch.data import FAILED_BYTES, end_ids_of, make_file_buffer
-from trireme.launch.engines import Auxiliary, engine_spec, make_auxiliary, refuse_other_vocabulary
-from trireme.launch.rollout import make_scheduler
-from trireme.launch.stage import Stage, StageResult
-from trireme.launch.training import (
-    Models,
-    make_pairs,
-    make_push,
-    make_synchronizer,
-    push_source,
-    restarts_by,
-)
+from trireme.launch.data import end_ids_of, make_file_buffer
+from trireme.launch.engines import shares_tensors
+from trireme.launch.models import Models, make_pairs
+from trireme.launch.results import StageResult
+from trireme.launch.stage import Stage
 from trireme.log import get_logger
 from trireme.sync.checkpoint import CheckpointPush
-from trireme.sync.probe import Probe
-from trireme.sync.push import HttpSync
-from trireme.sync.synchronizer import ExplorerSync, Push
-from trireme.trainer.backend import Backend
+from trireme.sync.probe import Probe, WeightSource
+from trireme.sync.push import ColocatedSync, GroupSync, HttpSync, MemorySync
+from trireme.sync.synchronizer import Push, Synchronizer
+from trireme.trainer.lora import AdapterSource
 from trireme.trainer.measure import Profile
 from trireme.trainer.trainer import Stopped, Trainer
-
-
-def shares_tensors(stage: Stage, backend: Backend) -> bool:
-    """Whether an engine of this process may read the trainer's tensors: nothing trains while it
-    generates.
-    """
-    return (stage.plan.share_tensors or stage.recipe.from_data) and backend.adapter is None
-
-
-def embedded_engine(stage: Stage, backend: Backend | None = None) -> Engine:
-    """The engine of this process, over the trainer's tensors where nothing trains meanwhile."""
-    share = backend.module if backend is not None and shares_tensors(stage, backend) else None
-    spec = engine_spec(stage.plan, stage.model_path)
-    return make_torch_engine(
-        spec, stage.text.tokenizer, stage.device, barrier=stage.barrier, share_with=share
-    )
 
 
 class TrainerSide:
@@ -70,8 +42,8 @@ class TrainerSide:
         self, stage: Stage, models: Models, engine: Engine | None, *, host: str = "127.0.0.1"
     ) -> None:
         """`host`: this machine, as the engines see it."""
-        plan, saved = stage.plan, stage.resumed
-        if (adapter := models.backend.adapter) is not None:
+        plan, saved, backend = stage.plan, stage.resumed, models.backend
+        if (adapter := backend.adapter) is not None:
             get_logger("trainer").info(line := adapter.trains())
             stage.console.note(line)
         self.stage = stage
@@ -80,13 +52,11 @@ class TrainerSide:
         self._saving: Saving | None = None
         self.explorer_state: Callable[[], dict[str, Any]] | None = None
         """Where an explorer of the same run stands: checkpoints hold it too."""
-        self._probe = Probe(models.backend.module.config.vocab_size, plan.dtype)
-        self._source = push_source(plan, models.backend)
-        self._pairs = make_pairs(plan, models.backend)
-        if (lock := stage.device.colocation) is not None and self._pairs is not None:
-            lock.make_room = partial(stage.device.amid_turn, self._pairs.make_room)
+        self._probe = Probe(backend.module.config.vocab_size, plan.dtype)
+        # where the engine has the base, the adapter alone is pushed
+        self._source: WeightSource = AdapterSource(backend) if plan.adapter_rank else backend
         self._files = CheckpointPush(
-            models.backend,
+            backend,
             stage.device,
             stage.folder,
             step=lambda: self.trainer.step,
@@ -97,16 +67,22 @@ class TrainerSide:
         push = self._push(host)
         self.buffer = stage.buffer
         state = saved.run_state if saved else {"version": 0}
-        self.sync = make_synchronizer(
-            plan,
+        self.sync = Synchronizer(
             push,
+            style="trainer_driven" if plan.mode == "train" else plan.sync_style,
+            interval=plan.sync_interval,
+            offset=plan.sync_offset,
+            timeout=plan.config.synchronizer.sync_timeout,
+            lock_step=plan.lock_step,
             demand=self.buffer.demand,
             version=state["version"],
             step=saved.step if saved else 0,
             pushed_step=state.get("pushed_step"),
         )
         self._refreshing = asyncio.Lock()
-        restarts_by(self.sync, engine, self._renew if stage.recipe.from_data else None)
+        if isinstance(engine, RemoteEngine):  # servers that are started again get their weights so
+            self.sync.persist = engine.servers.persist
+            engine.servers.renew = self._renew if stage.recipe.from_data else self.sync.renew
         self.auxiliary = self._auxiliary()
         self.trainer = self._trainer()
 
@@ -239,13 +215,28 @@ class TrainerSide:
         announce("stopped", trainer.step)
 
     def _push(self, host: str) -> Push:
-        """How weights travel from here to an engine, or to explorers of other commands."""
-        plan = self.stage.plan
+        """How weights travel from here to an engine, or to explorers of other commands: by files,
+        through memory, by HTTP, over a process group that meets at `host`, or from each rank to the
+        engine on its device.
+        """
+        plan, device, engine = self.stage.plan, self.stage.device, self.engine
+        pairs = make_pairs(plan, self.models.backend)
+        if pairs is not None and device.colocation is not None:
+            device.colocation.make_room = partial(device.amid_turn, pairs.make_room)
         if plan.mode == "train" or plan.sync_method == "checkpoint":
             return self._files.push
-        assert self.engine is not None
-        device = self.stage.device
-        return make_push(plan, self._source, self.engine, device, host, self._probe, self._pairs)
+        source, options = self._source, {"dtype": plan.dtype, "probe": self._probe}
+        if isinstance(engine, RemoteEngine):
+            if pairs is not None:
+                return ColocatedSync(source, pairs, engine, device, **options).push
+            if plan.sync_method == "nccl":
+                transport = "nccl" if plan.device == "cuda" else "gloo"
+                options |= {"transport": transport, "host": host}
+                return GroupSync(source, engine, device, **options).push
+            return HttpSync(source, engine, device, **options).push
+        assert engine is not None and pairs is None
+        options |= {"shared": plan.share_tensors, "lock_step": plan.lock_step}
+        return MemorySync(source, engine, device, **options).push
 
     def _auxiliary(self) -> dict[str, Buffer]:
         """Data sets that are mixed into the batches, where the checkpoint left them."""
@@ -301,99 +292,3 @@ class TrainerSide:
 
         record.rewind(stage.resumed.step if stage.resumed else 0)
         return lambda step, experiences: record.write_lines(data_lines(step, experiences))
-
-
-def _max_pending(plan: Plan) -> int:
-    """Explore steps under way at once where nothing borders them: as many as the runners can work
-    on, so that slow environments leave no runner without a task; two at least.
-    """
-    if plan.sync_style not in ("trainer_driven", "fully_async"):
-        return 1 << 30
-    return max(2, plan.runners // max(plan.batch_size, 1))
-
-
-class ExplorerSide:
-    """The explorer of one plan; its trainer is here, in an actor, or another command."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        engine: Engine,
-        buffer: Puts | None,
-        sync: ExplorerSync,
-        *,
-        prefix: str = "eval",
-    ) -> None:
-        """Without a `buffer` it only evaluates; `prefix` names its evaluations' metrics."""
-        plan, config = stage.plan, stage.plan.config.explorer
-        # several explorers would write the same files, and bench over the run's evaluations
-        shows = not plan.explorer_name and prefix != "bench"
-        self.stage = stage
-        self.engine = engine
-        self.models = make_auxiliary(plan, stage.device)
-        teacher = stage.recipe.needs_teacher and buffer is not None
-        if teacher:
-            first = self.models[0]
-            assert isinstance(first, Auxiliary), "check refuses one that scores no given tokens"
-            theirs, ours = first.chat.tokenizer, stage.text.tokenizer
-            refuse_other_vocabulary(first.model_path, theirs, ours)
-        self.explorer = Explorer(
-            taskset=stage.taskset,
-            eval_tasksets=stage.eval_tasksets,
-            scheduler=make_scheduler(
-                plan,
-                stage.model_path,
-                engine,
-                stage.text,
-                stage.barrier,
-                greedy_run=stage.recipe.greedy_run,
-                teacher=teacher,
-                auxiliary=self.models,
-            ),
-            pipeline=stage.pipeline(),
-            buffer=buffer,
-            sync=sync,
-            eval_interval=plan.eval_interval,
-            eval_on_startup=config.eval_on_startup,
-            eval_prefix=prefix,
-            report=stage.console.step,
-            max_failures=config.max_failures,
-            show=stage.console.rollout,
-            folder=stage.folder if plan.mode == "explore" else None,
-            evaluated=stage.shown_record(EVALUATED) if shows else None,
-            failed=stage.shown_record(FAILED, most=FAILED_BYTES) if shows else None,
-            name=plan.explorer_name or "explorer",
-            max_pending=_max_pending(plan),
-        )
-        if stage.resumed is not None and plan.mode == "both":
-            self.explorer.load_state(stage.resumed.run_state["explorer"])
-
-    async def explore(self) -> None:
-        """Until there are no tasks left, or the trainer wants no more."""
-        await self.explorer.explore()
-
-    async def load(self, step: int) -> None:
-        """Give the engine a checkpoint's weights, once they are proved."""
-        prove(weights := self.stage.folder.weights_dir(step))
-        await self.engine.update_weights(weights, step)
-
-    async def evaluate(self, step: int | None = None) -> None:
-        """All evaluation tasksets; None: as of the explorer's own last step."""
-        await self.explorer.evaluate_last(self.explorer.step if step is None else step)
-
-    async def result(self) -> StageResult:
-        """What the explorer came to."""
-        result, explorer = self.stage.result(), self.explorer
-        result.first, result.first_example = explorer.first_evaluation, explorer.first_example
-        if explorer.last_evaluation is not explorer.first_evaluation:
-            result.last, result.last_example = explorer.last_evaluation, explorer.last_example
-        result.steps = explorer.step
-        result.phases |= explorer.seconds
-        return result
-
-    async def close(self) -> None:
-        """End the runners, and the models beside the trained one."""
-        await self.explorer.close()
-        for model in self.models:
-            if isinstance(model, Auxiliary):
-                await model.engine.close()

@@ -1,0 +1,259 @@
+"""Explorer side: the half of a run that tries tasks, with its runners and how they sample.
+
+It is given an engine, what it puts experiences into and who brings new weights, in this process or
+another: it does not know where its trainer runs. `launch/modes.py` says what the two do together.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trireme.buffer.buffer import Puts
+from trireme.checkpoint.layout import EVALUATED, FAILED
+from trireme.checkpoint.manifest import prove
+from trireme.config import Plan
+from trireme.engines.api import ApiEngine
+from trireme.engines.device import RolloutBarrier
+from trireme.engines.engine import Engine, Sampling, with_options
+from trireme.engines.remote import RemoteEngine
+from trireme.explorer.explorer import Explorer
+from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
+from trireme.explorer.scheduler import OverRollout, Scheduler
+from trireme.launch.api_model import ApiModel, with_calls_read
+from trireme.launch.data import FAILED_BYTES, Text
+from trireme.launch.engines import (
+    Auxiliary,
+    Endpoint,
+    make_auxiliary,
+    refuse_other_vocabulary,
+)
+from trireme.launch.results import StageResult
+from trireme.launch.stage import Stage
+from trireme.model.model import Model
+from trireme.server.gateway import Gateway
+from trireme.server.rollouts import Rollouts
+from trireme.sync.checkpoint import PolledSync
+from trireme.sync.synchronizer import ExplorerSync
+from trireme.task import Task
+
+UNLIMITED = 2**31
+"""Tokens, where an API has limits of its own."""
+
+
+class ExplorerSide:
+    """The explorer of one plan; its trainer is here, in an actor, or another command."""
+
+    def __init__(
+        self, stage: Stage, engine: Engine, buffer: Puts | None, sync: ExplorerSync
+    ) -> None:
+        """Without a `buffer` it only evaluates."""
+        plan, config = stage.plan, stage.plan.config.explorer
+        # several explorers would write the same files, and bench over the run's evaluations
+        shows = not plan.explorer_name and plan.mode != "bench"
+        self.stage = stage
+        self.engine = engine
+        self.models = make_auxiliary(plan, stage.device)
+        teacher = stage.recipe.needs_teacher and buffer is not None
+        if teacher:
+            first = self.models[0]
+            assert isinstance(first, Auxiliary), "check refuses one that scores no given tokens"
+            theirs, ours = first.chat.tokenizer, stage.text.tokenizer
+            refuse_other_vocabulary(first.model_path, theirs, ours)
+        self.explorer = Explorer(
+            taskset=stage.taskset,
+            eval_tasksets=stage.eval_tasksets,
+            scheduler=make_scheduler(
+                plan,
+                stage.model_path,
+                engine,
+                stage.text,
+                stage.barrier,
+                greedy_run=stage.recipe.greedy_run,
+                teacher=teacher,
+                auxiliary=self.models,
+            ),
+            pipeline=stage.pipeline(),
+            buffer=buffer,
+            sync=sync,
+            eval_interval=plan.eval_interval,
+            eval_on_startup=config.eval_on_startup,
+            eval_prefix="bench" if plan.mode == "bench" else "eval",
+            report=stage.console.step,
+            max_failures=config.max_failures,
+            show=stage.console.rollout,
+            folder=stage.folder if plan.mode == "explore" else None,
+            evaluated=stage.shown_record(EVALUATED) if shows else None,
+            failed=stage.shown_record(FAILED, most=FAILED_BYTES) if shows else None,
+            name=plan.explorer_name or "explorer",
+            max_pending=_max_pending(plan),
+        )
+        if stage.resumed is not None and plan.mode == "both":
+            self.explorer.load_state(stage.resumed.run_state["explorer"])
+
+    async def explore(self) -> None:
+        """Until there are no tasks left, or the trainer wants no more."""
+        await self.explorer.explore()
+
+    async def load(self, step: int) -> None:
+        """Give the engine a checkpoint's weights, once they are proved."""
+        prove(weights := self.stage.folder.weights_dir(step))
+        await self.engine.update_weights(weights, step)
+
+    async def evaluate(self, step: int | None = None) -> None:
+        """All evaluation tasksets; None: as of the explorer's own last step."""
+        await self.explorer.evaluate_last(self.explorer.step if step is None else step)
+
+    async def result(self) -> StageResult:
+        """What the explorer came to."""
+        result, explorer = self.stage.result(), self.explorer
+        result.first, result.first_example = explorer.first_evaluation, explorer.first_example
+        if explorer.last_evaluation is not explorer.first_evaluation:
+            result.last, result.last_example = explorer.last_evaluation, explorer.last_example
+        result.steps = explorer.step
+        result.phases |= explorer.seconds
+        return result
+
+    async def close(self) -> None:
+        """End the runners, and the models beside the trained one."""
+        await self.explorer.close()
+        for model in self.models:
+            if isinstance(model, Auxiliary):
+                await model.engine.close()
+
+
+def _max_pending(plan: Plan) -> int:
+    """Explore steps under way at once where nothing borders them: as many as the runners can work
+    on, so that slow environments leave no runner without a task; two at least.
+    """
+    if plan.sync_style not in ("trainer_driven", "fully_async"):
+        return 1 << 30
+    return max(2, plan.runners // max(plan.batch_size, 1))
+
+
+def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
+    """The synchronizer of an explorer whose trainer is another command."""
+    plan = stage.plan
+    sync = PolledSync(
+        engine,
+        stage.folder,
+        style=plan.sync_style,
+        interval=plan.sync_interval,
+        offset=plan.sync_offset,
+        timeout=plan.config.synchronizer.sync_timeout,
+        dtype=plan.dtype,
+    )
+    if isinstance(engine, RemoteEngine):  # servers that are started again get their weights by it
+        sync.persist, engine.servers.renew = engine.servers.persist, sync.renew
+    return sync
+
+
+def make_scheduler(
+    plan: Plan,
+    model_path: str,
+    engine: Engine,
+    text: Text,
+    barrier: RolloutBarrier | None,
+    *,
+    greedy_run: bool = False,
+    teacher: bool = False,
+    auxiliary: Sequence[Auxiliary | Endpoint] = (),
+    max_retries: int | None = None,
+) -> Scheduler:
+    """As many runners as the plan says, each of which makes a Model for every attempt.
+
+    With `greedy_run` run 0 of every training task is greedy. `auxiliary` are models that workflows
+    may ask; with `teacher` the first of them scores what is sampled. `max_retries` goes before the
+    plan's.
+    """
+    if plan.api is not None:  # which has its own limits, in tokens of its own
+        plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
+    model_type = Model
+    if isinstance(engine, ApiEngine):
+        model_type, text.chat.tool_format = ApiModel, with_calls_read(text.chat.tool_format)
+    remembered = [({}, sampling_of(plan, {}))]
+    gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
+
+    def make_further(task: Task) -> list[Any]:
+        key = (batch_order(task), task.task_id, -1)
+        return [other.model(key) for other in auxiliary]
+
+    def make_model(task: Task, key: Key) -> Model:
+        # checked anew only where the options are others: that takes as long as the rest of this
+        if remembered[0][0] != task.rollout_args:
+            args = copy.deepcopy(dict(task.rollout_args))
+            remembered[0] = args, sampling_of(plan, args)
+        sampling = remembered[0][1]
+        if greedy_run and key[2] == 0 and not task.is_eval:
+            sampling = dataclasses.replace(sampling, temperature=0.0)
+        return model_type(
+            engine,
+            text.chat,
+            key=key,
+            sampling=sampling,
+            max_model_len=plan.max_model_len,
+            max_prompt_tokens=plan.max_prompt_tokens,
+            enable_prompt_truncation=plan.config.model.enable_prompt_truncation,
+            model_path=model_path,
+            auxiliary=[other.model(key) for other in auxiliary],
+            gateway=gateway.address,
+        )
+
+    explorer = plan.config.explorer
+    dynamic = explorer.dynamic_timeout
+    limit = TimeLimit(
+        explorer.max_timeout,
+        ratio=dynamic.ratio if dynamic.enable else None,
+        warmup=plan.batch_size * max(dynamic.warmup_min_steps, 1),
+    )
+    runners = [
+        Runner(
+            make_model,
+            engine,
+            limit=limit,
+            max_retries=explorer.max_retry_times if max_retries is None else max_retries,
+            concurrent_mode=explorer.concurrent_mode,
+            barrier=barrier,
+            index=index,
+            explorer=plan.explorer_name,
+            teacher=teacher,
+        )
+        for index in range(plan.runners)
+    ]
+    over = explorer.over_rollout
+    return Scheduler(
+        runners,
+        max_repeats_per_runner=explorer.max_repeat_times_per_runner,
+        over_rollout=OverRollout(over.ratio, over.wait_after_min, over.return_partial_tasks)
+        if over.ratio
+        else None,
+        report_interval=explorer.runner_state_report_interval,
+        further=make_further if auxiliary else None,
+        close_last=gateway.close,
+    )
+
+
+def sampling_of(plan: Plan, args: Mapping[str, Any]) -> Sampling:
+    """How a task samples: its `rollout_args`, else the model section's defaults."""
+    model = plan.config.model
+
+    def given(name: str, default: Any) -> Any:
+        value = args.get(name)
+        return default if value is None else value
+
+    options = {
+        "max_tokens": given("max_tokens", plan.max_response_tokens),
+        "min_tokens": given("min_tokens", plan.min_response_tokens),
+        "temperature": given("temperature", model.temperature),
+        "top_p": given("top_p", model.top_p),
+        "top_k": given("top_k", model.top_k),
+        "min_p": given("min_p", 0.0),
+        "repetition_penalty": given("repetition_penalty", model.repetition_penalty),
+        "stop": given("stop", ()),
+        "stop_token_ids": given("stop_token_ids", ()),
+        "ignore_eos": plan.config.explorer.rollout_model.ignore_eos,
+        "logprobs": given("logprobs", model.logprobs),
+    }
+    return with_options(Sampling(), options)

@@ -1,0 +1,185 @@
+"""Models: loads what is trained, the policy and a critic, on one rank or several.
+
+Whatever starts the processes of several ranks (Ray, a launcher of subprocesses, torchrun) needs to
+tell each only the plan, the model and its `RankSpec`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from trireme.algorithms.recipes import Recipe, get_recipe
+from trireme.config import Plan
+from trireme.config.lookup import located, model_config
+from trireme.launch.data import make_trained_tokens
+from trireme.launch.stage import Stage
+from trireme.trainer.backend import Backend, TrainSettings
+from trireme.trainer.critic import Critic
+from trireme.trainer.leader import Commands, Leader, follow
+from trireme.trainer.learning import TrainState
+from trireme.trainer.lora import Lora
+from trireme.trainer.pairs import EnginePairs
+from trireme.trainer.ranks import Ranks, RankSpec
+from trireme.trainer.step import commands
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is trained: the policy, and what train steps share beside it."""
+
+    backend: Backend
+    train_state: TrainState
+
+
+def load_models(stage: Stage, spec: RankSpec | None = None) -> Models:
+    """The trained models, where the checkpoint left them.
+
+    `spec`: that of rank 0, where several ranks train; the others run `follow_plan`.
+    """
+    parts = stage.plan, stage.model_path, stage.recipe
+    if spec is None:
+        models = make_models(*parts)
+    else:
+        models, leader = lead_ranks(*parts, spec)
+        stage.held.callback(leader.close)
+    if (saved := stage.resumed) is not None:
+        models.backend.load(saved.actor)
+        if state := saved.run_state.get("learning"):
+            models.train_state.load_state(state)
+        if models.train_state.critic is not None:
+            models.train_state.load_critic(models.backend, stage.folder.critic_dir(saved.step))
+    tokens = models.train_state.tokens = make_trained_tokens(stage.plan, stage.folder)
+    if tokens is not None:
+        stage.held.callback(tokens.close)
+        tokens.rewind(saved.step if saved else 0)
+    return models
+
+
+def make_models(
+    plan: Plan,
+    model_path: str,
+    recipe: Recipe,
+    ranks: Ranks | None = None,
+    leader: Leader | None = None,
+) -> Models:
+    """The policy with its optimizer, its reference and a value model where the recipe needs them,
+    which begins at its own path, else at the policy's. `leader` on the first of several ranks.
+    """
+    config, settings = plan.config, _settings(plan)
+    backend = Backend(model_path, settings, ranks, reference=recipe.needs_reference, leader=leader)
+    if not recipe.needs_critic:
+        return Models(backend, TrainState(recipe))
+    options = config.algorithm.critic
+    critic = Critic(
+        config.model.critic_model_path or model_path,
+        replace(settings, optimizer=options.optimizer, lora=None),  # it is trained whole
+        ranks,
+        clip_range=options.cliprange_value,
+    )
+    return Models(backend, TrainState(recipe, critic, critic_warmup=options.warmup_steps))
+
+
+def lead_ranks(
+    plan: Plan, model_path: str, recipe: Recipe, spec: RankSpec
+) -> tuple[Models, Leader]:
+    """Rank 0's models, and through their leader all others', until it is closed. Waits for them."""
+    logger.info("%d trainer ranks meet at %s", spec.world, spec.address)
+    ranks = Ranks(spec)
+    leader = Leader(ranks)
+    work = partial(make_models, plan, model_path, recipe, ranks, leader)
+    return leader.guarded(work, doing="loading"), leader
+
+
+def _settings(plan: Plan) -> TrainSettings:
+    config = plan.config
+    lora = None
+    if loras := config.model.lora_configs or []:
+        targets, excluded = loras[0].target_modules, loras[0].exclude_modules
+        folder = loras[0].path and located(loras[0].path, "models")
+        if loras[0].path and folder is None:  # on another machine than the one that checked it
+            raise ValueError(f"model.lora_configs[0].path ({loras[0].path}) is no folder here")
+        lora = Lora(
+            rank=loras[0].lora_rank,
+            alpha=loras[0].lora_alpha,
+            rslora=loras[0].use_rslora,
+            dora=loras[0].use_dora,
+            path=str(folder) if folder else None,
+            target_modules=targets if isinstance(targets, str) else tuple(targets),
+            exclude_modules=tuple(excluded) if isinstance(excluded, list) else excluded,
+        )
+    return TrainSettings(
+        optimizer=config.algorithm.optimizer,
+        max_token_len=plan.max_token_len,
+        grad_clip=config.trainer.grad_clip,
+        total_steps=plan.schedule_steps and plan.schedule_steps * config.algorithm.num_iterations,
+        device=plan.device,
+        dtype=plan.dtype,
+        lora=lora,
+        gradient_checkpointing=plan.gradient_checkpointing,
+        attn_implementation=config.trainer.attn_implementation,
+        compile=config.trainer.use_torch_compile,
+        offload=config.trainer.offload,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=plan.seed,
+        export_dtype=_export_dtype(plan),
+        peak_tflops=config.trainer.peak_tflops,
+    )
+
+
+def _export_dtype(plan: Plan) -> torch.dtype:
+    """Of the weights that others load: the model's own, by its config.json. In a file with stages
+    as they are trained: the next stage goes on from them, and rounding would undo small steps.
+    """
+    facts = model_config(plan.model_path)
+    facts = {**(facts.get("text_config") or {}), **facts}
+    name = facts.get("dtype") or facts.get("torch_dtype")
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return torch.float32 if plan.stage_name is not None else known.get(str(name), torch.float32)
+
+
+def make_pairs(plan: Plan, backend: Backend) -> EnginePairs | None:
+    """This rank's half of the pairs of ranks and engines; None where they share no device."""
+    if not plan.takes_turns:
+        return None
+    trainer = plan.config.trainer
+    return EnginePairs(
+        backend,
+        part="adapter" if plan.adapter_rank else "merged",
+        parks=trainer.park_optimizer and not trainer.offload,
+    )
+
+
+def make_rank_spec(plan: Plan, rank: int, world: int, address: str) -> RankSpec:
+    """The spec of one rank by the plan's keys; `address` is host:port of rank 0, free to take."""
+    trainer = plan.config.trainer
+    return RankSpec(
+        rank,
+        world,
+        address,
+        sequence=trainer.ulysses_sequence_parallel_size,
+        shards=trainer.fsdp_size,
+        device=plan.device,
+        timeout=trainer.collective_timeout,
+    )
+
+
+def follow_plan(plan: Plan, model_path: str, spec: RankSpec) -> None:
+    """Be one of the other ranks until rank 0 says stop.
+
+    The user's plugins must be loaded. Raises what went wrong here, having told rank 0.
+    """
+    recipe = get_recipe(plan.config.algorithm)
+
+    def make(ranks: Ranks) -> Commands:
+        models = make_models(plan, model_path, recipe, ranks)
+        steps = commands(models.backend, recipe, models.train_state)
+        pairs = make_pairs(plan, models.backend)
+        return {**steps, **pairs.commands()} if pairs else steps
+
+    follow(spec, make)

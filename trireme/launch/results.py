@@ -1,0 +1,145 @@
+"""Results: what a stage, or one side of it, came to, and the summary of all stages of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trireme.checkpoint.layout import JobFolder
+from trireme.config import Plan
+from trireme.explorer.explorer import Evaluation
+from trireme.monitor.figures import Summary, values
+from trireme.monitor.monitor import FILE_NAME, read_metrics
+
+
+@dataclass
+class StageResult:
+    """What a stage, or one side of it, came to."""
+
+    name: str | None
+    mode: str
+    schema: str
+    first: Evaluation | None = None
+    """Evaluation at the start, by taskset."""
+    last: Evaluation | None = None
+    """Evaluation at the end."""
+    first_example: dict[str, Any] | None = None
+    """The first held-out task in the evaluation at the start."""
+    last_example: dict[str, Any] | None = None
+    """The same one in the evaluation at the end."""
+    steps: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of exploring, training and evaluating."""
+    model_dir: str | None = None
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """What the watchdog has seen."""
+
+    def add(self, side: StageResult) -> None:
+        """What one side came to; of steps the last side's count."""
+        self.first, self.last = side.first or self.first, side.last or self.last
+        self.first_example = side.first_example or self.first_example
+        self.last_example = side.last_example or self.last_example
+        self.steps, self.phases = side.steps, self.phases | side.phases
+        self.model_dir = side.model_dir or self.model_dir
+
+
+def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) -> Summary:
+    """Accuracies before, after SFT and after RL, and where the model lies."""
+    summary = Summary()
+    for result, plan in zip(results, plans, strict=True):
+        fresh = plan.model_from_stage is None
+        supervised = result.schema == "sft"
+        first = result.first or (evaluated_at_first(plan) if result.last else None)
+        summary.measure = measured(first or result.last)[0] or summary.measure
+        if fresh:
+            summary.accuracy_before = accuracy(first)
+        if supervised:
+            summary.accuracy_sft = accuracy(result.last)
+        else:
+            summary.accuracy_sft = summary.accuracy_sft if fresh else accuracy(first)
+            summary.accuracy_rl = accuracy(result.last)
+        add_example(summary, "before" if fresh else "after SFT", result.first_example)
+        add_example(summary, "after SFT" if supervised else "after RL", result.last_example)
+        name = f"{result.name} " if result.name else ""
+        summary.phases |= {f"{name}{kind}": s for kind, s in result.phases.items() if s}
+        summary.model_dir = result.model_dir or summary.model_dir
+        summary.steps[result.name or "run"] = result.steps
+        evaluations = {"first": first, "last": result.last or first}
+        if first or result.last:
+            summary.evaluations[result.name or "run"] = evaluations
+        summary.warnings += [{"stage": result.name, **one} for one in result.warnings]
+    if summary.model_dir:
+        stored = any(job.glob("buffer/*")) or any(job.glob("*/buffer/*"))
+        summary.next_command = f"trireme {'view' if stored else 'convert --checkpoint-dir'} {job}"
+    return summary
+
+
+def evaluated_at_first(plan: Plan) -> Evaluation | None:
+    """The evaluation before a stage's first step, as an earlier start of the run recorded it."""
+    rows = read_metrics(JobFolder(plan.job_dir, plan.explorer_name).monitor / FILE_NAME)
+    at_first = (row["metrics"] for row in rows if row["part"] == "eval" and row["step"] == 0)
+    evaluation: Evaluation = {}
+    for key, value in next(at_first, {}).items():
+        name, _, metric = key.removeprefix("eval/").partition("/")
+        evaluation.setdefault(name, {})[metric] = value
+    return evaluation or None
+
+
+def add_example(summary: Summary, label: str, example: dict[str, Any] | None) -> None:
+    """Put a reply to the first held-out task beside those of other stages."""
+    if example is None:
+        return
+    shown = summary.example or {
+        "prompt": example["prompt"],
+        "truth": example["truth"],
+        "drawn": drawn(example["temperature"]),
+        "replies": {},
+    }
+    shown["replies"][label] = {"text": example["reply"], "reward": example["reward"]}
+    summary.example = shown
+
+
+def accuracy(evaluation: Evaluation | None) -> float | None:
+    """Mean accuracy of the first evaluation taskset, or its mean reward; None without one."""
+    return measured(evaluation)[1]
+
+
+def measured(evaluation: Evaluation | None) -> tuple[str | None, float | None]:
+    """What `accuracy` is of, accuracy or reward, and how much it is."""
+    for metrics in (evaluation or {}).values():
+        for name in ("accuracy", "reward"):
+            for key, value in metrics.items():
+                if key.startswith(f"{name}/mean@"):
+                    return name, value
+    return None, None
+
+
+def rewards_of(plan: Plan) -> list[float]:
+    """The mean reward of each explore step of a stage, starts before this one included."""
+    folder = JobFolder(plan.job_dir, plan.explorer_name)
+    rows = read_metrics(folder.monitor / FILE_NAME)
+    return values(
+        (row["metrics"] for row in rows if row["part"] == "explorer"), "rollout/reward/mean"
+    )
+
+
+def sampled(plan: Plan) -> str:
+    """How the rollouts of training are drawn."""
+    taskset = plan.config.buffer.explorer_input.taskset
+    temperature = None if taskset is None else taskset.rollout_args.temperature
+    return drawn(plan.config.model.temperature if temperature is None else temperature)
+
+
+def drawn(temperature: float) -> str:
+    """A temperature in words."""
+    return f"sampled at temperature {temperature:g}" if temperature else "greedy"
+
+
+def explored(plan: Plan, steps: int) -> str:
+    """How an explorer without a trainer beside it ended."""
+    early = plan.explore_steps is not None and steps < plan.explore_steps
+    why = ", and the trainer wants no more" if early else ": all that there were"
+    return f"{plan.explorer_name or 'explorer'} has explored {steps} steps{why}"

@@ -1,0 +1,274 @@
+"""Run: runs the plans of a YAML one after the other, each from the model of the one before.
+
+`stage_meta.json` in the job's folder holds what finished stages came to: they are not run again.
+A stage has explorer, trainer and engine on one event loop of this process, or on Ray each in its
+own; `launch/modes.py` says what they do together.
+
+`trireme run --compare` asks what the reinforcement stage's time would have bought as more
+supervised training. The supervised stage goes on from where it ended, for as many steps as take as
+long, so that a rise by reinforcement cannot be a weak warm-up's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.manifest import prove
+from trireme.config import Plan
+from trireme.engines.device import ColocationLock, Device
+from trireme.engines.engine import Engine
+from trireme.engines.remote import RemoteEngine
+from trireme.files import write_json
+from trireme.launch import GC_THRESHOLDS
+from trireme.launch.engine_host import with_engines
+from trireme.launch.engines import embedded_engine, make_api_engine
+from trireme.launch.explorer_side import ExplorerSide, polled_sync
+from trireme.launch.models import load_models
+from trireme.launch.modes import run_bench, run_both, run_explore, run_train
+from trireme.launch.results import StageResult, accuracy, explored, rewards_of, sampled, summarise
+from trireme.launch.stage import Stage, open_run
+from trireme.launch.stop import Stop
+from trireme.launch.trainer_side import TrainerSide
+from trireme.monitor.console import Console
+from trireme.monitor.figures import Summary
+
+NAME = "more_sft"
+
+
+def run_stages(
+    plans: Sequence[Plan], *, console: Console, stop: Stop, compare_sft: bool = False
+) -> Summary:
+    """Run every stage that is not done; the summary is shown and written into the job's folder.
+
+    `compare_sft` spends the reinforcement stage's time on more supervised training as well.
+    """
+    disable_progress_bar()  # the console shows progress; another bar would tear it
+    started = time.monotonic()
+    job = job_folder(plans)
+    finished = finished_stages(job) if len(plans) > 1 else []
+    results = list(finished)
+    for plan in plans[len(finished) :]:
+        trains = plan.mode in ("both", "train")
+        # how many train steps an explore step makes only the workflow knows: count what is known
+        by = "trainer" if trains and (plan.train_steps or not plan.explore_steps) else "explorer"
+        total = plan.train_steps if by == "trainer" else plan.explore_steps
+        console.stage(plan.stage_name, total, by=by)
+        model, last = model_of(plan, results), plan is plans[-1]
+        with rare_collections():
+            work = run_plan(plan, model, console, stop=stop, measure_end=last)
+            results.append(stop.run(work))
+        if len(plans) > 1:
+            rows = [dataclasses.asdict(result) for result in results]
+            meta = {"latest_stage": len(results) - 1, "finished": rows}
+            write_json(JobFolder(job).stage_meta, meta)
+    if len(finished) == len(plans):
+        console.note(f"nothing was left to do: all {len(plans)} stages are done ({job})")
+    summary = summarise(results, job, plans)
+    if compare_sft and (compared := more_supervised(plans, results, console, stop)):
+        summary.accuracy_more_sft = accuracy(compared.last)
+        summary.phases[f"{compared.name} train"] = compared.phases["train"]
+    summary.wall_s = time.monotonic() - started
+    explores = plans[-1].mode == "explore"  # the job's own summary is the trainer's
+    summary.write(JobFolder(job, plans[-1].explorer_name).monitor if explores else job)
+    console.finish(summary, rewards_of(plans[-1]), sampled(plans[-1]))
+    if explores:
+        console.note(explored(plans[-1], results[-1].steps))
+    return summary
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Have Python's garbage collector leave out all that is there now, and collect rarely.
+
+    A full collection of what torch, transformers and a run's parts hold takes a quarter of a second
+    and holds the interpreter's lock; with Python's own thresholds one comes every few steps.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def job_folder(plans: Sequence[Plan]) -> Path:
+    """The folder of the whole job; the stages' folders lie in it."""
+    first = plans[0]
+    return first.job_dir if first.stage_name is None else first.job_dir.parent
+
+
+def finished_stages(job: Path) -> list[StageResult]:
+    """What the stages that are done came to."""
+    path = JobFolder(job).stage_meta
+    if not path.exists():
+        return []
+    return [StageResult(**row) for row in json.loads(path.read_text())["finished"]]
+
+
+def model_of(plan: Plan, results: Sequence[StageResult]) -> str:
+    """Where a stage's model lies: the plan's path, or the last checkpoint of an earlier stage."""
+    if plan.model_from_stage is None:
+        return plan.model_path
+    model = results[plan.model_from_stage].model_dir
+    if model is None:
+        raise ValueError(
+            f"stage '{plan.stage_name}' begins with the model of stage "
+            f"'{results[plan.model_from_stage].name}', which saved none"
+        )
+    prove(Path(model))
+    return model
+
+
+def refuse_comparison(plans: Sequence[Plan]) -> None:
+    """Raise ValueError where `--compare` has nothing to compare."""
+    kinds = [plan.config.algorithm.algorithm_type for plan in plans]
+    explores = bool(plans) and plans[-1].mode == "both"
+    if len(plans) != 2 or kinds[0] != "sft" or not explores:
+        raise ValueError(
+            "--compare needs two stages, first sft and then one that explores and trains; "
+            f"this configuration has {', '.join(kinds)}"
+        )
+
+
+def more_supervised(
+    plans: Sequence[Plan], results: Sequence[StageResult], console: Console, stop: Stop
+) -> StageResult | None:
+    """Run the comparison; None where a stage took no time, since all was done before."""
+    supervised, reinforced = results
+    seconds = reinforced.phases.get("explore", 0.0) + reinforced.phases.get("train", 0.0)
+    taken = supervised.phases.get("train", 0.0)
+    if supervised.model_dir is None or not (taken and supervised.steps and seconds):
+        return None
+    steps = max(1, round(seconds * supervised.steps / taken))
+    plan = dataclasses.replace(
+        plans[0],
+        stage_name=NAME,
+        job_dir=plans[0].job_dir.parent / NAME,
+        model_from_stage=0,
+        train_steps=steps,
+        schedule_steps=steps,
+        notes=(),
+    )
+    console.stage("more SFT, for comparison", steps)
+    return stop.run(run_plan(plan, supervised.model_dir, console, stop=stop))
+
+
+async def run_plan(
+    plan: Plan, model_path: str, console: Console, *, stop: Stop, measure_end: bool = True
+) -> StageResult:
+    """Run one stage to its end. Raises the first cause where it fails, Stopped where `stop` asks.
+
+    `measure_end`: a supervised stage evaluates its model at the end; not where the next stage
+    begins with the same evaluation.
+    """
+    stop.begin(plan)
+    if plan.launcher == "ray":
+        from trireme.launch.ray.run import run_on_ray
+
+        return await run_on_ray(plan, model_path, console, stop=stop, measure_end=measure_end)
+    started = time.monotonic()
+    device = Device()
+    try:
+        with open_run(plan, model_path, device, console) as (stage, monitored):
+            work = partial(_run_mode, stage, stop, measure_end)
+            result = await with_engines(plan, model_path, work)
+            result.warnings = monitored.warnings()
+    finally:
+        device.close()
+    result.seconds = time.monotonic() - started
+    if stage.resumed is not None and result.steps == stage.resumed.step:
+        console.note(nothing_left(plan, result.steps))
+    return result
+
+
+def nothing_left(plan: Plan, steps: int) -> str:
+    """What a start did that found its run at its end, and what makes it go on."""
+    config = plan.config
+    keys = {
+        "trainer.total_steps": config.trainer.total_steps,
+        "buffer.total_steps": config.buffer.total_steps,
+    }
+    ends = [f"{key} ({value})" for key, value in keys.items() if value]
+    more = " and ".join(ends) or f"buffer.total_epochs ({config.buffer.total_epochs})"
+    return f"nothing was left to do: step {steps} was this run's last. To train on, raise {more}"
+
+
+async def _run_mode(
+    stage: Stage, stop: Stop, measure_end: bool, remote: RemoteEngine | None
+) -> StageResult:
+    """The plan's mode, with an embedded engine where there is no `remote` one."""
+    if stage.plan.takes_turns and remote is not None:
+        stage.device.colocation = remote.colocation = ColocationLock(remote)
+    if stage.trains:
+        return await _run_trainer(stage, remote, stop, measure_end)
+    if stage.plan.mode == "explore":
+        return await _run_explore(stage, remote or embedded_engine(stage))
+    if stage.plan.mode == "bench":
+        api = stage.plan.api
+        asked = make_api_engine(stage.plan, api, stage.text) if api else remote
+        return await _run_bench(stage, asked or embedded_engine(stage))
+    from trireme.launch.serving import run_serve  # a web server, which no other mode needs
+
+    return await run_serve(stage, remote, stop)
+
+
+async def _run_trainer(
+    stage: Stage, remote: RemoteEngine | None, stop: Stop, measure_end: bool
+) -> StageResult:
+    """Modes `both` and `train`. The engine is made after the models whose tensors it may read."""
+    both = stage.plan.mode == "both"
+    evaluates = stage.recipe.from_data and bool(stage.eval_tasksets)
+    models = load_models(stage)
+    engine = explorer = None
+    if both or evaluates:
+        engine = remote or embedded_engine(stage, models.backend)
+    trainer = TrainerSide(stage, models, engine)
+    stop.gently, stop.waits_for = trainer.trainer.stop, lambda: trainer.trainer.doing
+    if engine is not None:
+        explorer = ExplorerSide(stage, engine, trainer.buffer if both else None, trainer.sync)
+    if engine is None or explorer is None:
+        return await run_train(stage, trainer, None, measure_end=measure_end)
+    try:
+        if not both:
+            return await run_train(stage, trainer, explorer, measure_end=measure_end)
+        trainer.explorer_state = explorer.explorer.state
+        return await run_both(stage, trainer, explorer)
+    finally:
+        await explorer.close()
+        await engine.close()
+
+
+async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
+    sync = polled_sync(stage, engine)
+    explorer = ExplorerSide(stage, engine, stage.buffer, sync)
+    try:
+        await sync.load_latest()
+        return await run_explore(stage, explorer)
+    finally:
+        await explorer.close()
+        await engine.close()
+
+
+async def _run_bench(stage: Stage, engine: Engine) -> StageResult:
+    sync = polled_sync(stage, engine)
+    explorer = ExplorerSide(stage, engine, None, sync)
+    try:
+        result = await run_bench(stage, explorer)
+        engine.health()  # an API that failed has measured nothing
+        return result
+    finally:
+        await explorer.close()
+        await engine.close()
