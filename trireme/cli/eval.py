@@ -20,7 +20,7 @@ import yaml
 
 from trireme.cli.listing import in_columns
 from trireme.config import ConfigError, Plan, Problem
-from trireme.config.api import Api
+from trireme.config.lookup import Api
 from trireme.explorer.scores import Estimate, difference, estimate, pass_at
 from trireme.files import write_json
 

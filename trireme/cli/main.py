@@ -31,9 +31,9 @@ from trireme.cli.arguments import (
     ServerKeyFile,
     TaskFiles,
     ToolCallParser,
+    WithEngineFlags,
     Words,
 )
-from trireme.cli.engine_flags import WithEngineFlags
 from trireme.cli.flags import WithFlags, yaml_and_keys
 from trireme.cli.rlhf import WithAllFlags
 from trireme.launch import GC_THRESHOLDS

@@ -166,7 +166,7 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     """The engine and its tokenizer. Raises ValueError for an unknown scheduler or model."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from trireme.config.gpus import num_gpus
+    from trireme.config.lookup import num_gpus
     from trireme.model.tool_calls import format_of
     from trireme.workflows.scheduled import make_scheduler
 

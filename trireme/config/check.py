@@ -13,8 +13,16 @@ from datetime import datetime, timedelta
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from trireme.config.lookup import ModelFacts, check_adapter, located, model_config, model_facts
+from trireme.config.lookup import (
+    ModelFacts,
+    api_of,
+    check_adapter,
+    located,
+    model_config,
+    model_facts,
+)
 from trireme.config.memory import experts_of
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
@@ -350,3 +358,39 @@ def job_folder(config: Config) -> Path:
             folder = began.with_name(f"{began.name}_{now:%Y%m%d%H%M%S}")
             now += timedelta(seconds=1)
     return folder
+
+
+_API = "model.external_model"
+
+
+def check_api(stage: StageConfig) -> None:
+    """Whether the API that a stage measures is named, with all that it needs and nothing else."""
+    config, asked = stage.config, stage.config.model.external_model
+    if (api := api_of(config)) is None:
+        return
+    if not stage.asks_api:
+        text = f"is true in mode {config.mode}: bench alone measures a model behind an API, whose "
+        stage.problem(f"{_API}.enable", f"{text}replies cannot be trained")
+        return
+    if not api.name:
+        text = "is not given: expected the name that the API knows the model by"
+        stage.problem(f"{_API}.model_name", text)
+    if not api.base_url:
+        text = "is not set: expected the API's address in it, such as https://api.openai.com/v1"
+        stage.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, which {text}")
+    elif not (api.base_url.startswith(("http://", "https://")) and urlsplit(api.base_url).netloc):
+        text = f"which is {api.base_url!r}: expected http://HOST:PORT/v1 or https://HOST/v1"
+        stage.problem(f"{_API}.base_url_env", f"names {asked.base_url_env}, {text}")
+    if not api.key:
+        text = "is not set: expected the API's key in it, any word for a server that asks for none"
+        stage.problem(f"{_API}.api_key_env", f"names {asked.api_key_env}, which {text}")
+    if config.explorer.bench_on_latest_checkpoint:
+        text = f"is true, and {_API} has no checkpoints: expected false"
+        stage.problem("explorer.bench_on_latest_checkpoint", text)
+    if config.model.lora_configs:
+        stage.problem("model.lora_configs", f"is given, and {_API} takes no adapter: leave it out")
+    stage.notes.append(
+        f"{_API} ({api.name}): it gets conversations as messages, with temperature, top_p, stop "
+        "and max_response_tokens; prompts are sent whole, and lengths are the tokens that its "
+        "answers say they have"
+    )

@@ -1,4 +1,7 @@
-"""Lookup: finds what a path in the YAML stands for, and what a model's files tell about it."""
+"""Lookup: finds what the YAML names (files, models, an API), and counts this machine's GPUs.
+
+Nothing here loads torch.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ import json
 import os
 import re
 import struct
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trireme.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from trireme.config.schema import Config
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".safetensors", ".gz")
@@ -217,3 +226,65 @@ def plugin_files(plugins: Sequence[str]) -> list[Path]:
     for place in map(Path, places):
         out.extend(sorted(place.glob("*.py")) if place.is_dir() else [place])
     return out
+
+
+@dataclass(frozen=True)
+class Api:
+    """The model behind someone else's OpenAI API that `mode: bench` measures."""
+
+    name: str
+    base_url: str
+    key: str | None = None
+
+
+def api_of(config: Config) -> Api | None:
+    """What `model.external_model` and its variables name; None where it is not enabled."""
+    asked = config.model.external_model
+    if not asked.enable:
+        return None
+    url, key = (_value(config, name) for name in (asked.base_url_env, asked.api_key_env))
+    return Api(asked.model_name or config.model.model_path, url, key)
+
+
+def _value(config: Config, name: str) -> str:
+    """A variable of this process, or one that the run sets."""
+    return config.explorer.env_vars.get(name) or os.environ.get(name, "")
+
+
+def num_gpus() -> int:
+    """GPUs that the installed torch can use, told without loading it."""
+    try:
+        cpu_build = metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        cpu_build = True
+    if cpu_build:
+        return 0
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    listed = [part for part in visible.split(",") if part.strip() not in ("", "-1")]
+    return min(present, len(listed))
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine that a run may use, by its driver; None where that
+    does not say.
+    """
+    what = "--query-gpu=index,uuid,memory.total"
+    asked = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = [part.strip() for part in (visible or "").split(",") if part.strip()]
+    sizes = [
+        int(row[2])
+        for row in rows
+        if len(row) == 3
+        and row[2].isdigit()  # listed are indices, or how ids begin
+        and (visible is None or row[0] in listed or row[1].startswith(tuple(listed)))
+    ]
+    return min(sizes) * 2**20 if sizes else None

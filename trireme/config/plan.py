@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trireme.config.api import Api, api_of
-from trireme.config.colocate import check_colocated
-from trireme.config.gpus import gpu_bytes, num_gpus
+from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
 from trireme.config.placement import (
     EngineKind,
@@ -28,6 +26,7 @@ from trireme.config.sync import (
     SyncStyle,
     against_exactness,
     check_beat,
+    check_colocated,
     method_of,
     style_of,
     takes_lock_step,

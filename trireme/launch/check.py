@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
 from trireme.config import ConfigError, Plan, Problem
-from trireme.config.api import check_api
 from trireme.config.check import (
     check_algorithm,
+    check_api,
     check_attention,
     check_auxiliary_models,
     check_compiler,
@@ -29,9 +29,8 @@ from trireme.config.check import (
     check_tasksets,
     job_folder,
 )
-from trireme.config.gpus import num_gpus
 from trireme.config.load import read_config
-from trireme.config.lookup import ModelFacts, located
+from trireme.config.lookup import ModelFacts, located, num_gpus
 from trireme.config.plan import derive
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig

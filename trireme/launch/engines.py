@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from trireme.aio import running_loop
 from trireme.config import Plan
-from trireme.config.api import Api
-from trireme.config.lookup import located, model_config
+from trireme.config.lookup import Api, located, model_config
 from trireme.config.placement import COLOCATED_SHARE, PASSED, VLLM_RANKS
 from trireme.config.schema_rollout import RolloutModelConfig
 from trireme.engines.api import ApiEngine

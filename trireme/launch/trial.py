@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from trireme.aio import running_loop
 from trireme.algorithms.recipes import get_recipe
 from trireme.config import Plan
-from trireme.config.api import Api
+from trireme.config.lookup import Api
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
