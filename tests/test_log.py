@@ -47,7 +47,7 @@ def test_a_lower_level_than_asked_for_is_left_out(tmp_path: Path) -> None:
 def test_the_console_shows_the_first_line_and_the_file_the_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    close = setup_logging(tmp_path)
+    close = setup_logging(tmp_path, "INFO")
     get_logger("explorer").info("not shown")
     get_logger("explorer").warning("rollout 1/2/3 failed\nTraceback: deep inside")
     close()
@@ -58,7 +58,7 @@ def test_the_console_shows_the_first_line_and_the_file_the_traceback(
 def test_a_warning_that_repeats_is_shown_three_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    close = setup_logging(tmp_path)
+    close = setup_logging(tmp_path, "INFO")
     for i in range(10):
         get_logger("explorer").warning("rollout %d failed", i)
     close()
@@ -70,7 +70,7 @@ def test_a_warning_that_repeats_is_shown_three_times(
 
 def test_closing_ends_it_and_a_second_run_appends(tmp_path: Path) -> None:
     for text in ("first", "second"):
-        close = setup_logging(tmp_path)
+        close = setup_logging(tmp_path, "INFO")
         get_logger("trainer").info(text)
         close()
     get_logger("trainer").info("to nobody")

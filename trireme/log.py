@@ -58,10 +58,7 @@ def hide_passwords(text: str) -> str:
     return _PASSWORD.sub(r"\1***", text) if "@" in text or "password=" in text else text
 
 
-def setup_logging(
-    job_log_dir: str | Path,
-    level: str = "INFO",
-) -> Callable[[], None]:
+def setup_logging(job_log_dir: str | Path, level: str) -> Callable[[], None]:
     """Begin to log into `job_log_dir`; returns the function that ends it and closes the files.
 
     A part's file is there from its first line on. Raises ValueError for an unknown level, OSError

@@ -147,6 +147,6 @@ def make_explorer(
         eval_interval=options.pop("eval_interval", 0),
         eval_on_startup=options.pop("eval_on_startup", False),
         report=lambda part, step, metrics: reports.append((part, step, dict(metrics))),
-        **options,
+        **{"name": "explorer", **options},
     )
     return SimpleNamespace(explorer=explorer, engine=engine, buffer=buffer, reports=reports)

@@ -330,8 +330,8 @@ def test_every_rollout_is_live_at_the_gate_while_it_runs() -> None:
     assert seen[0] == [0, 1, 2] and not barrier.live
 
 
-@pytest.mark.parametrize(("mode", "at_once"), [("sequential", 1), ("multi-threading", 3)])
-def test_blocking_repeats_overlap_only_where_asked(mode: str, at_once: int) -> None:
+@pytest.mark.parametrize(("overlap", "at_once"), [(False, 1), (True, 3)])
+def test_blocking_repeats_overlap_only_where_asked(overlap: bool, at_once: int) -> None:
     inside, most, lock = [0], [0], threading.Lock()
 
     def counts(task: Any, model: Any) -> Any:
@@ -343,7 +343,7 @@ def test_blocking_repeats_overlap_only_where_asked(mode: str, at_once: int) -> N
             inside[0] -= 1
         return Blocking(task=task, model=model).run()
 
-    outcome_of(counts, runs=3, concurrent_mode=mode)
+    outcome_of(counts, runs=3, overlap=overlap)
     assert most == [at_once]
 
 

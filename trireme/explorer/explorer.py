@@ -81,12 +81,12 @@ class Explorer:
         eval_interval: int,
         eval_on_startup: bool,
         report: Report,
+        name: str,
         eval_prefix: str = "eval",
         max_failures: float = 1.0,
         show: Callable[[Experience], None] | None = None,
         folder: JobFolder | None = None,
         max_pending: int = 1 << 30,
-        name: str = "explorer",
         evaluated: Record | None = None,
         failed: Record | None = None,
     ) -> None:

@@ -117,14 +117,14 @@ class Runner:
         *,
         limit: TimeLimit,
         max_retries: int,
-        concurrent_mode: str = "sequential",
+        overlap: bool = False,
         barrier: RolloutBarrier | None = None,
         index: int = 0,
         explorer: str = "",
         teacher: bool = False,
     ) -> None:
-        """`concurrent_mode` is how workflows that block, or start processes, run their repeats;
-        those of others always overlap.
+        """`overlap`: repeats of workflows that block, or start processes, run side by side, as
+        those of others always do.
 
         `teacher`: a model's first auxiliary one scores what the rollouts of training sampled.
 
@@ -134,7 +134,7 @@ class Runner:
         self.engine = engine
         self.limit = limit
         self.max_retries = max_retries
-        self.overlap = concurrent_mode != "sequential"
+        self.overlap = overlap
         self.barrier = barrier
         self.explorer = (explorer,) if explorer else ()
         self.teacher = teacher

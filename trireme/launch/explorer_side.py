@@ -133,6 +133,16 @@ def _max_pending(plan: Plan) -> int:
     return max(2, plan.runners // max(plan.batch_size, 1))
 
 
+async def lone_explorer(stage: Stage, engine: Engine) -> ExplorerSide:
+    """The explorer of a mode that has no trainer beside it; to explore, the engine gets the newest
+    weights of the command that trains.
+    """
+    sync, explores = polled_sync(stage, engine), stage.plan.mode == "explore"
+    if explores:
+        await sync.load_latest()
+    return ExplorerSide(stage, engine, stage.buffer if explores else None, sync)
+
+
 def polled_sync(stage: Stage, engine: Engine) -> PolledSync:
     """The synchronizer of an explorer whose trainer is another command."""
     plan = stage.plan
@@ -214,7 +224,7 @@ def make_scheduler(
             engine,
             limit=limit,
             max_retries=explorer.max_retry_times if max_retries is None else max_retries,
-            concurrent_mode=explorer.concurrent_mode,
+            overlap=explorer.concurrent_mode != "sequential",
             barrier=barrier,
             index=index,
             explorer=plan.explorer_name,

@@ -14,6 +14,18 @@ from trireme.launch.stage import Stage
 from trireme.launch.trainer_side import TrainerSide
 
 
+async def run_mode(
+    stage: Stage, trainer: TrainerSide | None, explorer: ExplorerSide | None, *, measure_end: bool
+) -> StageResult:
+    """What the plan's mode does with the sides that it has. `measure_end`: see `run_train`."""
+    if trainer is not None and stage.plan.mode == "train":
+        return await run_train(stage, trainer, explorer, measure_end=measure_end)
+    assert explorer is not None, "all other modes try tasks"
+    if trainer is not None:
+        return await run_both(stage, trainer, explorer)
+    return await (run_bench if stage.plan.mode == "bench" else run_explore)(stage, explorer)
+
+
 async def run_both(stage: Stage, trainer: TrainerSide, explorer: ExplorerSide) -> StageResult:
     """Explorer and trainer, each in its coroutine."""
 

@@ -26,15 +26,14 @@ from trireme.checkpoint.layout import JobFolder
 from trireme.checkpoint.manifest import prove
 from trireme.config import Plan
 from trireme.engines.device import ColocationLock, Device
-from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.files import write_json
 from trireme.launch import GC_THRESHOLDS
 from trireme.launch.engine_host import with_engines
 from trireme.launch.engines import embedded_engine, make_api_engine
-from trireme.launch.explorer_side import ExplorerSide, polled_sync
+from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import load_models
-from trireme.launch.modes import run_bench, run_both, run_explore, run_train
+from trireme.launch.modes import run_mode
 from trireme.launch.results import StageResult, accuracy, explored, rewards_of, sampled, summarise
 from trireme.launch.stage import Stage, open_run
 from trireme.launch.stop import Stop
@@ -183,7 +182,7 @@ async def run_plan(
     device = Device()
     try:
         with open_run(plan, model_path, device, console) as (stage, monitored):
-            work = partial(_run_mode, stage, stop, measure_end)
+            work = partial(_run_here, stage, stop, measure_end)
             result = await with_engines(plan, model_path, work)
             result.warnings = monitored.warnings()
     finally:
@@ -206,69 +205,40 @@ def nothing_left(plan: Plan, steps: int) -> str:
     return f"nothing was left to do: step {steps} was this run's last. To train on, raise {more}"
 
 
-async def _run_mode(
+async def _run_here(
     stage: Stage, stop: Stop, measure_end: bool, remote: RemoteEngine | None
 ) -> StageResult:
-    """The plan's mode, with an embedded engine where there is no `remote` one."""
-    if stage.plan.takes_turns and remote is not None:
+    """The plan's mode with its sides in this process, and an embedded engine where there is no
+    `remote` one.
+    """
+    plan = stage.plan
+    if plan.takes_turns and remote is not None:
         stage.device.colocation = remote.colocation = ColocationLock(remote)
-    if stage.trains:
-        return await _run_trainer(stage, remote, stop, measure_end)
-    if stage.plan.mode == "explore":
-        return await _run_explore(stage, remote or embedded_engine(stage))
-    if stage.plan.mode == "bench":
-        api = stage.plan.api
-        asked = make_api_engine(stage.plan, api, stage.text) if api else remote
-        return await _run_bench(stage, asked or embedded_engine(stage))
-    from trireme.launch.serving import run_serve  # a web server, which no other mode needs
+    if plan.mode == "serve":
+        from trireme.launch.serving import run_serve  # a web server, which no other mode needs
 
-    return await run_serve(stage, remote, stop)
-
-
-async def _run_trainer(
-    stage: Stage, remote: RemoteEngine | None, stop: Stop, measure_end: bool
-) -> StageResult:
-    """Modes `both` and `train`. The engine is made after the models whose tensors it may read."""
-    both = stage.plan.mode == "both"
-    evaluates = stage.recipe.from_data and bool(stage.eval_tasksets)
-    models = load_models(stage)
-    engine = explorer = None
-    if both or evaluates:
-        engine = remote or embedded_engine(stage, models.backend)
-    trainer = TrainerSide(stage, models, engine)
-    stop.gently, stop.waits_for = trainer.trainer.stop, lambda: trainer.trainer.doing
-    if engine is not None:
-        explorer = ExplorerSide(stage, engine, trainer.buffer if both else None, trainer.sync)
-    if engine is None or explorer is None:
-        return await run_train(stage, trainer, None, measure_end=measure_end)
+        return await run_serve(stage, remote, stop)
+    engine = trainer = explorer = None
     try:
-        if not both:
-            return await run_train(stage, trainer, explorer, measure_end=measure_end)
-        trainer.explorer_state = explorer.explorer.state
-        return await run_both(stage, trainer, explorer)
-    finally:
-        await explorer.close()
-        await engine.close()
-
-
-async def _run_explore(stage: Stage, engine: Engine) -> StageResult:
-    sync = polled_sync(stage, engine)
-    explorer = ExplorerSide(stage, engine, stage.buffer, sync)
-    try:
-        await sync.load_latest()
-        return await run_explore(stage, explorer)
-    finally:
-        await explorer.close()
-        await engine.close()
-
-
-async def _run_bench(stage: Stage, engine: Engine) -> StageResult:
-    sync = polled_sync(stage, engine)
-    explorer = ExplorerSide(stage, engine, None, sync)
-    try:
-        result = await run_bench(stage, explorer)
-        engine.health()  # an API that failed has measured nothing
+        if stage.trains:
+            models, both = load_models(stage), plan.mode == "both"
+            if both or (stage.recipe.from_data and stage.eval_tasksets):
+                engine = remote or embedded_engine(stage, models.backend)  # it may read its tensors
+            side = trainer = TrainerSide(stage, models, engine)
+            stop.gently, stop.waits_for = side.trainer.stop, lambda: side.trainer.doing
+            if engine is not None:
+                explorer = ExplorerSide(stage, engine, side.buffer if both else None, side.sync)
+                side.explorer_state = explorer.explorer.state if both else None
+        else:
+            asked = make_api_engine(plan, plan.api, stage.text) if plan.api else remote
+            engine = asked or embedded_engine(stage)
+            explorer = await lone_explorer(stage, engine)
+        result = await run_mode(stage, trainer, explorer, measure_end=measure_end)
+        if plan.mode == "bench" and engine is not None:
+            engine.health()  # an API that failed has measured nothing
         return result
     finally:
-        await explorer.close()
-        await engine.close()
+        if explorer is not None:
+            await explorer.close()
+        if engine is not None:
+            await engine.close()

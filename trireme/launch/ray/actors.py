@@ -27,7 +27,7 @@ from trireme.engines.servers import Servers
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
 from trireme.launch.engines import make_remote_engine
-from trireme.launch.explorer_side import ExplorerSide, polled_sync
+from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import follow_plan, load_models, make_rank_spec
 from trireme.launch.ray.remote import Event, Reports, Worker, remote
 from trireme.launch.stage import Stage, open_stage
@@ -254,11 +254,7 @@ class ExplorerWorker(SideWorker[ExplorerSide]):
             link.state = lambda: side.explorer.state(putting=True)
             await trainer.begin(side.explorer.state())
             return
-        sync = polled_sync(stage, engine)
-        if plan.mode == "explore":
-            await sync.load_latest()
-        buffer = stage.buffer if plan.mode == "explore" else None
-        self.side = ExplorerSide(stage, engine, buffer, sync)
+        self.side = await lone_explorer(stage, engine)
 
     async def try_all(self, rollouts: int | None) -> list[Evaluated]:
         """What `trireme eval` measures, with the model as it is."""

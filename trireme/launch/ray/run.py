@@ -31,7 +31,7 @@ from trireme.explorer.metrics import Evaluated
 from trireme.launch.engine_host import EngineKeeper, restarts_of
 from trireme.launch.engines import make_remote_engine
 from trireme.launch.explorer_side import ExplorerSide
-from trireme.launch.modes import run_bench, run_both, run_explore, run_train
+from trireme.launch.modes import run_mode
 from trireme.launch.ray.actors import (
     ExplorerWorker,
     FollowerWorker,
@@ -195,16 +195,9 @@ class Actors:
 
             assert self._serving is not None
             return await run_serve(stage, self._serving, stop)
+        trainer = None if self._trainer is None else remote(TrainerSide, self._trainer)
         explorer = None if self._explorer is None else remote(ExplorerSide, self._explorer)
-        if not stage.trains:
-            assert explorer is not None
-            run_mode = run_bench if stage.plan.mode == "bench" else run_explore
-            return await run_mode(stage, explorer)
-        trainer = remote(TrainerSide, self._trainer)
-        if stage.plan.mode == "train":
-            return await run_train(stage, trainer, explorer, measure_end=measure_end)
-        assert explorer is not None
-        return await run_both(stage, trainer, explorer)
+        return await run_mode(stage, trainer, explorer, measure_end=measure_end)
 
     async def _stop_trainer(self, work: asyncio.Future[StageResult]) -> None:
         with suppress(RayError):  # it is gone: `work` says so
