@@ -241,7 +241,7 @@ def test_every_documented_flag_is_taken_or_told_what_to_set_instead() -> None:
         ("--chord_mu_peak 0.5", "mix_chord, with the options in policy_loss_fn_args"),
         (
             "--sdar_loss_coef 0.1",
-            "expected --teacher_model MODEL (a teacher_prompt of a row is not",
+            "expected --teacher_model MODEL (that of --model, too, which then",
         ),
         ("--completion_length_limit_scope total", "expected one of per_round"),
         (

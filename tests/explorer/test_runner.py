@@ -21,6 +21,7 @@ from tests.explorer.made import (
     scripted,
     task,
 )
+from tests.model.fake import user
 from trireme.engines.device import RolloutBarrier
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import EID, Experience
@@ -347,6 +348,9 @@ def test_blocking_repeats_overlap_only_where_asked(overlap: bool, at_once: int) 
     assert most == [at_once]
 
 
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
 class Scores(ScriptedEngine):
     """A teacher: token t of ids has the log-probability -t / temperature."""
 
@@ -381,6 +385,46 @@ def test_a_teacher_scores_what_was_sampled(workflow: Any) -> None:
         ]
     unasked = outcome_of(workflow, models=models)
     assert unasked.experiences[0].teacher_logprobs is None
+
+
+class Reads(Scores):
+    """A teacher whose score of a token is its id, and which keeps what it read."""
+
+    async def logprobs(self, ids: Any, *, temperature: float = 1.0) -> list[list[float]]:
+        self.read = [list(row) for row in ids]
+        return [[0.0, *(-float(token) for token in row[1:])] for row in ids]
+
+
+def test_a_teacher_may_read_more_than_the_prompt() -> None:
+    async def twice(task: Any, model: Any) -> list[Experience]:
+        reply = await model.chat([SYSTEM, user(task.task_desc)])
+        await model.chat([SYSTEM, user(task.task_desc), reply.message, user("again")])
+        return model.experiences(reward=0.0)
+
+    def taught(prompt: Any) -> tuple[Outcome, Reads]:
+        teacher = Reads([], tokenizer=TOKENIZER)
+        one = task(twice)
+        one.raw_task["teacher_prompt"] = prompt
+
+        async def main() -> Outcome:
+            runner = make_runner(models=Taught(teacher), teacher=True)
+            return await runner.run(one, resolve(twice), range(1))
+
+        return run(main()), teacher
+
+    outcome, teacher = taught("The answer is 7. Why?")
+    assert not outcome.failures, outcome.failures[0]
+    [e] = outcome.experiences
+    assert e.teacher_logprobs is not None
+    trained = e.mask.nonzero().flatten().tolist()
+    assert len(trained) > 2
+    assert [e.teacher_logprobs[t] for t in trained] == [-float(e.tokens[t]) for t in trained]
+    text = TOKENIZER.decode(teacher.read[0])
+    assert text.count("The answer is 7. Why?") == 1 and "again" in text and "Be kind." in text
+    assert "again" in TOKENIZER.decode(e.tokens.tolist())
+    assert "The answer is 7" not in TOKENIZER.decode(e.tokens.tolist())
+    [failure] = taught(["7"])[0].failures
+    assert "the row's teacher_prompt is ['7']: expected text" in failure.message
 
 
 def test_a_teacher_leaves_evaluations_and_its_own_workflows_alone() -> None:

@@ -349,7 +349,13 @@ def _teacher(flags: Given, config: Source, number: Mapping[str, float]) -> dict[
     needs(flags, "sdar_gate_beta", SDAR, "above 0", "algorithm.teacher_kl_fn_args.gate_beta")
     needs(flags, coefficient, "teacher_model", "MODEL", "algorithm.teacher_kl_fn_args.kl_coef")
     for name in ("advantage_reweight", SDAR):
-        needs(flags, name, "teacher_model", "MODEL (a teacher_prompt of a row is not read)", key)
+        needs(
+            flags,
+            name,
+            "teacher_model",
+            "MODEL (that of --model, too, which then stays as it is)",
+            key,
+        )
     uses = [name for name in ("advantage_reweight", SDAR, coefficient) if name in flags]
     if len(uses) > 1:
         words = " and ".join(f"--{name} {flags[name][0]}" for name in uses)

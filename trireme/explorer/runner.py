@@ -247,16 +247,51 @@ class Runner:
             teacher = model.auxiliary[0]
             turns.append(f"the teacher (explorer.auxiliary_models[0], {teacher.model_path})")
             with UserCode(turns[-1]):  # not the workflow's fault
-                await scored(experiences, teacher)
+                await scored(experiences, teacher, model, task.raw_task.get(_TEACHER_PROMPT))
         return experiences
 
 
-async def scored(experiences: Sequence[Experience], teacher: Model) -> None:
-    """Give each experience that has none the teacher's log-probabilities of its tokens."""
+_TEACHER_PROMPT = "teacher_prompt"
+"""The column of a row with what the teacher alone reads, in place of the prompt."""
+
+
+async def scored(
+    experiences: Sequence[Experience], teacher: Model, model: Model, prompt: Any = None
+) -> None:
+    """Give each experience that has none the teacher's log-probabilities of its tokens.
+
+    With a `prompt` the teacher reads it in place of the last message that the user of `model` sent
+    before the first reply (OPSD, arXiv:2601.18734); the tokens behind are the same.
+    """
     for e in experiences:
-        if e.teacher_logprobs is None:
-            tokens, temperature = e.tokens.tolist(), e.temperature or 1.0
-            e.teacher_logprobs = torch.tensor(await teacher.logprobs(tokens, temperature))
+        if e.teacher_logprobs is not None:
+            continue
+        tokens, temperature = e.tokens.tolist(), e.temperature or 1.0
+        read, shared = _told_more(model, tokens, prompt) if prompt else ([], 0)
+        logprobs = await teacher.logprobs([*read, *tokens[shared:]], temperature)
+        e.teacher_logprobs = torch.tensor([*[0.0] * shared, *logprobs[len(read) :]])
+
+
+def _told_more(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int], int]:
+    """The ids of a teacher's prompt, and how many of `tokens` they stand for."""
+    if not isinstance(prompt, str):
+        raise ValueError(f"the row's {_TEACHER_PROMPT} is {prompt!r:.60}: expected text")
+    roots = [call for call in model.recorder if call.parent is None and call.messages]
+    mine = [call for call in roots if tokens[: len(call.inserted)] == call.inserted]
+    asked = roots[0].messages or [] if roots else []
+    users = [at for at, message in enumerate(asked) if message["role"] == "user"]
+    if (
+        not mine
+        or not users
+        or (mine[-1].messages or [])[: users[-1] + 1] != asked[: users[-1] + 1]
+    ):
+        raise ValueError(
+            f"the row has a {_TEACHER_PROMPT}, and the rollout no recorded conversation with the "
+            "prompt that it stands for: expected a workflow that keeps its first messages"
+        )
+    messages = [dict(message) for message in mine[-1].messages or []]
+    messages[users[-1]]["content"] = prompt
+    return model.chat_tokens.prompt(messages, mine[-1].tools).ids, len(mine[-1].inserted)
 
 
 def _told(name: str, experiences: Sequence[Experience]) -> str:
