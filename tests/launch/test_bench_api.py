@@ -17,7 +17,7 @@ from tests.cli.test_eval import api as api  # a fixture
 from trireme.cli.main import app
 from trireme.config.load import load_config
 from trireme.engines.api import ApiEngine, byte_tokenizer
-from trireme.launch.api_model import ApiModel, with_calls_read
+from trireme.launch.api_model import ApiModel, read_api_calls
 from trireme.launch.check import draft
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.openai_answer import respond
@@ -100,7 +100,7 @@ def test_a_program_s_tool_choice_reaches_an_api(
     monkeypatch.setattr(Api, "calls", [{"id": "x", "type": "function", "function": function}])
     tokenizer = byte_tokenizer()
     chat = ChatTokens(tokenizer, tool_call_parser=parser)
-    chat.tool_format = with_calls_read(chat.tool_format)
+    read_api_calls(chat)
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [tool]}
 

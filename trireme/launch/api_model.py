@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from trireme.engines.api import ASKED, Asked
+from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model, Reply
-from trireme.model.tool_calls import Read, ToolFormat, format_of, hermes, message_of
+from trireme.model.tool_calls import Read, format_of, hermes, message_of
 
 _BEGIN = cast(Callable[[str], str], format_of("hermes").begin)
 
@@ -40,17 +41,20 @@ class ApiModel(Model):
             ASKED.reset(asked)
 
 
-def with_calls_read(form: ToolFormat) -> ToolFormat:
-    """It reads what an ApiEngine made of an API's calls, too, and always the text that came: of ids
-    that are not the API's own, none ends a reply. A call that has to be begins as those do.
+def read_api_calls(chat: ChatTokens) -> None:
+    """From now on it reads what an ApiEngine made of an API's calls, too, and always the text that
+    came: of ids that are not the API's own, none ends a reply. A call that has to be begins as
+    those do, however the template writes calls.
     """
+    form = chat.tool_format
 
     def read(text: str, tools: Sequence[Any]) -> Read:
         said, calls = hermes(text, tools)
         return (said, calls) if calls and not calls[0].error else form.read(text, tools)
 
     reads = hermes if form.read is hermes else read
-    return form._replace(read=reads, begin=_BEGIN, openings=("",))
+    chat.tool_format = form._replace(read=reads, begin=_BEGIN, openings=("",))
+    chat.misreads_calls = False
 
 
 def _with_calls_apart(messages: Sequence[Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from trireme.engines.remote import RemoteEngine
 from trireme.explorer.explorer import Explorer
 from trireme.explorer.runner import Key, Runner, TimeLimit, batch_order
 from trireme.explorer.scheduler import OverRollout, Scheduler
-from trireme.launch.api_model import ApiModel, with_calls_read
+from trireme.launch.api_model import ApiModel, read_api_calls
 from trireme.launch.data import FAILED_BYTES, Text
 from trireme.launch.engines import (
     Auxiliary,
@@ -180,9 +180,9 @@ def make_scheduler(
     """
     if plan.api is not None:  # which has its own limits, in tokens of its own
         plan = dataclasses.replace(plan, max_model_len=UNLIMITED, max_prompt_tokens=UNLIMITED - 1)
-    model_type = Model
-    if isinstance(engine, ApiEngine):
-        model_type, text.chat.tool_format = ApiModel, with_calls_read(text.chat.tool_format)
+    model_type = ApiModel if isinstance(engine, ApiEngine) else Model
+    if model_type is ApiModel:
+        read_api_calls(text.chat)
     remembered = [({}, sampling_of(plan, {}))]
     gateway = Gateway(Rollouts(engine, text.chat, model_path, plan.max_model_len))
 
