@@ -79,7 +79,6 @@ async def first_failure(
 
 
 def _error(task: asyncio.Future[Any]) -> BaseException | None:
-    """The exception of a task that has ended."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 

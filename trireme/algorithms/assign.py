@@ -263,7 +263,6 @@ def _anchors(experiences: Sequence[Experience]) -> list[int]:
 
 
 def _reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
-    """Mean reward, mean of the groups' std, and the share of groups that teach nothing."""
     stds = torch.stack(
         [rewards[groups == g].std(correction=0) for g in range(int(groups.max()) + 1)]
     )

@@ -139,7 +139,6 @@ def _check_resampling(recipe: Recipe) -> None:
 
 
 def _check_teacher(recipe: Recipe) -> None:
-    """Raise ValueError for a divergence from a teacher that nothing measures."""
     key = "algorithm.teacher_kl_fn"
     if recipe.options.get("teacher_kl_fn") and recipe.teacher_kl_fn == "none":
         raise ValueError(f"{key}_args has no effect without {key}: expected one, such as k2")

@@ -199,7 +199,6 @@ class _LineFile:
             self._trim()
 
     def _trim(self) -> None:
-        """Take lines away until the rest fits."""
         groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
         rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
         kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))

@@ -81,7 +81,6 @@ class _Group:
 
     @property
     def name(self) -> str:
-        """The task's id in its explore step."""
         return self.experiences[0].eid.tid
 
     def __lt__(self, other: _Group) -> bool:

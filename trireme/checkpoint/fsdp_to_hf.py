@@ -120,7 +120,6 @@ class FsdpShards:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """One rank's tensors, mapped. Raises ValueError naming what cannot be read."""
     log = logging.getLogger("torch.distributed.device_mesh")
     was, log.disabled = log.disabled, True  # it warns that there are no process groups: as meant
     try:

@@ -230,7 +230,6 @@ def _published(folder: JobFolder) -> str:
 
 @contextmanager
 def _removing() -> Iterator[list[Path]]:
-    """Remove the folders in the list at the end."""
     aside: list[Path] = []
     try:
         yield aside

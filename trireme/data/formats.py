@@ -151,7 +151,6 @@ class SftFormat:
 
     @contextmanager
     def _naming(self, index: int) -> Iterator[None]:
-        """Name the row in a ValueError, for example of a template that refuses it."""
         try:
             yield
         except ValueError as error:
@@ -282,7 +281,6 @@ def messages_in(value: Any) -> list[Any] | None:
 
 
 def _as_messages(role: str, value: Any) -> list[dict[str, Any]]:
-    """Text as one message of that role; messages as they are."""
     messages = messages_in(value)
     return [{"role": role, "content": value}] if messages is None else messages
 

@@ -146,7 +146,6 @@ class DpoFormat(SftFormat):
         return reply
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the column, where a row is not what its columns promise."""
         prompt, name = self._prompt_of(row), self._prompt or self._columns.replies[0]
         messages = messages_in(prompt)
         if messages is not None:
@@ -200,7 +199,6 @@ class KtoFormat(SftFormat):
         return experience
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the column, where a row has no reply or no label."""
         super()._check(row)
         label = row.get(self._label)
         if not isinstance(label, int | float) or label not in (0, 1):
@@ -212,7 +210,6 @@ class KtoFormat(SftFormat):
 
 
 def _asked(prompt: Any) -> list[Any]:
-    """The prompt's messages; text is one message of the user."""
     messages = messages_in(prompt)
     return [{"role": "user", "content": prompt}] if messages is None else messages
 
@@ -260,7 +257,6 @@ class CptFormat(SftFormat):
         return Experience(ids, prompt_length=1, eid=eid, response_text=self._tokenizer.decode(ids))
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError, naming the column, where a row holds no text."""
         text = row.get(str(self._columns.prompt))
         if not isinstance(text, str) or not text:
             raise ValueError(f"column '{self._columns.prompt}' holds {text!r:.60}: expected text")

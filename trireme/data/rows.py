@@ -251,7 +251,6 @@ def _read(
     progress: bool,
     on_error: OnError,
 ) -> Rows:
-    """The rows of these files or of the hub, or a slice of them."""
     matched = _matched(split)
     name = matched["name"]
     source = f"dataset '{path}' (split '{name}')"
@@ -356,7 +355,6 @@ def _object(entry: str, where: str) -> dict[str, Any]:
 
 
 def _from_hub(source: str, path: str, subset: str | None, split: str, progress: bool) -> Rows:
-    """Rows of a data set on the hub that is not in the local cache yet."""
     datasets = quiet_datasets(progress)
     try:
         data = datasets.load_dataset(path, name=subset, split=split)

@@ -184,16 +184,13 @@ class _Selected:
         return chosen
 
     def feedback(self, pass_rates: Mapping[int, float]) -> None:
-        """See Selection."""
         if pass_rates:
             self._selector.feedback(list(pass_rates), list(pass_rates.values()))
 
     def state(self) -> dict[str, Any]:
-        """See Selection."""
         return self._selector.state_dict()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See Selection."""
         self._selector.load_state_dict(dict(state))
 
 

@@ -139,7 +139,6 @@ def _table(name: str, said: dict[str, Any], key: str, above: str = "") -> dict[s
 
 
 def _variables(name: str, said: dict[str, Any], section: str) -> dict[str, str]:
-    """`env` of a section. Raises ValueError for one that asks for variables of this machine."""
     table = _table(name, said, "env", f"{section}.")
     for key, value in table.items():
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -172,7 +171,6 @@ def _with(task: TaskFolder, **changes: Any) -> TaskFolder:
 
 
 def _links_stay(name: str, context: Path) -> None:
-    """Raise ValueError for a link that leads out of `environment/`."""
     inside = os.path.realpath(context)
     for path in sorted(context.rglob("*")):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):

@@ -330,7 +330,6 @@ class Mixture:
             taskset.load_state(taskset_state)
 
     def _taskset_at(self, position: int) -> int:
-        """The taskset at a position counted from the start of the run."""
         import numpy as np
 
         epoch, index = divmod(position, self._size)

@@ -166,7 +166,6 @@ class ApiEngine(ScriptedEngine):
             raise
 
     def _what_failed(self, error: Exception) -> str:
-        """The sentence of a connection that failed, with the time it was given."""
         import httpx
         import openai
 

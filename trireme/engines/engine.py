@@ -34,7 +34,6 @@ def _not_too_cold(temperature: float) -> float:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A list as JSON has it, or a single stop string."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value

@@ -278,7 +278,6 @@ class RemoteEngine:
             del self._calls[call]
 
     async def _generate(self, url: str, body: dict[str, Any], restarts: Restarts | None) -> Any:
-        """Completions as the server sends them, asked for together with others."""
         if url not in self._batchers:
             self._batchers[url] = RequestBatcher(
                 self._client, url, lambda found: self._judge(url, found)
@@ -313,7 +312,6 @@ class RemoteEngine:
         self.servers.judge(url, response, self._version)
 
     async def _all(self, calls: Iterator[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Wait for all of the calls, then raise the first failure."""
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for one in answers:
             if isinstance(one, BaseException):

@@ -118,7 +118,6 @@ class ScriptedEngine:
         self._closed = True
 
     async def _aborted_while_paused(self, key: tuple[Any, ...]) -> bool:
-        """Wait for `resume`; whether `abort` came first."""
         if self._open.is_set():
             await asyncio.sleep(0)
             return False
@@ -133,7 +132,6 @@ class ScriptedEngine:
             del self._aborts[aborted]
 
     def _reply(self, prompt: str, sampling: Sampling, room: int) -> Completion:
-        """The next reply as tokens, an end token at its end if there is room for it."""
         text = self._say(prompt) if self._say else next(self._replies, None)
         if text is None:
             raise RuntimeError("the script has no reply left for one more call")

@@ -354,7 +354,6 @@ class WeightGroup:
         work.wait()  # at once: raises what it failed of, and orders the device's streams
 
     def _who_is_late(self) -> str:
-        """The ranks that have not taken the header that was announced last."""
         seconds = f"in {self._meeting.timeout:g} s"
         if not self._headers:
             return f"nothing came {seconds}"

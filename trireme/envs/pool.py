@@ -198,7 +198,6 @@ class _Worker:
         return self.made >= self._recycle_after
 
     def ask(self, lent: _Lent, request: dict[str, Any]) -> Future[Any]:
-        """Queue a call."""
         job = _Job(lent, request)
         if self._closed:
             job.future.set_exception(EnvLost(CLOSED))

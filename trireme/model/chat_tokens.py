@@ -402,7 +402,6 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_tool_calls(calls: Any) -> None:
-    """Raise ValueError for what chat templates could not read."""
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

@@ -209,7 +209,6 @@ def _truncation(call: Call) -> str | None:
 
 
 def _prompt_truncated(call: Call, decode: Decode) -> Experience:
-    """An experience for a prompt that was too long: reward 0, nothing trained."""
     return Experience(
         call.inserted,
         prompt_length=len(call.inserted) - 1,

@@ -192,7 +192,6 @@ class Recorder:
 
 
 def _retries(call: Call, other: Call) -> bool:
-    """Whether `other` had the same prompt and was continued."""
     return other is not call and other.extended and other.inserted == call.inserted
 
 

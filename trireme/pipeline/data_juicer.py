@@ -71,7 +71,6 @@ class _DataJuicer(ABC):  # noqa: B024 (what differs is `process`)
         self._said: IO[str] | None = None
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             _kill(self._process)
             self._process.communicate()
@@ -189,7 +188,6 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _recipe(path: str) -> dict[str, Any]:
-    """A recipe of Data-Juicer. Raises Refused for what is none."""
     file = Path(path)
     whose = f"data_juicer: config_path ({path})"
     try:
@@ -206,7 +204,6 @@ def _recipe(path: str) -> dict[str, Any]:
 
 
 def _names(whose: str, steps: Sequence[Any]) -> list[str]:
-    """The operators' names. Raises Refused for what is no operator, or none at all."""
     if not steps:
         raise Refused(f"{whose} is empty: expected at least one operator of Data-Juicer")
     for step in steps:
@@ -218,7 +215,6 @@ def _names(whose: str, steps: Sequence[Any]) -> list[str]:
 
 
 def _refuse_unknown(whose: str, names: Sequence[str], python: str) -> None:
-    """Raise Refused for names that this Python's Data-Juicer does not know."""
     known = _known(python, os.environ.get("PYTHONPATH"))
     for name in names:
         if name not in known:

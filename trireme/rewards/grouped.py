@@ -214,7 +214,6 @@ def _arguments(
 
 
 def _needs_workdir(reward: Callable[..., Any]) -> bool:
-    """Whether a reward of one answer cannot be called without a program's folder."""
     wanted = parameters_of(reward).get("workdir")
     return wanted is not None and wanted.default is wanted.empty
 

@@ -186,7 +186,6 @@ def _puzzle(task: Task) -> tuple[Fraction, list[int]]:
 
 
 def _solves(text: str, target: Fraction, numbers: list[int]) -> bool:
-    """Whether the equation's left side has the target's value and uses each number once."""
     expression = text.partition("=")[0].replace("×", "*").replace("÷", "/").strip()  # noqa: RUF001
     if len(expression) > _LONGEST or "**" in expression or "//" in expression:
         return False

@@ -165,7 +165,6 @@ async def _asked(
 
 
 def _refuse_arguments(what: str, made: Any) -> None:
-    """Raise Refused where a class form needs an argument that there is not."""
     for name, argument in parameters_of(made).items():
         collects = argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD)
         if argument.default is argument.empty and not collects and name not in _NAMED + _GIVEN:

@@ -136,7 +136,6 @@ def _refuse_config(whose: str, config: Mapping[str, Any], max_length: int | None
 
 
 def _plugin_of(path: str | None) -> Callable[..., Any] | None:
-    """The function that a plug-in's path names. Raises ValueError for anything else."""
     plugin = RM_PLUGINS.get(path)
     if plugin is None:
         return None

@@ -472,7 +472,6 @@ def code_of(answer: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _say_refused(module: str) -> None:
-    """Log once for each module that it is refused."""
     _log.warning(
         "a reply's program imports %r, which the sandbox does not have: it counts 0 (not_run)",
         module,

@@ -176,7 +176,6 @@ class Limits:
 
 
 def _look_at_kind(scope: Scope, headers: Mapping[str, str], body: bytes) -> None:
-    """Raise Refused for a body of another content type than its route reads."""
     content_type = headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     expected = "application/octet-stream" if scope["path"] == WEIGHTS else "application/json"

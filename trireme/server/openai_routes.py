@@ -202,7 +202,6 @@ def _add_figures(
 
 
 async def _body(request: Request, kind: type[Wire]) -> dict[str, Any]:
-    """The posted body. Raises ValueError if it is not of this kind."""
     body = await request.json()
     if not isinstance(body, dict):
         raise ValueError(f"the request's body is {body!r:.60}: it must be a JSON object")

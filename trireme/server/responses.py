@@ -157,7 +157,6 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _text(content: Any) -> str:
-    """Text, or a list of parts. Raises ValueError where it is neither."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

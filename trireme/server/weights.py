@@ -270,7 +270,6 @@ class AnnouncedWeights:
                 self._group = None
 
     def _empty(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
-        """Room for a tensor. Raises ValueError for one that cannot be this model's."""
         kind, size = dtype_named(dtype), math.prod(shape)
         if any(not 0 <= length < 2**40 for length in shape):
             raise ValueError(f"shape of {name} is {list(shape)!s:.80}: expected sizes of a tensor")
@@ -278,7 +277,6 @@ class AnnouncedWeights:
         return torch.empty(tuple(shape), dtype=kind)
 
     def _look_at_size(self, size: int, what: str) -> None:
-        """Raise ValueError for more than the model can take."""
         held = sum(tensor.nbytes for tensor in self._tensors.values())
         if held + size > self._max_bytes:
             raise ValueError(

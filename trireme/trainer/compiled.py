@@ -52,8 +52,6 @@ def _compiled(block: nn.Module) -> Callable[..., Any]:
 
 
 class _Held(np.ndarray):
-    """The memory of a handle, which holds an object with it."""
-
     thing: Any
 
 
@@ -136,7 +134,6 @@ def _(
 def _attend_backward(
     gradient: Tensor, kept: Tensor, key_heads: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, by that of the attention and what was kept."""
     inputs, out = _thing(kept)
     with _recorded():
         query, key, value = torch.autograd.grad(out, inputs, gradient)

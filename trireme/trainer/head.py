@@ -142,8 +142,6 @@ def _again(
 
 
 class _LinearHead(torch.autograd.Function):
-    """Log-probabilities, and entropies where they are asked for, by a linear head."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -157,7 +157,6 @@ def reference_point(backend: Backend, experiences: Sequence[Experience]) -> floa
 
 
 def _first_trained(e: Experience) -> int:
-    """Index of the first trained token; the length where there is none."""
     trained = e.mask.nonzero()
     return int(trained[0]) if len(trained) else len(e.tokens)
 

@@ -229,7 +229,6 @@ def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:
 
 
 def _own_logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The entries' log-probabilities by the model's own forward pass, a row per sample."""
     device = next(model.parameters()).device
     ids = torch.stack([torch.from_numpy(row) for row in batch.tokens]).to(device)
     logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1).cpu()

@@ -178,7 +178,6 @@ class Ranks:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def _meet(self) -> None:
-        """Until every rank has come."""
         for rank in range(self.world):
             try:
                 self.store.wait([f"here/{rank}"], timedelta(seconds=self.spec.timeout))

@@ -93,7 +93,6 @@ def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Comma
 def _measured(
     backend: Backend, train_state: TrainState, work: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """The metrics of a train step, and what all ranks measured of their devices meanwhile."""
     counts = [backend.arithmetic, *([train_state.critic.arithmetic] if train_state.critic else [])]
     begun = time.monotonic()
     metrics = work()
@@ -289,7 +288,6 @@ def _check(policy: Tensor, batch: Batch, recipe: Recipe) -> None:
 
 
 def _blame(total: Tensor, batch: Batch, recipe: Recipe) -> None:
-    """Raise NotFinite naming the sample with the first token whose loss is not finite."""
     broken = (~torch.isfinite(total)).nonzero()
     if len(broken):
         entry = int(broken[0])
@@ -316,14 +314,12 @@ def _compare_with_sampler(
 
 
 def _with_advantage(batch: Batch) -> Batch:
-    """The samples of which at least one token has an advantage."""
     advantages = batch.get("advantages", asked_by="the trainer")
     busy = batch.sample_ids[advantages != 0].unique()
     return batch if len(busy) == batch.num_samples else batch.select(busy.tolist())
 
 
 def _sizes(batch: Batch, version: int) -> dict[str, float]:
-    """Size of the batch, and how many pushes ago its tokens were sampled."""
     metrics = {
         "perf/trained_tokens": float(batch.num_tokens),
         "perf/experiences": float(batch.num_samples),

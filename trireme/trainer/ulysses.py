@@ -151,7 +151,6 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: SequenceGroup) -> Tensor:
-        """See `_exchange`."""
         ctx.sequence = sequence
         return _swap(x, sequence)
 
@@ -185,5 +184,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The part of this rank."""
         return gradient.split(ctx.counts)[ctx.rank], None, None

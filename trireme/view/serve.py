@@ -84,7 +84,6 @@ def _key(options: PageOptions) -> str | None:
 
 
 def _listen(options: PageOptions) -> socket.socket:
-    """The address taken. Raises OSError where that cannot be."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     ports = [PORT, 0] if options.port is None else [options.port]
     for port in ports:
@@ -104,7 +103,6 @@ def _listen(options: PageOptions) -> socket.socket:
 
 
 def _has_desktop() -> bool:
-    """Whether this machine has a desktop on which a browser would be seen."""
     if not sys.stdout.isatty() or os.environ.get("SSH_CONNECTION"):
         return False
     return sys.platform in ("darwin", "win32") or any(

@@ -282,6 +282,5 @@ async def reward_of_task(
 
 
 def _inner(settings: HarborSettings, cwd: str) -> Settings:
-    """The program's settings as `command_workflow` has them."""
     assert settings.command is not None
     return Settings(command=settings.command, cwd=cwd, env=settings.env)

@@ -79,7 +79,6 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _load_file(file: Path) -> str:
-    """Import a file under its own name."""
     file = file.resolve()
     name = file.stem
     there = sys.modules.get(name)

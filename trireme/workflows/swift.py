@@ -126,7 +126,6 @@ class _Finder(MetaPathFinder):
     """Finds modules of `MODULES` before other finders, where these find no ms-swift that works."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """None for what is not ours."""
         if name not in MODULES:
             return None
         ours = _is_stand_in() if "swift" in sys.modules else not self._another_works()

@@ -136,7 +136,6 @@ def total(parts: Mapping[str, float]) -> float:
 
 
 def _number(value: Any, what: str) -> float:
-    """Of a file's text, too."""
     with suppress(ValueError):
         value = float(value) if isinstance(value, str) else value
     return number(value, what, NoReward)

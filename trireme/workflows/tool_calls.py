@@ -218,7 +218,6 @@ class McpServer:
                 ready.set_exception(failed)
 
     async def _tools(self, client: Any) -> list[Tool]:
-        """All that the server has, page by page."""
         tools: list[Tool] = []
         cursor = None
         while True:
@@ -236,7 +235,6 @@ class McpServer:
 
 
 async def _call(client: Any, name: str, arguments: dict[str, Any], seconds: float) -> str:
-    """The text of a result. Raises RuntimeError with the text of an error."""
     result = await asyncio.wait_for(client.call_tool(name, arguments), seconds)
     text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
     if result.is_error:
@@ -350,7 +348,6 @@ class ToolCallScheduler(MultiTurnScheduler):
         return infer_request
 
     async def _answer(self, call: ToolCall) -> str:
-        """A call's result as text, or its error."""
         self.infos["tool_calls"] += 1
         try:
             return _encodable(as_text(await self._run(call)))

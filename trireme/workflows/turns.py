@@ -203,7 +203,6 @@ class _Trajectory:
         return [Ended(choice.messages, choice, last, ends, infos)]
 
     async def close(self) -> None:
-        """Tell the scheduler that it is over, and end its thread."""
         if self._barrier is not None:
             self._barrier.leave()
         try:

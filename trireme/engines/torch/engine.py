@@ -228,7 +228,6 @@ class TorchEngine:
         )
 
     async def _drive(self) -> None:
-        """Until closed: wait for work, advance, hand out."""
         assert self._changed is not None
         try:
             while True:
@@ -286,7 +285,6 @@ class TorchEngine:
         return picked
 
     def _holds(self, rows: int, longest: int) -> bool:
-        """Whether there is memory for so many rows of so many tokens; always for a single one."""
         return rows == 1 or (rows <= self._max_rows and rows * longest <= self._kv_tokens)
 
     def _drop(self, request: Request) -> None:
@@ -298,7 +296,6 @@ class TorchEngine:
         self._wake()
 
     def _finish(self, request: Request) -> None:
-        """Hand the completion to the caller, if it still waits."""
         future = self._futures.pop(id(request), None)
         if future is None or future.done():
             return
@@ -336,7 +333,6 @@ class TorchEngine:
         self._decoder.renew(version, keep=self._keep_kv)
 
     def _start(self) -> None:
-        """Begin to drive on the caller's loop, and ring."""
         if self._driver is None:
             self._changed = asyncio.Event()
             self._driver = asyncio.get_running_loop().create_task(self._drive())

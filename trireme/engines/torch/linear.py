@@ -93,7 +93,6 @@ def _is_whole(weight: Tensor) -> bool:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN is to multiply these."""
     return (
         not torch.compiler.is_compiling()  # which chooses by itself, and does not know how here
         and x.dtype is torch.float32

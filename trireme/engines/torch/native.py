@@ -149,7 +149,6 @@ def _load(define: str) -> ctypes.CDLL:
 
 
 def _compiled(compiler: str, flags: list[str]) -> Path:
-    """The file of the library; made whole in a folder of its own, then renamed."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     text = "\n".join([SOURCE.read_text(), version, " ".join(flags), _processor()])
     folder = _folder()

@@ -123,7 +123,6 @@ def load_weights(module: PreTrainedModel, source: Mapping[str, Tensor] | str | P
 
 
 def _assign(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put the very tensor (parameter or buffer) at a dotted name."""
     owner, _, leaf = name.rpartition(".")
     module = root.get_submodule(owner)
     table = module._parameters if leaf in module._parameters else module._buffers

@@ -125,7 +125,6 @@ class CompiledStep:
         return logits
 
     def _copy(self) -> None:
-        """Pack the matrices as they are now."""
         self._copies: list[Tensor] = []
         for layer, block in zip(self._layers, self._blocks, strict=True):
             for name in _NORMS:

@@ -294,7 +294,6 @@ class VllmEngine:
         self._sockets.cleanup()
 
     async def _sample(self, request: Request, on_token: OnToken | None) -> Completion:
-        """One sample, from vLLM's stream of new tokens."""
         name = f"{next(self._count)}"
         prompt, params = {"prompt_token_ids": request.prompt}, _params(request)
         stream = self._llm.generate(prompt, params, name, lora_request=self._adapter)
@@ -406,7 +405,6 @@ class VllmEngine:
             await self._llm.resume_generation()
 
     def _examine(self, names: set[str]) -> None:
-        """Raise ValueError for weights of another model."""
         missing = sorted(self._names - names)
         foreign = sorted(names - self._names - {"lm_head.weight"})
         if missing or foreign:

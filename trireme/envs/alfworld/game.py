@@ -119,7 +119,6 @@ def check_game(path: str) -> Path:
 
 
 def _info(infos: dict[str, Any]) -> dict[str, Any]:
-    """The parts of TextWorld's info that agents use."""
     files = {
         "won": bool(infos.get("won")),
         "admissible_commands": list(infos.get("admissible_commands") or ()),
