@@ -13,10 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.config.schema_rollout import ExperienceBufferConfig
 from trireme.experience import Experience
+
+if TYPE_CHECKING:
+    from trireme.buffer.record import Record
 
 DEFAULTS = ExperienceBufferConfig()
 """What a store's limits are where nothing is said of them."""
@@ -182,3 +186,56 @@ class Condition:
             if left <= 0:
                 raise TimeoutError(waited_for())
             await self.wait(left)
+
+
+@dataclass(eq=False, repr=False)
+class InMemory:
+    """What the stores of one process share: their limits, their clock, and how they end."""
+
+    name: str
+    _: KW_ONLY
+    capacity: int = DEFAULTS.capacity
+    max_read_timeout: float = DEFAULTS.max_read_timeout
+    record: Record | None = None
+    """Gets a copy of each experience that is put."""
+    clock: Clock = field(default_factory=WallClock)
+
+    def __post_init__(self) -> None:
+        self.demand = Demand()
+        self._changed = Condition(self.clock)
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._last_put = self.clock.now()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """See Buffer."""
+        self._closed = True
+        self._changed.notify_all()
+
+    async def fail(self, error: BaseException) -> None:
+        """The other side has failed: who puts or takes, now or later, gets `error` as the cause."""
+        self._failure = self._failure or error
+        await self.close()
+
+    def commit(self) -> None:
+        """What was taken is not kept here: nothing to forget."""
+
+    def _stop_if_closed(self) -> None:
+        self._stop_if_failed()
+        if self._closed:
+            raise Closed(f"buffer '{self.name}' is closed")
+
+    def _stop_if_failed(self) -> None:
+        if self._failure is not None:
+            raise OtherSideFailed(
+                f"buffer '{self.name}': the other side has failed: {self._failure}"
+            ) from self._failure
+
+    def _starved(self, n: int) -> str:
+        return (
+            f"the trainer wanted {n} experiences of buffer '{self.name}', which has {len(self)}, "
+            f"and no new one came for {self.max_read_timeout:g} s (max_read_timeout)"
+        )

@@ -15,16 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from trireme.buffer.buffer import (
-    DEFAULTS,
-    Clock,
-    Closed,
-    Condition,
-    Demand,
-    OtherSideFailed,
-    WallClock,
-)
-from trireme.buffer.record import Record
+from trireme.buffer.buffer import Closed, InMemory
 from trireme.experience import Experience
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
@@ -32,56 +23,37 @@ from trireme.serialize import decode, encode
 logger = get_logger("queue_experience_buffer")
 
 
-class QueueBuffer:
+class QueueBuffer(InMemory):
     """A bounded queue with back-pressure."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        capacity: int = DEFAULTS.capacity,
-        max_read_timeout: float = DEFAULTS.max_read_timeout,
-        record: Record | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """`record` gets a copy of each experience that is put."""
-        self.name = name
-        self._capacity = capacity
-        self._timeout = max_read_timeout
-        self._record = record
-        self._clock = clock or WallClock()
-        self._changed = Condition(self._clock)
-        self.demand = Demand()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._puts: deque[deque[Experience]] = deque()
         self._wanted = 0
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._last_put = self._last_take = self._clock.now()
+        self._last_take = self.clock.now()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """See Buffer. Raises TimeoutError when nothing is taken for `max_read_timeout` seconds."""
-        begun = self._clock.now()
+        begun = self.clock.now()
         await self._changed.until(
-            lambda: self._closed or len(self._puts) < self._capacity or self._wanted > len(self),
-            timeout=self._timeout,
+            lambda: self._closed or len(self._puts) < self.capacity or self._wanted > len(self),
+            timeout=self.max_read_timeout,
             since=lambda: max(begun, self._last_take),
             waited_for=lambda: (
-                f"buffer '{self.name}' is full ({self._capacity} explore steps) and "
-                f"the trainer took nothing for {self._timeout:g} s (max_read_timeout)"
+                f"buffer '{self.name}' is full ({self.capacity} explore steps) and "
+                f"the trainer took nothing for {self.max_read_timeout:g} s (max_read_timeout)"
             ),
         )
-        self._stop_if_failed()
-        if self._closed:
-            raise Closed(f"buffer '{self.name}' is closed")
+        self._stop_if_closed()
         if not experiences:
             return
-        if self._record is not None:
-            await self._record.write(experiences)
+        if self.record is not None:
+            await self.record.write(experiences)
         # Last, and nothing is awaited after it: a reader of the explorer's state and ours in one
         # go finds a step either still under way or here, never both.
         self._puts.append(deque(experiences))
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
-        self._last_put = self._clock.now()
+        self._last_put = self.clock.now()
         self.demand.set(self._wanted > len(self))
         self._changed.notify_all()
 
@@ -103,7 +75,7 @@ class QueueBuffer:
 
     async def _wait_for(self, n: int) -> None:
         """Until there are n experiences, or the last ones. Raises Closed where there are none."""
-        begun = self._clock.now()
+        begun = self.clock.now()
         self._wanted = n
         if len(self) < n:
             self.demand.set(True)
@@ -111,12 +83,9 @@ class QueueBuffer:
         try:
             await self._changed.until(
                 lambda: self._closed or len(self) >= n,
-                timeout=self._timeout,
+                timeout=self.max_read_timeout,
                 since=lambda: max(begun, self._last_put),
-                waited_for=lambda: (
-                    f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
-                    f"{len(self)}, and no new one came for {self._timeout:g} s (max_read_timeout)"
-                ),
+                waited_for=lambda: self._starved(n),
             )
         finally:
             self._wanted = 0
@@ -126,18 +95,8 @@ class QueueBuffer:
             raise Closed(f"buffer '{self.name}' is closed and empty")
 
     def _taken(self) -> None:
-        self._last_take = self._clock.now()
+        self._last_take = self.clock.now()
         self._changed.notify_all()
-
-    async def close(self) -> None:
-        """See Buffer."""
-        self._closed = True
-        self._changed.notify_all()
-
-    async def fail(self, error: BaseException) -> None:
-        """The other side has failed: who puts or takes, now or later, gets `error` as the cause."""
-        self._failure = self._failure or error
-        await self.close()
 
     def __len__(self) -> int:
         return sum(len(experiences) for experiences in self._puts)
@@ -146,13 +105,10 @@ class QueueBuffer:
         """Nothing is counted here."""
         return {}
 
-    def commit(self) -> None:
-        """What was taken is not kept here: nothing to forget."""
-
     def state(self) -> dict[str, Any]:
         """Sizes of the puts and their experiences; the copy of them all is on the disk by then."""
-        if self._record is not None:
-            self._record.flush()
+        if self.record is not None:
+            self.record.flush()
         untaken = [e for experiences in self._puts for e in experiences]
         return {"puts": [len(p) for p in self._puts], "experiences": encode(untaken)}
 
@@ -167,9 +123,3 @@ class QueueBuffer:
         if not first:
             self._puts.popleft()
         return experience
-
-    def _stop_if_failed(self) -> None:
-        if self._failure is not None:
-            raise OtherSideFailed(
-                f"buffer '{self.name}': the other side has failed: {self._failure}"
-            ) from self._failure

@@ -19,16 +19,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from trireme.buffer.buffer import (
-    DEFAULTS,
-    Clock,
-    Closed,
-    Condition,
-    Demand,
-    OtherSideFailed,
-    WallClock,
-)
-from trireme.buffer.record import Record
+from trireme.buffer.buffer import Closed, InMemory
 from trireme.experience import Experience, group_by
 from trireme.log import get_logger
 from trireme.serialize import decode, encode
@@ -88,66 +79,43 @@ class _Group:
         return (-self.priority, self.number) < (-other.priority, other.number)
 
 
-class ReplayBuffer:
+@dataclass(eq=False, repr=False)
+class ReplayBuffer(InMemory):
     """A priority queue of groups, within one process."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        priority: Priority | None = None,
-        reuse_cooldown_time: float | None = None,
-        capacity: int = DEFAULTS.capacity,
-        max_read_timeout: float = DEFAULTS.max_read_timeout,
-        record: Record | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """`record` gets a copy of each experience that is put."""
-        self.name = name
+    priority: Priority = field(default_factory=linear_decay)
+    reuse_cooldown_time: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.dropped = 0
-        self._priority = priority or linear_decay()
-        self._cooldown = reuse_cooldown_time
-        self._capacity = capacity
-        self._timeout = max_read_timeout
-        self._record = record
-        self._clock = clock or WallClock()
-        self._changed = Condition(self._clock)
-        self.demand = Demand()
         self._heap: list[_Group] = []
         self._resting: list[_Group] = []
         self._begun: list[Experience] = []
         """What the last batch left of a group."""
         self._count = itertools.count()
-        self._closed = False
-        self._failure: BaseException | None = None
-        self._last_put = self._clock.now()
 
     async def put(self, experiences: Sequence[Experience]) -> None:
         """See Buffer."""
-        self._stop_if_failed()
-        if self._closed:
-            raise Closed(f"buffer '{self.name}' is closed")
-        if self._record is not None and experiences:
-            await self._record.write(experiences)
+        self._stop_if_closed()
+        if self.record is not None and experiences:
+            await self.record.write(experiences)
         for members in group_by(list(experiences), "task").values():
             version = min((e.version for e in members if e.version >= 0), default=0)
             self._add(_Group(members, version))
         logger.info("%d experiences put, %d wait", len(experiences), len(self))
-        self._last_put = self._clock.now()
+        self._last_put = self.clock.now()
         self.demand.set(False)  # until the take that waits has looked
         self._changed.notify_all()
 
     async def take(self, n: int) -> list[Experience]:
         """See Buffer. Uses go up by one for each group that a batch begins with."""
-        begun = self._clock.now()
+        begun = self.clock.now()
         while not self._closed and self._count_ready() < n:
-            now = self._clock.now()
-            left = max(begun, self._last_put) + self._timeout - now
+            now = self.clock.now()
+            left = max(begun, self._last_put) + self.max_read_timeout - now
             if left <= 0:
-                raise TimeoutError(
-                    f"the trainer wanted {n} experiences of buffer '{self.name}', which has "
-                    f"{len(self)}, and no new one came for {self._timeout:g} s (max_read_timeout)"
-                )
+                raise TimeoutError(self._starved(n))
             self.demand.set(True)
             rested = min((g.ready_at - now for g in self._resting), default=left)
             await self._changed.wait(min(left, max(rested, 0.0)))
@@ -171,20 +139,11 @@ class ReplayBuffer:
 
     async def close(self) -> None:
         """See Buffer."""
-        self._closed = True
         self._resting = []
-        self._changed.notify_all()
-
-    async def fail(self, error: BaseException) -> None:
-        """See Buffer."""
-        self._failure = self._failure or error
-        await self.close()
+        await super().close()
 
     def __len__(self) -> int:
         return len(self._begun) + sum(len(group.experiences) for group in self._heap)
-
-    def commit(self) -> None:
-        """What was taken is not kept here: nothing to forget."""
 
     def metrics(self) -> dict[str, float]:
         """Groups waiting, resting and dropped so far."""
@@ -196,9 +155,9 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, Any]:
         """The groups with their uses and rests, and their experiences as bytes."""
-        if self._record is not None:
-            self._record.flush()
-        now, groups = self._clock.now(), [*sorted(self._heap), *self._resting]
+        if self.record is not None:
+            self.record.flush()
+        now, groups = self.clock.now(), [*sorted(self._heap), *self._resting]
         facts = [
             {
                 "size": len(group.experiences),
@@ -222,15 +181,15 @@ class ReplayBuffer:
             if facts["rest"] is None:
                 self._add(group)
             else:
-                group.ready_at = self._clock.now() + facts["rest"]
+                group.ready_at = self.clock.now() + facts["rest"]
                 self._resting.append(group)
 
     def _add(self, group: _Group) -> None:
         """Push a group; beyond the capacity the group with the lowest priority is dropped."""
-        group.priority, _ = self._priority(group.version, group.used, group.name)
+        group.priority, _ = self.priority(group.version, group.used, group.name)
         group.number = next(self._count)
         heapq.heappush(self._heap, group)
-        if len(self._heap) > self._capacity:
+        if len(self._heap) > self.capacity:
             # of equals the one that came first goes: it is the older one
             lowest = min(self._heap, key=lambda g: (g.priority, g.number))
             self._heap.remove(lowest)
@@ -240,9 +199,9 @@ class ReplayBuffer:
     def _use(self, group: _Group) -> list[Experience]:
         """Count a use, and let the group rest if it may be used again."""
         group.used += 1
-        _, again = self._priority(group.version, group.used, group.name)
-        if self._cooldown is not None and again and not self._closed:
-            group.ready_at = self._clock.now() + self._cooldown
+        _, again = self.priority(group.version, group.used, group.name)
+        if self.reuse_cooldown_time is not None and again and not self._closed:
+            group.ready_at = self.clock.now() + self.reuse_cooldown_time
             self._resting.append(group)
         for experience in group.experiences:
             experience.info["use_count"] = group.used
@@ -250,15 +209,9 @@ class ReplayBuffer:
 
     def _count_ready(self) -> int:
         """Put groups back that have rested long enough; how many experiences can be taken then."""
-        now = self._clock.now()
+        now = self.clock.now()
         rested = [group for group in self._resting if group.ready_at <= now]
         self._resting = [group for group in self._resting if group.ready_at > now]
         for group in rested:
             self._add(group)
         return len(self)
-
-    def _stop_if_failed(self) -> None:
-        if self._failure is not None:
-            raise OtherSideFailed(
-                f"buffer '{self.name}': the other side has failed: {self._failure}"
-            ) from self._failure
