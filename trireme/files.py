@@ -41,6 +41,20 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; none where there is no file."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def drop_half_line(path: Path) -> None:
+    """Cut off what a killed process left of a file's last line."""
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
 class CannotWrite(OSError):
     """A full disk, a folder without permission: one sentence that names the path."""
 

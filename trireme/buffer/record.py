@@ -16,7 +16,6 @@ import asyncio
 import copy
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,7 @@ from sqlalchemy.exc import DatabaseError
 
 from trireme.buffer.table import batch_number, experience_table, open_database, resolve_url, row_of
 from trireme.experience import EID, Experience
-from trireme.files import write_json
+from trireme.files import drop_half_line, read_jsonl, write_json, write_text
 from trireme.log import get_logger, hide_passwords
 
 logger = get_logger("queue_experience_buffer")
@@ -199,7 +198,9 @@ class _LineFile:
             self._trim()
 
     def _trim(self) -> None:
-        groups = ((line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in self._read())
+        groups = (
+            (line["eid"], line["eid"].rsplit("/", 2)[0], line) for line in read_jsonl(self._path)
+        )
         rows = [(eid, group, len(_text([line]).encode())) for eid, group, line in groups]
         kept = set(_fitting(rows, KEPT_SHARE * self._limit, sampled=self._sampled))
         self.keep(lambda line: line["eid"] in kept)
@@ -213,26 +214,16 @@ class _LineFile:
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Write the file anew with the lines that are wanted; a half-written one goes too."""
-        lines = [line for line in self._read() if wanted(line)]
+        lines = [line for line in read_jsonl(self._path) if wanted(line)]
         self._ids = {line["eid"] for line in lines}
-        temporary = self._path.with_name(f".tmp-{self._path.name}")
-        temporary.write_text(_text(lines), encoding="utf-8")
-        os.replace(temporary, self._path)
+        write_text(self._path, _text(lines))
 
     def _known(self) -> set[str]:
         if self._ids is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
-                self.keep(lambda line: True)
-            self._ids = {line["eid"] for line in self._read()}
+            drop_half_line(self._path)
+            self._ids = {line["eid"] for line in read_jsonl(self._path)}
         return self._ids
-
-    def _read(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
-        complete = lines[:-1]  # what follows the last line's end was never finished
-        return [json.loads(line) for line in complete]
 
 
 def _fitting(rows: Sequence[tuple[Any, str, int]], limit: float, *, sampled: bool) -> Iterator[Any]:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trireme.files import in_turn, naming, write_jsonl
+from trireme.files import drop_half_line, in_turn, naming, read_jsonl, write_jsonl
 from trireme.monitor.trackers import (
     Apart,
     Rollout,
@@ -96,8 +95,8 @@ class JsonLinesMonitor:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = self.path.with_name(f".{FILE_NAME}.lock")
         with in_turn(self._lock):
-            _drop_half_line(self.path)
-            self._steps = {(row["part"], row["step"]) for row in _rows(self.path)}
+            drop_half_line(self.path)
+            self._steps = {(row["part"], row["step"]) for row in read_jsonl(self.path)}
 
     def keep_until(self, steps: Mapping[str, int]) -> None:
         """Take away the lines of each named part that are of later steps than this one."""
@@ -124,7 +123,7 @@ class JsonLinesMonitor:
     def _rewrite(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """The file with the wanted lines alone: written whole, then renamed."""
         with in_turn(self._lock):
-            rows = [row for row in _rows(self.path) if wanted(row)]
+            rows = [row for row in read_jsonl(self.path) if wanted(row)]
             write_jsonl(self.path, rows)
         self._steps = {(row["part"], row["step"]) for row in rows}
 
@@ -154,24 +153,10 @@ def open_monitor(
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl` in file order; of an older run's doubled steps the last."""
-    rows = {(row["part"], row["step"]): row for row in _rows(Path(path))}
+    rows = {(row["part"], row["step"]): row for row in read_jsonl(Path(path))}
     return list(rows.values())
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; none where there is no file."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _finite(value: float) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _drop_half_line(path: Path) -> None:
-    """Cut off what a killed process left of its last line."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
