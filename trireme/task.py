@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -10,6 +12,9 @@ from yaml.representer import SafeRepresenter
 
 from trireme.registry import did_you_mean
 from trireme.usercode import Refused
+
+NO_JSON = (ValueError, RecursionError)
+"""What `json.loads` raises for a text that is none, or is nested too deeply."""
 
 
 class NoSuchKey(Refused, KeyError):
@@ -165,3 +170,29 @@ def as_text(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value) if isinstance(value, int | float) else value
+
+
+def object_or_text(text: str) -> Any:
+    """A JSON object, else the text as it is."""
+    try:
+        value = json.loads(text)
+    except NO_JSON:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as objects, which most chat templates want, where
+    clients and data sets have them as text: it would be quoted a second time.
+    """
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = (call.get("function") or call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    function = {**function, "arguments": object_or_text(function["arguments"])}
+    return {**call, "function": function} if "function" in call else function

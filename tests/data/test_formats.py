@@ -11,6 +11,7 @@ from tests.tiny import CHATML, make_tokenizer
 from trireme.data.formats import SftFormat, sft_columns
 from trireme.data.rows import Rows
 from trireme.experience import EID, Experience
+from trireme.task import with_objects
 
 CHAT = [
     {"role": "user", "content": "1+1?"},
@@ -247,6 +248,26 @@ def test_recorded_experiences_come_back_as_they_were() -> None:
     e = made({"tokens": [5, 6, 7, 8], "prompt_length": 2, "reward": 1, "logprobs": [-1.0, -2.0]})
     assert e.tokens.tolist() == [5, 6, 7, 8] and e.mask.tolist() == [False, False, True, True]
     assert e.reward == 1.0 and e.logprobs is not None and e.logprobs.tolist() == [0, 0, -1, -2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"at": "x"}', {"at": "x"}),
+        ("[1, 2]", "[1, 2]"),
+        ("[" * 100_000, "[" * 100_000),
+        ('{"at":', '{"at":'),
+        ({"at": 1}, {"at": 1}),
+    ],
+    ids=["object", "list", "deep", "cut", "no text"],
+)
+def test_arguments_of_a_call_become_the_object_that_they_are(
+    arguments: object, expected: object
+) -> None:
+    function = {"name": "look", "arguments": arguments}
+    for call, at in (({"id": "1", "function": function}, "function"), (function, None)):
+        (made,) = with_objects({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+        assert (made[at] if at else made) == {"name": "look", "arguments": expected}
 
 
 def test_messages_of_a_table_lose_the_keys_that_only_others_have() -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from trireme.data.reply_mask import Rendered, message_weight, render_conversation, render_plain
 from trireme.data.rows import OnError, Rows
 from trireme.experience import EID, Experience
+from trireme.task import with_objects
 
 _MESSAGES = ("messages", "message")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"))
@@ -293,21 +294,7 @@ def _trained(message: dict[str, Any]) -> dict[str, Any]:
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
     """A column of `datasets` gives every message the keys of all: None where it has none."""
     kept = {key: value for key, value in message.items() if value is not None}
-    if kept.get("tool_calls"):  # as text they would be quoted a second time by most templates
-        kept["tool_calls"] = [_with_arguments(call) for call in kept["tool_calls"]]
-    return {"content": ""} | kept
-
-
-def _with_arguments(call: Any) -> Any:
-    """A tool call whose arguments are an object, where they are one as JSON text."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {"content": ""} | with_objects(kept)
 
 
 def parsed(value: Any) -> Any:

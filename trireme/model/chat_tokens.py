@@ -21,8 +21,8 @@ from typing import Any
 
 from trireme.log import get_logger
 from trireme.model.thinking import ReasoningParser
-from trireme.model.tool_calls import format_of, object_or_text
-from trireme.task import Task
+from trireme.model.tool_calls import format_of
+from trireme.task import Task, with_objects
 
 logger = get_logger("model")
 
@@ -147,7 +147,7 @@ class ChatTokens:
             )
         copies = [dict(message) for message in messages]
         try:
-            text = self._apply([_with_objects(message) for message in copies], tools, generate)
+            text = self._apply([with_objects(message) for message in copies], tools, generate)
         except Exception as error:  # the template is the model's code
             if any(message.get("tool_calls") for message in copies):
                 with suppress(Exception):  # some want a call's arguments as text
@@ -353,21 +353,6 @@ def _shortened(kinds: tuple[str, ...]) -> tuple[str, ...]:
         if kinds[start - 1] == head[-1]:
             return head + kinds[start:]
     return kinds
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects: what most templates want, where
-    clients send text.
-    """
-    if not isinstance(calls := message.get("tool_calls"), list):
-        return message
-    out = []
-    for call in calls:
-        function = call.get("function") or call
-        if isinstance(arguments := function.get("arguments"), str):
-            function = {**function, "arguments": object_or_text(arguments)}
-        out.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": out}
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

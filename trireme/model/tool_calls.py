@@ -20,14 +20,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trireme.registry import Registry
+from trireme.task import NO_JSON, object_or_text
 
 if TYPE_CHECKING:
     from trireme.model.recorder import Call
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 CUT = "the call was cut before its end"
-NO_JSON = (ValueError, RecursionError)
-"""What reading JSON raises; the latter where it is nested too deeply."""
 _CALL = re.compile(rf"{OPENING}(.*?)({CLOSING}|\Z)", re.DOTALL)
 _call_ids = itertools.count()
 
@@ -315,15 +314,6 @@ def call_of_json(text: str) -> ToolCall:
     if isinstance(arguments, str):
         arguments = object_or_text(arguments)
     return ToolCall(call["name"], arguments)
-
-
-def object_or_text(text: str) -> Any:
-    """A JSON object, else the text as it is."""
-    try:
-        value = json.loads(text)
-    except NO_JSON:
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _of_json(name: str, arguments: str) -> ToolCall:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ from trireme.config.lookup import located, model_config, model_facts
 from trireme.registry import ORMS, RM_PLUGINS
 from trireme.rewards.orm import ORM, Value
 from trireme.rewards.reward import number
-from trireme.task import Task
+from trireme.task import Task, with_objects
 from trireme.usercode import Refused, UserCode, refuse_signature
 
 _HEAD = "ForSequenceClassification"
@@ -220,7 +219,7 @@ def _encoded(
     """The ids of each conversation, and whether its beginning was cut."""
     has_template = bool(tokenizer.chat_template)
     render = partial(tokenizer.apply_chat_template, tokenize=False) if has_template else _plain
-    texts = [render([_with_objects(message) for message in one]) for one in conversations]
+    texts = [render([_as_template_wants(message) for message in one]) for one in conversations]
     # a template writes the special tokens itself
     encode = partial(tokenizer, texts, add_special_tokens=not has_template, verbose=False)
     rows = encode()["input_ids"]
@@ -258,23 +257,9 @@ def _conversation(prompt: Any, completion: str) -> list[dict[str, Any]]:
     return [*prompt, {"role": "assistant", "content": completion}]
 
 
+def _as_template_wants(message: Mapping[str, Any]) -> dict[str, Any]:
+    return with_objects(message) | {"content": message.get("content") or ""}
+
+
 def _plain(messages: Messages) -> str:
     return "\n".join(str(message.get("content") or "") for message in messages)
-
-
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without None as its text, and with the arguments of its calls as objects, which
-    templates expect.
-    """
-    made: dict[str, Any] = {**message, "content": message.get("content") or ""}
-    if calls := made.get("tool_calls"):
-        made["tool_calls"] = [{**call, "function": _called(call)} for call in calls]
-    return made
-
-
-def _called(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(arguments := function.get("arguments"), str):
-        with suppress(ValueError):  # a model may write any text: a template gets it as it is
-            function["arguments"] = json.loads(arguments)
-    return function

@@ -29,11 +29,11 @@ from trireme.model.tool_calls import (
     CLOSING,
     ToolCall,
     call_of_json,
-    object_or_text,
     read_tool_calls,
 )
 from trireme.registry import MULTI_TURNS, Registry
 from trireme.rewards.sandbox import transcript, transcript_within
+from trireme.task import object_or_text
 from trireme.workflows.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
