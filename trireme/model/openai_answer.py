@@ -28,7 +28,12 @@ from trireme.model.openai_wire import (
     token_row,
     wants_tool_calls,
 )
-from trireme.model.thinking import StreamedThinking, begins_thinking, record_thinking
+from trireme.model.thinking import (
+    StreamedThinking,
+    begins_thinking,
+    begun_marks,
+    record_thinking,
+)
 from trireme.model.tool_calls import record_tool_calls
 
 if TYPE_CHECKING:
@@ -68,7 +73,7 @@ class StreamedText:
         self._held += text[len(before) :]
         places = [at for b in self._barriers if (at := self._held.find(b)) >= 0]
         self._closed = bool(places)
-        count = min(places) if places else len(self._held) - self._beginning()
+        count = min(places) if places else len(self._held) - begun_marks(self._held, self._barriers)
         piece, self._held = self._held[:count], self._held[count:]
         self.shown += piece
         return piece
@@ -76,14 +81,6 @@ class StreamedText:
     def rest(self, whole: str) -> str:
         """What of the whole text was not shown yet."""
         return whole[len(self.shown) :] if whole.startswith(self.shown) else ""
-
-    def _beginning(self) -> int:
-        """How many characters at the end could be the beginning of a barrier."""
-        held = self._held
-        sizes = (
-            n for b in self._barriers for n in range(len(b) - 1, 0, -1) if held.endswith(b[:n])
-        )
-        return max(sizes, default=0)
 
 
 Note = Callable[[str, "Sequence[Reply]"], None]

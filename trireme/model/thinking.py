@@ -69,7 +69,7 @@ class StreamedThinking:
         if self._field == "reasoning_content":
             self._strip()
             end = self._held.find(END)
-            until = end if end >= 0 else len(self._held) - self._beginning()
+            until = end if end >= 0 else len(self._held) - begun_marks(self._held, [END])
             thought = self._held[:until].rstrip("\n")
             pieces["reasoning_content"] = thought
             self._held = self._held[end + len(END) if end >= 0 else len(thought) :]
@@ -90,9 +90,11 @@ class StreamedThinking:
         if not self.shown[self._field]:
             self._held = self._held.lstrip("\n")
 
-    def _beginning(self) -> int:
-        """How many characters at the end could be the beginning of the mark."""
-        return next(n for n in range(len(END) - 1, -1, -1) if self._held.endswith(END[:n]))
+
+def begun_marks(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of a text could be the beginning of a mark."""
+    sizes = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
+    return max(sizes, default=0)
 
 
 def _length(text: str, *, thinks: bool) -> int:

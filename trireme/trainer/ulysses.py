@@ -120,7 +120,7 @@ def ulysses_attention(
 
     def whole(x: Tensor) -> Tensor:
         # The padding behind the last token attends to nothing.
-        return _exchange(x, sequence)[:, :, :num_tokens]
+        return _Exchange.apply(x, sequence)[:, :, :num_tokens]
 
     key, value = _repeat(key, repeats), _repeat(value, repeats)
     out, _ = packed_attention(
@@ -128,7 +128,7 @@ def ulysses_attention(
     )
     out = F.pad(out, (0, 0, 0, 0, 0, query.shape[2] * sequence.size - num_tokens))
     # Back with the roles of tokens and heads exchanged.
-    return _exchange(out, sequence), None
+    return _Exchange.apply(out, sequence), None
 
 
 def head_repeats(heads: int, key_heads: int, size: int) -> int:
@@ -141,13 +141,11 @@ def _repeat(x: Tensor, times: int) -> Tensor:
     return x.repeat_interleave(times, dim=1) if times > 1 else x
 
 
-def _exchange(x: Tensor, sequence: SequenceGroup) -> Tensor:
-    """[1, A, B/s, D] -> [1, A/s, B, D]: all of the second, of one part of the first."""
-    return _Exchange.apply(x, sequence)
-
-
 class _Exchange(torch.autograd.Function):
-    """The all-to-all, and in the backward pass its reverse."""
+    """The all-to-all, and in the backward pass its reverse.
+
+    [1, A, B/s, D] -> [1, A/s, B, D]: all of the second, of one part of the first.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sequence: SequenceGroup) -> Tensor:
