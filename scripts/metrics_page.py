@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from trireme.monitor.metrics import known_metrics
+from trireme.monitor.figures import known_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = (

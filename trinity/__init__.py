@@ -157,7 +157,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "trinity.common.workflows.customized_math_workflows": _MATHS,
     "trinity.common.workflows.customized_toolcall_workflows": {
-        "ToolCallWorkflow": "trireme.workflows.one_call"
+        "ToolCallWorkflow": "trireme.workflows.single_turn"
     },
     "trinity.common.workflows.envs": {},
     "trinity.common.workflows.envs.agentscope": {},

@@ -288,7 +288,6 @@ WORKFLOWS = Registry(
         f"{_WORKFLOWS}.sciworld",
         f"{_WORKFLOWS}.intercode",
         f"{_WORKFLOWS}.email_search",
-        f"{_WORKFLOWS}.one_call",
     ],
     by="workflow",
     refused={

@@ -11,8 +11,7 @@ import pytest
 from tests.agents.programs import tool_call
 from tests.agents.steered import Steered, exactness, make_model
 from tests.agents.test_programs import scripted
-from trireme.envs.gyms import made_rows
-from trireme.envs.verifiers import Environment, Played, environment
+from trireme.envs.generated import Environment, Played, environment, made_rows
 from trireme.explorer.runner import Outcome
 from trireme.task import Task
 from trireme.workflows.workflow import resolve

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.models import save_checkpoint, save_whole
 from trireme.checkpoint.layout import REFERENCE, JobFolder
-from trireme.checkpoint.resume import Loaded, load_checkpoint
+from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.checkpoint.save import save_weights
 from trireme.checkpoint.saved import read
 from trireme.files import sync

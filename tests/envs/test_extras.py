@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trireme.envs.env import extra
-from trireme.envs.gyms import ArenaGame, Problems, TextGym
+from trireme.envs.generated import Problems
+from trireme.envs.gyms import ArenaGame, TextGym
 
 
 @pytest.mark.parametrize(

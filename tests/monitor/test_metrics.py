@@ -9,7 +9,7 @@ import pytest
 
 from scripts import metrics_page
 from trireme.monitor.causes import CAUSES
-from trireme.monitor.metrics import metric_of, usual_names
+from trireme.monitor.figures import metric_of, usual_names
 
 PACKAGE = Path(__file__).parents[2] / "trireme"
 NAME = re.compile(

@@ -15,8 +15,7 @@ from tests.pipeline.test_pipeline import group
 from trireme.algorithms.classes import GroupAdvantage
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.experience import Experience
-from trireme.pipeline.pipeline import Pipeline
-from trireme.pipeline.resampling import Resampling
+from trireme.pipeline.pipeline import Pipeline, Resampling
 
 
 def recipe_of(**args: Any) -> Recipe:

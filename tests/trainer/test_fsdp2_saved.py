@@ -20,7 +20,7 @@ from tests.trainer.samples import backend_of, experiences
 from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.fsdp_to_hf import FsdpShards, find_shards
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import load_checkpoint
+from trireme.checkpoint.manifest import load_checkpoint
 from trireme.trainer.backend import Backend
 from trireme.trainer.lora import Lora
 from trireme.trainer.ranks import Ranks, RankSpec

@@ -22,7 +22,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint import export
 from trireme.checkpoint.convert import Checkpoint, convert_checkpoint
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import load_checkpoint
+from trireme.checkpoint.manifest import load_checkpoint
 from trireme.checkpoint.save import Saving, save_weights
 from trireme.files import CannotWrite
 from trireme.trainer import lora as lora_module

@@ -89,7 +89,7 @@ def test_as_many_actions_are_played_as_the_yaml_says() -> None:
 
 @pytest.mark.skipif(not THERE, reason="scienceworld or Java is not installed")
 def test_the_gold_actions_earn_1_and_fewer_a_part() -> None:
-    from trireme.envs.sciworld import Experiment
+    from trireme.envs.gyms import Experiment
 
     env = Experiment("find-plant", 1)
     gold = env.reset()[1]["gold"]

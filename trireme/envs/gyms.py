@@ -3,29 +3,19 @@
 - gymnasium: discrete actions have names (`actions`), or are numbers. What is shown is the
   environment's own text (`render_mode: ansi`), or its observation.
 - textarena: a game for one player, in the form of reset and step.
-- reasoning-gym: any of its data sets by name, made row by row.
+- ScienceWorld (arXiv:2203.07540): an experiment of it. Each world is a Java program: it needs
+  `pip install scienceworld` and a Java runtime.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-import yaml
-
 from trireme.envs.env import extra
-from trireme.envs.verifiers import SCHEME as VERIFIERS
-from trireme.envs.verifiers import Environment, environment
-from trireme.registry import did_you_mean
-
-COLUMNS = ("question", "answer", "metadata", "generated_by")
-"""Of rows that are made."""
-_SCHEME = "reasoning_gym:"
 
 
 class TextGym:
@@ -140,58 +130,50 @@ class ArenaGame:
                 random.setstate(before)
 
 
-_RUNS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
+_idle: list[Any] = []
+"""Worlds that no experiment of this process uses: starting one takes two seconds."""
 
 
-def generated(path: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the generator; None for a path of any other kind."""
-    if path.startswith(VERIFIERS):
-        return path.removeprefix(VERIFIERS), {}  # the environment reads them itself
-    if not path.startswith(_SCHEME):
-        return None
-    name, _, options = path.removeprefix(_SCHEME).partition("?")
-    parts = [part.partition("=") for part in options.split("&") if part]
-    return name, {"size": 500, "seed": 0} | {key: yaml.safe_load(text) for key, _, text in parts}
+class Experiment:
+    """An experiment of ScienceWorld: an episode's rewards sum up to its best score, 0 to 1."""
 
-
-class Problems:
-    """The rows of one data set, and what an answer to one is worth."""
-
-    def __init__(self, path: str) -> None:
-        """Raises ModuleNotFoundError, and ValueError for a name or option that there is not."""
-        environment = generated(path)
-        assert environment is not None
-        name, options = environment
-        factory = extra("reasoning_gym", "reasoning-gym").factory
-        if name not in factory.DATASETS:
-            hint = did_you_mean(name, factory.DATASETS, "did you mean '{}'?")
-            hint = hint or ", ".join(sorted(factory.DATASETS))
-            raise ValueError(f"reasoning-gym has no data set '{name}': {hint}")
+    def __init__(
+        self, task_name: str, var_num: int = 0, simplification: str = "easy", max_steps: int = 100
+    ) -> None:
+        """Raises ValueError for a task or variation that there is not."""
+        world = extra("scienceworld", "ScienceWorld").ScienceWorldEnv
+        self._world = _idle.pop() if _idle else world("", envStepLimit=max_steps)
+        self._world.envStepLimit = max_steps
         try:
-            self._dataset = factory.create_dataset(name, **options)
-        except (TypeError, AssertionError) as error:
-            raise ValueError(f"dataset '{path}' has wrong options: {error}") from error
-        self._path = path
-        self.runs_answers = bool(_RUNS.search(inspect.getsource(self._dataset.score_answer)))
-        """Its score_answer gives the answer to Python's `eval`, or to sympy's parser: the same."""
+            self._load(task_name, var_num, simplification)
+        except ValueError:
+            self.close()  # a wrong row is no reason to start Java again
+            raise
+        self._best = 0.0
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    def _load(self, task_name: str, var_num: int, simplification: str) -> None:
+        names = self._world.get_task_names()
+        if task_name not in names:
+            raise ValueError(f"ScienceWorld has no task '{task_name}': it has {', '.join(names)}")
+        count = self._world.get_max_variations(task_name)
+        if not 0 <= var_num < count:
+            raise ValueError(f"var_num is {var_num}: '{task_name}' has 0 to {count - 1}")
+        self._world.load(task_name, var_num, simplification, generateGoldPath=True)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._dataset[index] | {"generated_by": self._path}
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        """What is to be done, and what is there to be seen."""
+        observation, _ = self._world.reset()
+        self._best = 0.0
+        gold = list(self._world.get_gold_action_sequence())
+        return f"{self._world.get_task_description()}\n{observation}", {"gold": gold}
 
-    def score(self, answer: str, row: dict[str, Any]) -> float:
-        """From 0 to 1, by the data set's own `score_answer`."""
-        return float(self._dataset.score_answer(answer, row))
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """What an action does; the reward is by how much the best score has grown."""
+        observation, _, done, info = self._world.step(action)
+        score = float(info["score"]) / 100
+        gained, self._best = max(score - self._best, 0.0), max(score, self._best)
+        return str(observation), gained, bool(done), {"score": score}
 
-
-@lru_cache(maxsize=64)
-def problems(path: str) -> Problems:
-    """The data set of `reasoning_gym:NAME?OPTIONS`, made once."""
-    return Problems(path)
-
-
-def made_rows(path: str) -> Problems | Environment:
-    """The rows of a path that is `generated`."""
-    return environment(path) if path.startswith(VERIFIERS) else problems(path)
+    def close(self) -> None:
+        """Leave the world to the next."""
+        _idle.append(self._world)

@@ -38,7 +38,7 @@ from trireme.config.stages import StageConfig, UsedTaskset, shared, stages_of, u
 from trireme.data.kinds import FORMATS
 from trireme.data.rows import NoRows, Rows, is_remote, load_rows
 from trireme.data.tasksets import Mixture, Taskset
-from trireme.envs.gyms import generated
+from trireme.envs.generated import generated
 from trireme.launch.data import (
     OPERATORS_KEY,
     examine_taskset,

@@ -24,13 +24,12 @@ from trireme.config.options import accepted, fitting_options
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, ReplayBufferConfig, TasksetConfig
 from trireme.config.stages import UsedTaskset, used_tasksets
-from trireme.data.database import is_database
 from trireme.data.kinds import FORMATS
-from trireme.data.rows import NoRows, Rows, load_rows
+from trireme.data.rows import NoRows, Rows, is_database, load_rows
 from trireme.data.tasksets import Mixture, Taskset, check_task
 from trireme.engines.api import byte_tokenizer
 from trireme.envs.env import refuse_missing
-from trireme.envs.gyms import COLUMNS, generated, made_rows
+from trireme.envs.generated import COLUMNS, generated, made_rows
 from trireme.model.chat_tokens import ChatTokens
 from trireme.pipeline.operators import Operator, make_operator
 from trireme.pipeline.pipeline import prepared, task_operators

@@ -21,7 +21,7 @@ from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
 from trireme.buffer.record import Record
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import Loaded, load_checkpoint
+from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.config import ConfigError, Plan, Problem
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.engines.device import Device, RolloutBarrier
@@ -39,8 +39,7 @@ from trireme.monitor.monitor import Monitors, open_monitor
 from trireme.monitor.trackers import TrackedRun
 from trireme.monitor.watchdog import Alarm, sample_of
 from trireme.pipeline.operators import Operator
-from trireme.pipeline.pipeline import Pipeline
-from trireme.pipeline.resampling import Resampling
+from trireme.pipeline.pipeline import Pipeline, Resampling
 
 logger = get_logger("launcher")
 

@@ -29,14 +29,13 @@ import yaml
 
 from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
-from trireme.checkpoint.resume import Loaded
+from trireme.checkpoint.manifest import Loaded
 from trireme.config import Plan
 from trireme.config.lookup import adapter_files, located, plugin_files
 from trireme.config.schema import LoraConfig
 from trireme.config.schema_rollout import TasksetConfig
-from trireme.data.database import is_database
-from trireme.data.rows import SAVED, OnError, load_rows, split_files
-from trireme.envs.gyms import generated, made_rows
+from trireme.data.rows import SAVED, OnError, is_database, load_rows, split_files
+from trireme.envs.generated import generated, made_rows
 from trireme.files import in_turn, write_json, write_text
 from trireme.log import hide_passwords
 

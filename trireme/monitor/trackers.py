@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.aio import OwnThread
 from trireme.files import in_turn, write_json
-from trireme.monitor.metrics import usual_names
+from trireme.monitor.figures import usual_names
 from trireme.registry import TRACKERS, refuse_unknown_options, tracker
 from trireme.usercode import refuse_signature
 

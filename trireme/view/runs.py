@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from trireme.monitor import figures
-from trireme.monitor.metrics import metric_of
+from trireme.monitor.figures import metric_of
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 
 DEPTH = 5

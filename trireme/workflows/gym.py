@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trireme.envs.env import Seen
-from trireme.envs.gyms import ArenaGame, TextGym, problems
+from trireme.envs.generated import problems
+from trireme.envs.gyms import ArenaGame, TextGym
 from trireme.envs.household import Household, Layout
 from trireme.envs.sudoku import Sudoku, make_puzzle
 from trireme.registry import workflow

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trireme.engines.engine import what_is_wrong
 from trireme.envs.env import Seen, extra
-from trireme.envs.verifiers import SCHEME, environment
+from trireme.envs.generated import VERIFIERS, environment
 from trireme.experience import Experience
 from trireme.registry import workflow
 from trireme.task import Task
@@ -44,10 +44,10 @@ class VerifiersWorkflow(Workflow):
     def examine(cls, task: Task) -> None:
         """Raise ValueError for rows of anything else."""
         path = str(task.raw_task.get("generated_by", ""))
-        if not path.startswith(SCHEME):
+        if not path.startswith(VERIFIERS):
             raise ValueError(
                 "verifiers_workflow needs a taskset of an environment: set its path to "
-                f"{SCHEME}NAME?OPTIONS, {SCHEME}my_environment?split=train for example"
+                f"{VERIFIERS}NAME?OPTIONS, {VERIFIERS}my_environment?split=train for example"
             )
         environment(path)
 

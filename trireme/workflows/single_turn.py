@@ -5,6 +5,7 @@ Subclasses change `format_messages`, `default_reward`, `default_system_prompt` o
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from trireme.model.chat_tokens import conversation_of
 from trireme.registry import REWARDS, workflow
 from trireme.rewards.grouped import Judges, is_grouped, judge_of, reward_group
 from trireme.rewards.judge import comparison, read_scores
+from trireme.rewards.math import expected_calls
 from trireme.rewards.reward import examine_columns, option_names, resolve, score
 from trireme.task import Task
 from trireme.workflows.classes import Workflow
@@ -31,6 +33,22 @@ THINK_BOXED = (
     "First reason step by step between <think> and </think>. Then reply to the user, with the "
     "final result within \\boxed{}."
 )
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool"), "tool"),
+}
+TOOLS_ASKED = """
+Each line is a tool that you may call:
+<tools>
+{tools}
+</tools>
+Think first, between <think> and </think>. Then give all calls in one JSON list between <tool_call>
+and </tool_call>, as in
+<think>Ann has to be told, and milk is needed.</think>
+<tool_call>[{{"name": "send", "arguments": {{"to": "Ann", "text": "back at six"}}}}, \
+{{"name": "buy", "arguments": {{"item": "milk", "count": 2}}}}]</tool_call>
+Arguments have the types that the tool names."""
 
 
 @workflow("simple_workflow")
@@ -359,3 +377,61 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
 @workflow("on_policy_distill_math_workflow")
 class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow, MathWorkflow):
     """The same for mathematical questions, whose accuracy is measured."""
+
+
+@workflow("tool_call_workflow")
+@workflow("toolcall_workflow")
+class ToolCallWorkflow(SimpleWorkflow):
+    """A conversation with tools, whose next reply is to hold the right calls, and no more.
+
+    The calls are not made: `tool_call_reward` compares them with those of the row. A row has the
+    tools' schemas (`tools`, a JSON list), a system prompt (`raw_system`), what was said so far
+    (`conversations`, each with `from` and `value`) and the calls that are right (`answer`, a JSON
+    list of `name` and `arguments`), as ToolACE's rows are prepared for Tool-N1 (arXiv:2505.00024).
+    """
+
+    default_reward = "tool_call_reward"
+    reads_prompt = False
+
+    def format_messages(self) -> list[dict[str, Any]]:
+        """The system prompt with the tools, and what was said."""
+        return _dialogue_of(self.task)
+
+    @classmethod
+    def examine(cls, task: Task) -> None:
+        """Raise ValueError for a row without its columns, and for a wrong reward."""
+        _dialogue_of(task)
+        if task.reward_fn is None:
+            expected_calls(task)
+        super().examine(task)
+
+
+def _dialogue_of(task: Task) -> list[dict[str, Any]]:
+    """A row's conversation. Raises ValueError for what it lacks."""
+    row = task.raw_task
+    said, tools = row.get("conversations"), row.get("tools")
+    if not isinstance(said, list) or not said:
+        raise ValueError(
+            f"the row's column 'conversations' is {said!r:.60}: expected a list of entries with "
+            "'from' and 'value'"
+        )
+    schemas = json.loads(tools) if isinstance(tools, str) else tools
+    if not isinstance(schemas, list):
+        raise ValueError(f"the row's column 'tools' is {tools!r:.60}: expected a JSON list")
+    lines = (json.dumps({"type": "function", "function": schema}) for schema in schemas)
+    system = str(row.get("raw_system") or "") + TOOLS_ASKED.format(tools="\n".join(lines))
+    return [{"role": "system", "content": system}, *map(_turn, said)]
+
+
+def _turn(entry: Any) -> dict[str, Any]:
+    speaker = entry.get("from") if isinstance(entry, dict) else None
+    if speaker not in _ROLES:
+        raise ValueError(
+            f"the row's column 'conversations' holds {entry!r:.60}: expected 'from' to be one of "
+            f"{', '.join(_ROLES)}"
+        )
+    value = entry.get("value")
+    return {
+        "role": _ROLES[speaker],
+        "content": value if isinstance(value, str) else json.dumps(value),
+    }

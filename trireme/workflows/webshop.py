@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trireme.envs.env import Seen
-from trireme.envs.webshop.env import WebShopEnv, open_shop
-from trireme.envs.webshop.original import OriginalEnv
+from trireme.envs.webshop.env import OriginalEnv, WebShopEnv, open_shop
 from trireme.registry import workflow
 from trireme.task import Task
 from trireme.workflows.episode import EpisodeWorkflow, parse_action

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import make
-from trireme.envs.webshop import original
+from trireme.envs.webshop import env as original
 from trireme.task import Task
 from trireme.workflows.workflow import resolve
 

@@ -1,11 +1,14 @@
-"""Verifiers: the rows of an environment of the package `verifiers`, and rollouts in it.
+"""Generated: rows that other packages make, and what an answer to one of them is worth.
 
-The environment leads the conversation and gives the reward; it asks an OpenAI client, which is the
-rollout's own. Its rows are those of `verifiers:NAME?OPTIONS`.
+- `reasoning_gym:NAME?OPTIONS`: a data set of reasoning-gym by its name, made row by row.
+- `verifiers:NAME?OPTIONS`: an environment of the package `verifiers`. It leads the conversation and
+  gives the reward; it asks an OpenAI client, which is the rollout's own.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,10 +17,69 @@ from typing import Any
 import yaml
 
 from trireme.envs.env import extra
+from trireme.registry import did_you_mean
 
-SCHEME = "verifiers:"
+COLUMNS = ("question", "answer", "metadata", "generated_by")
+"""Of rows that are made."""
+VERIFIERS = "verifiers:"
 EMPTY_REPLY = "EmptyModelResponseError"
-"""The package's error for a reply without text; one to a prompt that is too long has none."""
+"""verifiers' error for a reply without text; one to a prompt that is too long has none."""
+_REASONING_GYM = "reasoning_gym:"
+_RUNS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry)")
+
+
+def generated(path: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of the generator; None for a path of any other kind."""
+    if path.startswith(VERIFIERS):
+        return path.removeprefix(VERIFIERS), {}  # the environment reads them itself
+    if not path.startswith(_REASONING_GYM):
+        return None
+    name, options = _split(path, _REASONING_GYM)
+    return name, {"size": 500, "seed": 0} | options
+
+
+def _split(path: str, scheme: str) -> tuple[str, dict[str, Any]]:
+    name, _, text = path.removeprefix(scheme).partition("?")
+    parts = [part.partition("=") for part in text.split("&") if part]
+    return name, {key: yaml.safe_load(value) for key, _, value in parts}
+
+
+class Problems:
+    """The rows of one data set, and what an answer to one is worth."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ModuleNotFoundError, and ValueError for a name or option that there is not."""
+        made = generated(path)
+        assert made is not None
+        name, options = made
+        factory = extra("reasoning_gym", "reasoning-gym").factory
+        if name not in factory.DATASETS:
+            hint = did_you_mean(name, factory.DATASETS, "did you mean '{}'?")
+            hint = hint or ", ".join(sorted(factory.DATASETS))
+            raise ValueError(f"reasoning-gym has no data set '{name}': {hint}")
+        try:
+            self._dataset = factory.create_dataset(name, **options)
+        except (TypeError, AssertionError) as error:
+            raise ValueError(f"dataset '{path}' has wrong options: {error}") from error
+        self._path = path
+        self.runs_answers = bool(_RUNS.search(inspect.getsource(self._dataset.score_answer)))
+        """Its score_answer gives the answer to Python's `eval`, or to sympy's parser: the same."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._dataset[index] | {"generated_by": self._path}
+
+    def score(self, answer: str, row: dict[str, Any]) -> float:
+        """From 0 to 1, by the data set's own `score_answer`."""
+        return float(self._dataset.score_answer(answer, row))
+
+
+@lru_cache(maxsize=64)
+def problems(path: str) -> Problems:
+    """The data set of `reasoning_gym:NAME?OPTIONS`, made once."""
+    return Problems(path)
 
 
 @dataclass(frozen=True)
@@ -36,9 +98,7 @@ class Environment:
     def __init__(self, path: str) -> None:
         """Raises ModuleNotFoundError, and ValueError for what cannot be loaded or scored alone."""
         vf = extra("verifiers", "verifiers", "verifiers")
-        name, _, text = path.removeprefix(SCHEME).partition("?")
-        parts = [part.partition("=") for part in text.split("&") if part]
-        options: dict[str, Any] = {key: yaml.safe_load(value) for key, _, value in parts}
+        name, options = _split(path, VERIFIERS)
         split = options.pop("split", "train")
         if split not in ("train", "eval"):
             raise ValueError(f"{path}: split is '{split}': expected train or eval")
@@ -92,3 +152,8 @@ class Environment:
 def environment(path: str) -> Environment:
     """The environment of `verifiers:NAME?OPTIONS`."""
     return Environment(path)
+
+
+def made_rows(path: str) -> Problems | Environment:
+    """The rows of a path that is `generated`."""
+    return environment(path) if path.startswith(VERIFIERS) else problems(path)
