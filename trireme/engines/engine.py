@@ -202,6 +202,13 @@ class Engine(Protocol):
         ...
 
 
+def broken(failure: BaseException) -> RuntimeError:
+    """What the callers of an engine get once it has failed."""
+    error = RuntimeError(f"the engine has failed: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
 _NAMES = tuple(field.name for field in dataclasses.fields(Sampling))
 
 

@@ -333,25 +333,29 @@ class WeightGroup:
 
     def _await_taken(self, given_up: Callable[[], bool]) -> None:
         """Until the engine has copied the bucket announced last, or has heard of the end."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        pause, longest = _PAUSE_S
-        while time.monotonic() < deadline and not given_up():
-            if self._store.check([f"{self._headers[-1]}/taken"]):
-                return
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        raise NotTaken("the push was given up" if given_up() else self._who_is_late())
+        taken = [f"{self._headers[-1]}/taken"]
+        in_time = self._in_time(lambda: given_up() or self._store.check(taken))
+        if given_up():
+            raise NotTaken("the push was given up")
+        if not in_time:
+            raise NotTaken(self._who_is_late())
 
     def _finish(self, work: Any) -> None:
         """Return when it is complete. Raises RuntimeError naming who did not come in time."""
+        if not self._in_time(work.is_completed):
+            raise RuntimeError(self._who_is_late())
+        work.wait()  # at once: raises what it failed of, and orders the device's streams
+
+    def _in_time(self, done: Callable[[], bool]) -> bool:
+        """Whether it is `done()` before the deadline, asked at ever longer intervals."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         pause, longest = _PAUSE_S
-        while not work.is_completed():
+        while not done():
             if time.monotonic() > deadline:
-                raise RuntimeError(self._who_is_late())
+                return False
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        work.wait()  # at once: raises what it failed of, and orders the device's streams
+        return True
 
     def _who_is_late(self) -> str:
         seconds = f"in {self._meeting.timeout:g} s"

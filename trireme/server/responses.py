@@ -80,6 +80,7 @@ async def events_of(
     makers = {name: (space, tool) for name, space, tool in _tools(body)}
     output: list[dict[str, Any]] = []
     item: dict[str, Any] | None = None
+    part_location: dict[str, Any] = {}
     text, ended, usage, chunk, begun = "", "stop", None, None, False
 
     def event(kind: str, **fields: Any) -> dict[str, Any]:
@@ -101,14 +102,12 @@ async def events_of(
                     part = item["content"][0]
                     yield event("response.content_part.added", **part_location, part=part)
                 text += piece
-                part_location = {"item_id": item["id"], "output_index": 0, "content_index": 0}
                 yield event("response.output_text.delta", **part_location, delta=piece, logprobs=[])
             for call in choice["delta"].get("tool_calls") or ():
                 output.append(_call(call, makers))
     if item is not None:
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {**item, "content": [part]}
-        part_location = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         yield event("response.output_text.done", **part_location, text=text, logprobs=[])
         yield event("response.content_part.done", **part_location, part=part)
         yield event("response.output_item.done", output_index=0, item=item)

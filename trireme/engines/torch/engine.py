@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trireme.config.memory import KV_TOKENS, MAX_ROWS, PREFIX_TOKENS
 from trireme.engines.adapter import Merged, is_adapter
 from trireme.engines.device import Device, RolloutBarrier
-from trireme.engines.engine import Completion, Health, OnToken, Sampling
+from trireme.engines.engine import Completion, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.decoder import Decoder
 from trireme.engines.torch.lean import make_lean
@@ -246,7 +246,7 @@ class TorchEngine:
             self._failure = error
             for future in self._futures.values():
                 if not future.done():
-                    future.set_exception(self._broken())
+                    future.set_exception(broken(error))
 
     def _advance(self, admitted: list[Request]) -> list[Request]:
         return self._decoder.advance(
@@ -344,16 +344,9 @@ class TorchEngine:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise self._broken()
+            raise broken(self._failure)
         if self._closed:
             raise RuntimeError("the engine is closed")
-
-    def _broken(self) -> RuntimeError:
-        error = RuntimeError(
-            f"the engine has failed: {type(self._failure).__name__}: {self._failure}"
-        )
-        error.__cause__ = self._failure
-        return error
 
 
 def _room(request: Request) -> int:

@@ -27,7 +27,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from trireme.aio import first_failure
 from trireme.config.lookup import model_shapes, need_weight_files
 from trireme.engines.adapter import ENDS, is_adapter
-from trireme.engines.engine import Completion, Health, OnToken, Sampling
+from trireme.engines.engine import Completion, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
 from trireme.engines.torch.shell import end_tokens_of
 from trireme.engines.vllm.options import ADAPTER, STREAM, arguments
@@ -422,7 +422,7 @@ class VllmEngine:
         if not self._llm.errored:
             return error
         self._failure = self._failure or error
-        return self._broken()
+        return broken(self._failure)
 
     def _check(self) -> None:
         if self._closed:
@@ -430,11 +430,7 @@ class VllmEngine:
         if self._failure is None and self._llm.errored:
             self._failure = self._llm.dead_error
         if self._failure is not None:
-            raise self._broken() from self._failure
-
-    def _broken(self) -> RuntimeError:
-        kind = type(self._failure).__name__
-        return RuntimeError(f"the engine has failed: {kind}: {self._failure}")
+            raise broken(self._failure)
 
 
 def tensor_names(path: str | Path) -> set[str]:
