@@ -19,8 +19,9 @@ from trireme.registry import did_you_mean
 from trireme.server import messages, responses
 from trireme.server.bodies import Answer, JsonRoute, until_gone
 from trireme.server.limits import error_body
-from trireme.server.rollouts import Rollouts, experience_to_wire
+from trireme.server.rollouts import Rollouts
 from trireme.server.sessions import Sessions
+from trireme.workflows.scheduled import experience_to_wire
 
 logger = get_logger("engine")
 

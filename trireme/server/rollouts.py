@@ -20,14 +20,13 @@ from trireme.experience import Experience
 from trireme.model.chat_tokens import ChatTokens
 from trireme.model.model import Model
 from trireme.usercode import UserCode
-from trireme.workflows.scheduled import make_scheduler, samples
+from trireme.workflows.scheduled import experience_to_wire, make_scheduler, samples
 from trireme.workflows.scheduler import RolloutInferRequest
 from trireme.workflows.turns import Ended, TurnBarrier, play
 
 WEIGHTS_SLACK, WEIGHTS_UNKNOWN = 64 * 2**20, 2**36
 """Bytes of weights that a client may send beyond four times a model's files, or of another model
 than a folder's."""
-TOKEN_FIELDS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
 
 
 @dataclass
@@ -184,15 +183,3 @@ def as_key(wire: Any) -> Any:
     if isinstance(wire, dict):
         raise ValueError(f"key holds {wire!r:.60}: expected numbers, texts, or lists of them")
     return tuple(map(as_key, wire)) if isinstance(wire, list) else wire
-
-
-def experience_to_wire(experience: Experience) -> dict[str, Any]:
-    """An experience as JSON: token lists, and what belongs to the sample."""
-    e = experience
-    wire: dict[str, Any] = {"tokens": e.tokens.tolist(), "prompt_length": e.prompt_length}
-    for name in TOKEN_FIELDS:
-        value = getattr(e, name)
-        wire[name] = None if value is None else value.tolist()
-    for name in ("temperature", "stop_reason", "truncate_status", "reward", "prompt_text"):
-        wire[name] = getattr(e, name)
-    return wire | {"response_text": e.response_text, "metrics": e.metrics, "info": e.info}

@@ -170,18 +170,28 @@ async def _at_server(
 ) -> list[Experience]:
     """The trajectory as the rollout server's own scheduler leads it."""
     outputs = await engine.infer(asdict(request), model.sampling, key=model.key, loss_scale=scale)
-    experiences = []
-    for output in outputs:
-        wire = output["experience"]
-        names = ("temperature", "stop_reason", "truncate_status", "reward", "prompt_text")
-        tokens = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
-        fields = {
-            name: wire[name] for name in (*names, *tokens, "prompt_length", "metrics", "info")
-        }
-        experience = Experience(wire["tokens"], **fields, response_text=wire["response_text"])
+    experiences = [_experience_of_wire(output["experience"]) for output in outputs]
+    for experience, output in zip(experiences, outputs, strict=True):
         experience.messages = output["messages"]
-        experiences.append(experience)
     return experiences
+
+
+_WIRE_ROWS = ("mask", "logprobs", "sampler_logprobs", "versions", "loss_weight")
+_WIRE_FIELDS = (
+    *("prompt_length", "temperature", "stop_reason", "truncate_status", "reward"),
+    *("prompt_text", "response_text", "metrics", "info"),
+)
+
+
+def experience_to_wire(experience: Experience) -> dict[str, Any]:
+    """An experience as JSON: token lists, and what belongs to the sample."""
+    rows = {name: getattr(experience, name) for name in ("tokens", *_WIRE_ROWS)}
+    lists = {name: None if row is None else row.tolist() for name, row in rows.items()}
+    return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS}
+
+
+def _experience_of_wire(wire: Mapping[str, Any]) -> Experience:
+    return Experience(wire["tokens"], **{name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)})
 
 
 def conversation(task: Task) -> list[dict[str, Any]]:
