@@ -65,6 +65,7 @@ class AlfworldWorkflow(EpisodeWorkflow):
     max_env_steps = 30
     unfinished_reward = -0.1
     default_system_prompt = SYSTEM_PROMPT
+    tagged_actions = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
@@ -84,10 +85,6 @@ class AlfworldWorkflow(EpisodeWorkflow):
     def format_observation(self, seen: Seen) -> str:
         """See `_Shown`."""
         return self._shown(str(seen.observation), seen.info)
-
-    def parse_action(self, reply: str) -> str:
-        """See the function of this name."""
-        return parse_action(reply)
 
 
 @workflow("step_wise_alfworld_workflow")

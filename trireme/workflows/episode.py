@@ -108,6 +108,8 @@ class EpisodeWorkflow(MultiTurnWorkflow):
     """Reward of an episode that did not come to its end."""
     default_system_prompt: str | None = None
     """Where the YAML gives none."""
+    tagged_actions: bool = False
+    """A reply's action stands in <action>; else all of the reply is one."""
     blocking_env: bool = True
     """`reset` and `step` take time: they run in a thread, and hold up no other episode."""
 
@@ -140,7 +142,7 @@ class EpisodeWorkflow(MultiTurnWorkflow):
 
     def parse_action(self, reply: str) -> str:
         """The action that a reply asks for."""
-        return reply.strip()
+        return parse_action(reply) if self.tagged_actions else reply.strip()
 
     def final_reward(self, seen: Seen, total: float) -> float:
         """The episode's reward: the last step's if it ended, by default. `total` is their sum."""

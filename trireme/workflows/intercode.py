@@ -23,7 +23,7 @@ from trireme.registry import workflow
 from trireme.rewards.sandbox import LONGEST, run, same_rows
 from trireme.task import Task
 from trireme.workflows.command import options_of
-from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.episode import EpisodeWorkflow
 from trireme.workflows.program import middle_out
 
 SYSTEM_PROMPT = """You answer a question by reading an SQLite database, one statement at a time.
@@ -99,6 +99,7 @@ class InterCodeSqlWorkflow(EpisodeWorkflow):
     max_env_steps = 10
     unfinished_reward = 0.0
     default_system_prompt = SYSTEM_PROMPT
+    tagged_actions = True
 
     @classmethod
     def examine(cls, task: Task) -> None:
@@ -116,10 +117,6 @@ class InterCodeSqlWorkflow(EpisodeWorkflow):
     def make_env(self) -> Database:
         """The database of the row."""
         return Database(self.task)
-
-    def parse_action(self, reply: str) -> str:
-        """What stands in <action>."""
-        return parse_action(reply)
 
 
 def in_sqlite(statement: str) -> str:

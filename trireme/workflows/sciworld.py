@@ -18,7 +18,7 @@ from trireme.envs.pool import shared_pool
 from trireme.registry import workflow
 from trireme.task import Task, as_text
 from trireme.workflows.command import options_of
-from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.episode import EpisodeWorkflow
 
 SYSTEM_PROMPT = """You do an experiment in a house that you know only through text, one action at \
 a time.
@@ -75,6 +75,7 @@ class SciWorldWorkflow(EpisodeWorkflow):
     blocking_env = False  # the pool's calls are coroutines
     max_env_steps = 30
     default_system_prompt = SYSTEM_PROMPT
+    tagged_actions = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
@@ -104,10 +105,6 @@ class SciWorldWorkflow(EpisodeWorkflow):
             simplification=settings.simplification,
             max_steps=MOVES * settings.max_env_steps,
         )
-
-    def parse_action(self, reply: str) -> str:
-        """What stands in <action>."""
-        return parse_action(reply)
 
     def final_reward(self, seen: Seen, total: float) -> float:
         """The best score, also of an experiment that is not finished."""

@@ -17,7 +17,7 @@ from trireme.envs.env import Seen
 from trireme.envs.webshop.env import OriginalEnv, WebShopEnv, open_shop
 from trireme.registry import workflow
 from trireme.task import Task
-from trireme.workflows.episode import EpisodeWorkflow, parse_action
+from trireme.workflows.episode import EpisodeWorkflow
 
 SYSTEM_PROMPT = """You shop online for a customer, through text pages. Find and buy what the \
 instruction asks for, within 15 actions.
@@ -79,6 +79,7 @@ class WebShopWorkflow(EpisodeWorkflow):
     blocking_env = False
     max_env_steps = 15
     default_system_prompt = SYSTEM_PROMPT
+    tagged_actions = True
 
     @classmethod
     def needs(cls, task: Task) -> Mapping[str, str]:
@@ -124,10 +125,6 @@ class WebShopWorkflow(EpisodeWorkflow):
     def format_observation(self, seen: Seen) -> str:
         """The page."""
         return format_observation(str(seen.observation))
-
-    def parse_action(self, reply: str) -> str:
-        """What stands in <action>."""
-        return parse_action(reply)
 
     def final_reward(self, seen: Seen, total: float) -> float:
         """See the class; `sparse` makes 1 of 0.99 and more, and 0 of what is less."""
