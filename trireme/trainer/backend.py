@@ -439,13 +439,15 @@ class Backend:
     def _logprobs(
         self, root: Root, part: Batch, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """See `token_logprobs`. Alike on ranks that share a sequence."""
-        share, kernel = self._settings.share_prefix, self._kernel
-        options = {"entropy": entropy, "share_prefix": share, "kernel": kernel}
-        if self.ranks and self.ranks.sequence:
-            return root(ulysses.sliced_logprobs, part, self.ranks.sequence, **options)
         with self._settings.precision(self.ranks):
-            return root(token_logprobs, part, **options)
+            return root(
+                token_logprobs,
+                part,
+                entropy=entropy,
+                share_prefix=self._settings.share_prefix,
+                kernel=self._kernel,
+                sequence=self.ranks.sequence if self.ranks else None,
+            )
 
     def _gradient(self, part: Batch | None, loss: LossFunction, entropy: bool) -> Exception | None:
         """Add the gradient of one micro-batch, or 0. What the loss raises comes back: others are

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from trireme.batch import Batch
 from trireme.checkpoint.saved import read
-from trireme.trainer import ulysses
 from trireme.trainer.attention import Kernel, select
 from trireme.trainer.backend import TrainSettings
 from trireme.trainer.measure import Arithmetic
-from trireme.trainer.model import checkpoint_activations, hidden_states
+from trireme.trainer.model import checkpoint_activations, read_entries
 from trireme.trainer.pack import PackedBatch, pack_on
 from trireme.trainer.ranks import Ranks, dummy
 
@@ -152,6 +151,5 @@ class Critic:
         def read_off(hidden: Tensor, at: Tensor, *_: Tensor) -> list[Tensor]:
             return [self.head(select(hidden, at)).squeeze(-1)]
 
-        if self._ranks and self._ranks.sequence:
-            return ulysses.sliced(model, layout, self._ranks.sequence, read_off)[0]
-        return read_off(hidden_states(model, layout), layout.predecessors)[0]
+        sequence = self._ranks.sequence if self._ranks else None
+        return read_entries(model, layout, sequence, read_off)[0]

@@ -6,7 +6,7 @@ The base model runs on the flat tokens; logits are made only where an entry need
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,10 +20,11 @@ from trireme.checkpoint.saved import ExpertRows, FileRows, assign
 from trireme.config.lookup import read_shapes, weight_files
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
-from trireme.trainer import attention
+from trireme.trainer import attention, ulysses
 from trireme.trainer.attention import Kernel
 from trireme.trainer.head import score_entries
 from trireme.trainer.pack import PackedBatch, pack_on
+from trireme.trainer.ranks import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
@@ -204,17 +205,39 @@ def token_logprobs(
     entropy: bool = False,
     share_prefix: bool = True,
     kernel: Kernel = "sdpa",
+    sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Of each entry log p(target | earlier) at its temperature [M], and the entropy there [1, M].
 
     Without gradients there is a second row beside the entropy: the mean of p (H + log p) over the
-    vocabulary. All are float32 at least, and on the model's device.
+    vocabulary. All are float32 at least, and on the model's device; alike on the ranks of a
+    `sequence`.
     """
     device = next(model.parameters()).device
-    layout = pack_on(device, batch, share_prefix=share_prefix, kernel=kernel)
-    hidden = hidden_states(model, layout)
     targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
-    return score_entries(model, hidden, layout.predecessors, targets, temperatures, entropy=entropy)
+
+    def score(hidden: Tensor, at: Tensor, chosen: Tensor | slice) -> list[Tensor]:
+        selected = targets[chosen], temperatures[chosen]
+        logprobs, entropies = score_entries(model, hidden, at, *selected, entropy=entropy)
+        return [logprobs] if entropies is None else [logprobs, *entropies]
+
+    layout = pack_on(device, batch, share_prefix=share_prefix, kernel=kernel)
+    scored = read_entries(model, layout, sequence, score)
+    return scored[0], torch.stack(scored[1:]) if entropy else None
+
+
+def read_entries(
+    model: PreTrainedModel,
+    layout: PackedBatch,
+    sequence: SequenceGroup | None,
+    compute: Callable[[Tensor, Tensor, Tensor | slice], list[Tensor]],
+) -> list[Tensor]:
+    """`compute`'s numbers of all entries [M], see `ulysses.sliced`; without a `sequence` it is
+    called once, for all of them.
+    """
+    if sequence is not None:
+        return ulysses.sliced(model, layout, sequence, compute)
+    return compute(hidden_states(model, layout), layout.predecessors, slice(None))
 
 
 def hidden_states(model: PreTrainedModel, layout: PackedBatch) -> Tensor:

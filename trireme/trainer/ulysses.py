@@ -21,10 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from trireme.batch import Batch
-from trireme.trainer.attention import Kernel, packed_attention
-from trireme.trainer.head import score_entries
-from trireme.trainer.pack import PackedBatch, pack_on
+from trireme.trainer.attention import packed_attention
+from trireme.trainer.pack import PackedBatch
 from trireme.trainer.ranks import SequenceGroup
 
 NAME = "trireme_ulysses"
@@ -40,29 +38,6 @@ def switch(model: PreTrainedModel, sequence: SequenceGroup) -> None:
         )
     AttentionInterface.register(NAME, ulysses_attention)
     model.set_attn_implementation(NAME)
-
-
-def sliced_logprobs(
-    model: PreTrainedModel,
-    batch: Batch,
-    sequence: SequenceGroup,
-    *,
-    entropy: bool = False,
-    share_prefix: bool = True,
-    kernel: Kernel = "sdpa",
-) -> tuple[Tensor, Tensor | None]:
-    """See `token_logprobs`: the same numbers on every rank of the group."""
-    device = next(model.parameters()).device
-    targets, temperatures = batch.targets.to(device), batch.temperatures.to(device)
-
-    def score(hidden: Tensor, at: Tensor, chosen: Tensor) -> list[Tensor]:
-        selected = targets[chosen], temperatures[chosen]
-        logprobs, entropies = score_entries(model, hidden, at, *selected, entropy=entropy)
-        return [logprobs] if entropies is None else [logprobs, *entropies]
-
-    layout = pack_on(device, batch, share_prefix=share_prefix, kernel=kernel)
-    scored = sliced(model, layout, sequence, score)
-    return scored[0], torch.stack(scored[1:]) if entropy else None
 
 
 def sliced(
