@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.model.fake import make
-from trireme.envs import sciworld
+from trireme.envs import gyms
 from trireme.task import Task
 from trireme.workflows.sciworld import experiment_of
 from trireme.workflows.workflow import resolve
@@ -70,12 +70,12 @@ class World:
 
 
 def test_a_wrong_row_leaves_the_world_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sciworld, "extra", lambda *_: SimpleNamespace(ScienceWorldEnv=World))
-    monkeypatch.setattr(sciworld, "_idle", [])
+    monkeypatch.setattr(gyms, "extra", lambda *_: SimpleNamespace(ScienceWorldEnv=World))
+    monkeypatch.setattr(gyms, "_idle", [])
     for name, number in (("fly", 0), ("boil", 2), ("fly", 1)):
         with pytest.raises(ValueError, match="has"):
-            sciworld.Experiment(name, number)
-    sciworld.Experiment("boil", 1)
+            gyms.Experiment(name, number)
+    gyms.Experiment("boil", 1)
     assert World.started == 1
 
 
