@@ -310,7 +310,6 @@ def test_a_broadcast_that_never_ends_names_who_did_not_come_and_is_aborted() -> 
 
 MEMBER = """
 import os, signal, sys
-from tests.e2e.job import wait_for
 from trireme.engines.weight_group import Meeting, WeightGroup
 group = WeightGroup(Meeting("127.0.0.1", int(sys.argv[1]), 2, 1, timeout=60))
 group.connect()
