@@ -148,7 +148,7 @@ class Critic:
     def _worth(self, model: PreTrainedModel, layout: PackedBatch) -> Tensor:
         """Within the root's forward, where its weights are whole."""
 
-        def read_off(hidden: Tensor, at: Tensor, *_: Tensor) -> list[Tensor]:
+        def read_off(hidden: Tensor, at: Tensor, _: Tensor | slice) -> list[Tensor]:
             return [self.head(select(hidden, at)).squeeze(-1)]
 
         sequence = self._ranks.sequence if self._ranks else None
