@@ -351,3 +351,65 @@ def test_vllm_gets_merged_weights_of_a_model_that_it_has_no_adapters_for(
     stage: Any = SimpleNamespace(config=config, remote=False, reads_file=False)
     assert adapter_rank_of(stage, EngineChoice("vllm"), "memory") == rank
     assert adapter_rank_of(stage, EngineChoice("torch"), "memory") == 8
+
+
+OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([f"{OPTIMIZER}.lr=0"], "algorithm.optimizer.lr (0): no weight of the policy moves"),
+        (
+            ["algorithm.algorithm_type=ppo", "algorithm.critic.optimizer.lr=0"],
+            "algorithm.critic.optimizer.lr (0): no weight of the value model moves",
+        ),
+        (
+            ["algorithm.algorithm_type=ppo", "algorithm.critic.warmup_steps=4"],
+            "algorithm.critic.warmup_steps (4): the value model alone learns in all 4 train steps, "
+            "and the policy in none",
+        ),
+        (
+            [f"{OPTIMIZER}.lr=0.1", f"{OPTIMIZER}.lr_warmup_steps=40"],
+            "algorithm.optimizer.lr_warmup_steps (40): after 4 optimizer steps the learning rate "
+            "is 0.01, and not lr (0.1)",
+        ),
+        (
+            ["trainer.save_interval=5"],
+            "trainer.save_interval (5): of 4 train steps none is saved but the last",
+        ),
+        (
+            ["explorer.eval_interval=3"],
+            "explorer.eval_interval (3): there are no eval_tasksets in buffer.explorer_input, and "
+            "nothing is evaluated",
+        ),
+        (
+            ["synchronizer.sync_interval=4"],
+            "synchronizer.sync_interval (4): all 4 explore steps are sampled by the first weights",
+        ),
+        (
+            ["algorithm.kl_loss_fn=none", "algorithm.kl_loss_fn_args={kl_coef: 0.1}"],
+            "algorithm.kl_loss_fn_args: kl_loss_fn is none, and they change nothing",
+        ),
+        (
+            [
+                "algorithm.entropy_loss_fn=none",
+                "algorithm.entropy_loss_fn_args={entropy_coef: 0.1}",
+            ],
+            "algorithm.entropy_loss_fn_args: entropy_loss_fn is none, and they change nothing",
+        ),
+    ],
+)
+def test_what_changes_nothing_is_noted(tmp_path, overrides, told):
+    steps = ["buffer.total_steps=4", "trainer.total_steps=4"]
+    assert told not in plan_of(tmp_path, *steps).notes
+    assert plan_of(tmp_path, *steps, *overrides).notes.count(told) == 1
+
+
+def test_what_changes_something_is_not_noted(tmp_path):
+    steps = ["buffer.total_steps=4", "trainer.total_steps=4"]
+    plain = plan_of(tmp_path, *steps).notes
+    useful = ["trainer.save_interval=4", "synchronizer.sync_interval=3", f"{OPTIMIZER}.lr=0.1"]
+    assert plan_of(tmp_path, *steps, *useful, f"{OPTIMIZER}.lr_warmup_steps=4").notes == plain
+    explores = [*steps, "mode=explore", f"{OPTIMIZER}.lr=0", "trainer.save_interval=9"]
+    assert not any("lr (0)" in note for note in plan_of(tmp_path, *explores).notes)

@@ -141,6 +141,12 @@ class Recipe:
         return [p for p in (self.policy_loss, self.entropy) if p and p.marked("averages")]
 
     @property
+    def unused_options(self) -> list[str]:
+        """Terms of the loss, and the penalty, that have options and are none."""
+        terms = ("kl_loss_fn", "kl_penalty_fn", "entropy_loss_fn")
+        return [kind for kind in terms if self.options.get(kind) and getattr(self, kind) == "none"]
+
+    @property
     def top_entropy(self) -> float:
         """The share of tokens that learn: those of the highest entropy (arXiv:2506.01939)."""
         return float(self.policy_loss.settings["top_entropy_quantile"])

@@ -26,7 +26,7 @@ from trireme.config.lookup import (
 from trireme.config.memory import experts_of
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
-from trireme.config.stages import StageConfig, used_tasksets
+from trireme.config.stages import StageConfig, Steps, used_tasksets
 
 
 def check_algorithm(stage: StageConfig) -> None:
@@ -394,3 +394,55 @@ def check_api(stage: StageConfig) -> None:
         "and max_response_tokens; prompts are sent whole, and lengths are the tokens that its "
         "answers say they have"
     )
+
+
+def note_idle(stage: StageConfig, steps: Steps) -> None:
+    """A line for all that the stage is told and that changes nothing in its run; it is legal."""
+    if stage.config.mode not in ("explore", "bench", "serve"):
+        stage.notes += _idle_in_training(stage, steps)
+    if stage.config.mode in ("both", "explore") and not stage.reads_file:
+        stage.notes += _idle_in_exploring(stage, steps)
+
+
+def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
+    config, train, found = stage.config, steps.train_steps, list[str]()
+    optimizer, critic = config.algorithm.optimizer, config.algorithm.critic
+    if optimizer.lr == 0:
+        found.append("algorithm.optimizer.lr (0): no weight of the policy moves")
+    if stage.has_critic and critic.optimizer.lr == 0:
+        found.append("algorithm.critic.optimizer.lr (0): no weight of the value model moves")
+    if stage.has_critic and train is not None and critic.warmup_steps >= train:
+        found.append(
+            f"algorithm.critic.warmup_steps ({critic.warmup_steps}): the value model alone learns "
+            f"in all {train} train steps, and the policy in none"
+        )
+    warmup, last = optimizer.lr_warmup_steps, train and train * config.algorithm.num_iterations
+    if optimizer.lr and last is not None and warmup > last:
+        found.append(
+            f"algorithm.optimizer.lr_warmup_steps ({warmup}): after {last} optimizer steps the "
+            f"learning rate is {optimizer.lr * last / warmup:.3g}, and not lr ({optimizer.lr:g})"
+        )
+    interval = config.trainer.save_interval
+    if train is not None and interval > train:
+        found.append(
+            f"trainer.save_interval ({interval}): of {train} train steps none is saved but the last"
+        )
+    return found
+
+
+def _idle_in_exploring(stage: StageConfig, steps: Steps) -> list[str]:
+    config, explore, found = stage.config, steps.explore_steps, list[str]()
+    evaluates = any(taskset.is_eval for taskset in used_tasksets(config))
+    if "eval_interval" in config.explorer.model_fields_set and not evaluates:
+        found.append(
+            f"explorer.eval_interval ({config.explorer.eval_interval}): there are no eval_tasksets "
+            "in buffer.explorer_input, and nothing is evaluated"
+        )
+    interval = config.synchronizer.sync_interval
+    by_explorer = config.synchronizer.sync_style in ("fixed", "explorer_driven")
+    if config.mode == "both" and by_explorer and explore and 1 < explore <= interval:
+        found.append(
+            f"synchronizer.sync_interval ({interval}): all {explore} explore steps are sampled by "
+            "the first weights"
+        )
+    return found

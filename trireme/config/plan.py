@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trireme.config.check import note_idle
 from trireme.config.lookup import Api, api_of, gpu_bytes, num_gpus
 from trireme.config.memory import plan_memory
 from trireme.config.placement import (
@@ -20,7 +21,7 @@ from trireme.config.placement import (
     places_of,
 )
 from trireme.config.schema import Config
-from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
+from trireme.config.stages import StageConfig, Steps, check_fates, lengths_of, steps_of
 from trireme.config.sync import (
     SyncMethod,
     SyncStyle,
@@ -175,7 +176,7 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     check_beat(stage, style, inexact)
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
-    _note_engine(stage, on_ray or hosts > 0)
+    _note(stage, steps, on_ray or hosts > 0)
     max_tokens = _max_tokens(stage, lengths.max_model_len)
     memory = plan_memory(
         stage,
@@ -255,6 +256,12 @@ def _dtype(stage: StageConfig, gpus: int) -> str:
     if asked == "float16":
         stage.notes.append(f"explorer.rollout_model.dtype ({asked}): a CPU computes in float32")
     return "float32"
+
+
+def _note(stage: StageConfig, steps: Steps, several: bool) -> None:
+    """Lines on the engine, and on what the stage is told in vain."""
+    _note_engine(stage, several)
+    note_idle(stage, steps)
 
 
 def _note_engine(stage: StageConfig, several: bool) -> None:

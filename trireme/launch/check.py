@@ -240,6 +240,8 @@ def _make_recipe(parts: Parts) -> None:
     recipe = parts.recipe = parts.tried(lambda: get_recipe(algorithm))
     if recipe is None:
         return
+    for kind in recipe.unused_options:
+        stage.notes.append(f"algorithm.{kind}_args: {kind} is none, and they change nothing")
     stage.expert_ratio = parts.tried(lambda: recipe.expert_ratio)
     stage.has_reference, stage.has_critic = recipe.needs_reference, recipe.needs_critic
     stage.needs_teacher, stage.resamples = recipe.needs_teacher, recipe.max_resample_times

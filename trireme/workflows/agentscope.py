@@ -7,6 +7,7 @@ installed: none is fetched.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -368,7 +369,11 @@ def _reward_of(task: Task) -> tuple[Any, dict[str, Any]]:
 
 
 def _agentscope(module: str) -> Any:
-    return extra(f"agentscope.{module}", "AgentScope", "agentscope")
+    found = extra(f"agentscope.{module}", "AgentScope", "agentscope")
+    log = logging.getLogger("as")
+    if log.level == logging.INFO:  # its default, which has a line for each tool of each rollout
+        log.setLevel(logging.WARNING)
+    return found
 
 
 def _as_agentscope(tool: Tool) -> Callable[..., Any]:
