@@ -326,7 +326,10 @@ ORMS = Registry(
     by="ORMS.register",
 )
 """Rewards that see a task's rollouts together: see rewards/orm.py. `orms` for plug-ins."""
-RM_PLUGINS = Registry("reward model plug-in")
+RM_PLUGINS = Registry(
+    "reward model plug-in",
+    refused={"genrm": "asks a language model for a score: the rewards judge and rubric do that"},
+)
 """Functions `(scores, task) -> scores`: see rewards/reward_model.py. ms-swift's `rm_plugins`."""
 
 reward = REWARDS.register

@@ -13,7 +13,9 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.algorithms.sample import own_share
 from trireme.cli import flag_names
 from trireme.cli.main import app
+from trireme.cli.rollout import RolloutOptions, _spec
 from trireme.config import ConfigError, load_config
+from trireme.registry import RM_PLUGINS
 from trireme.rewards.grouped import Judge
 
 YAML = """
@@ -714,3 +716,53 @@ def test_no_limit_of_steps_is_none_and_a_share_of_them_is_not_divided(
     assert keys("run.yaml", *words)[0].trainer.total_steps is None
     with pytest.raises(ConfigError, match=r"trainer\.save_interval.*0\.5"):
         keys("run.yaml", "--num_iterations", iterations, "--save_steps", "0.5")
+
+
+def test_a_rollout_server_takes_the_environment_and_the_template_of_ms_swift(
+    monkeypatch: pytest.MonkeyPatch, tiny_dir: Path, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "guess_env.py"
+    plugin.write_text("from trireme import Env, gym_envs\ngym_envs['guess_of_flags'] = Env\n")
+    served: list[Any] = []
+
+    async def serve(options: Any, listener: Any) -> int:
+        served.append(_spec(options)[0])
+        return 0
+
+    monkeypatch.setattr("trireme.cli.rollout._serve", serve)
+
+    def call(words: str) -> str:
+        given = f"rollout --model {tiny_dir} --port 0 --external_plugins {plugin} {words}"
+        return " ".join(CliRunner().invoke(app, given.split()).output.split())
+
+    said = call(
+        "--multi_turn_scheduler gym_scheduler --gym_env guess_of_flags --use_gym_env true "
+        "--enable_thinking false --max_length 4096 --max_turns 3"
+    )
+    [spec] = served
+    assert spec.scheduler == {"scheduler": "gym_scheduler", "max_turns": 3, "env": "guess_of_flags"}
+    assert spec.enable_thinking is False
+    assert "--max_length is without effect here" in said
+    assert "--enable_thinking maybe: expected true or false" in call("--enable_thinking maybe")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gym_env": "guess"}, "--gym_env guess has no effect alone"),
+        (
+            {"gym_env": "gues", "multi_turn_scheduler": "gym_scheduler"},
+            "unknown environment 'gues'",
+        ),
+    ],
+)
+def test_an_environment_that_no_scheduler_plays_is_refused(
+    given: dict[str, str], message: str, tiny_dir: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _spec(RolloutOptions(str(tiny_dir), **given))
+
+
+def test_a_plug_in_of_ms_swift_that_judges_by_a_language_model_names_ours() -> None:
+    with pytest.raises(ValueError, match=r"'genrm' asks a language model .* judge and rubric"):
+        RM_PLUGINS.get("genrm")

@@ -98,9 +98,27 @@ Ks = Annotated[
     typer.Option("--k", "-k", min=1, help="The k of pass@k; by default 1 and the rollouts."),
 ]
 
+GymEnv = Annotated[
+    str | None, typer.Option("--gym_env", help="What gym_scheduler plays, where no row says.")
+]
+Thinking = Annotated[
+    str | None,
+    typer.Option("--enable_thinking", metavar="true|false", help="Passed to the chat template."),
+]
+
+
+def switch(name: str, text: str | None) -> bool | None:
+    """What a flag `true` or `false` says; None where it is not given. BadParameter else."""
+    if text is not None and text.lower() not in ("true", "false"):
+        raise typer.BadParameter(f"--{name} {text}: expected true or false")
+    return None if text is None else text.lower() == "true"
+
+
 _VLLM = ("pipeline_parallel_size", "gpu_memory_utilization", "enforce_eager")
 _VLLM += ("enable_prefix_caching", "enable_expert_parallel", "max_num_seqs")
 """Options of vLLM's engine that `trireme rollout` passes on."""
+_IDLE = {"max_length": "each request says how much it may sample; --vllm_max_model_len limits both"}
+"""Further flags without effect on it."""
 
 
 class WithEngineFlags(TyperCommand):
@@ -118,7 +136,8 @@ class WithEngineFlags(TyperCommand):
             word = words.pop(0)
             name, equals, value = word.removeprefix("--").partition("=")
             key = name.removeprefix("vllm_")
-            if not word.startswith("--") or name in own or (key not in _VLLM and name not in IDLE):
+            idle = {**IDLE, **_IDLE}
+            if not word.startswith("--") or name in own or (key not in _VLLM and name not in idle):
                 rest.append(word)
                 continue
             if not equals and not words:
@@ -127,5 +146,5 @@ class WithEngineFlags(TyperCommand):
             if key in _VLLM:
                 ctx.obj[key] = yaml.safe_load(value)
             else:
-                typer.echo(f"note: --{name} is without effect here: {IDLE[name]}", err=True)
+                typer.echo(f"note: --{name} is without effect here: {idle[name]}", err=True)
         return super().parse_args(ctx, rest)

@@ -17,6 +17,7 @@ from trireme.cli.arguments import (
     AsyncEngine,
     EngineType,
     EvalConfig,
+    GymEnv,
     Keys,
     Ks,
     ModelLength,
@@ -30,9 +31,11 @@ from trireme.cli.arguments import (
     ServerKey,
     ServerKeyFile,
     TaskFiles,
+    Thinking,
     ToolCallParser,
     WithEngineFlags,
     Words,
+    switch,
 )
 from trireme.cli.flags import WithFlags, yaml_and_keys
 from trireme.cli.rlhf import WithAllFlags
@@ -280,9 +283,11 @@ def rollout(
     max_model_len: ModelLength = None,
     tool_call_parser: ToolCallParser = None,
     use_async_engine: AsyncEngine = "true",
+    enable_thinking: Thinking = None,
     multi_turn_scheduler: Annotated[
         str | None, typer.Option("--multi_turn_scheduler", help="A registered name, or a path.")
     ] = None,
+    gym_env: GymEnv = None,
     max_turns: Annotated[
         int | None,
         typer.Option("--max_turns", "--multi_turns", min=0, help="The most turns; 0: no limit."),
@@ -307,9 +312,6 @@ def rollout(
     from trireme.cli.rollout import RolloutOptions
     from trireme.cli.rollout import rollout as command
 
-    asynchronous = use_async_engine.lower()
-    if asynchronous not in ("true", "false"):
-        raise typer.BadParameter(f"--use_async_engine {use_async_engine}: expected true or false")
     options = RolloutOptions(
         model=model,
         host=host,
@@ -321,7 +323,9 @@ def rollout(
         dtype=dtype,
         max_model_len=max_model_len,
         tool_call_parser=tool_call_parser,
-        use_async_engine=asynchronous == "true",
+        use_async_engine=switch("use_async_engine", use_async_engine) is True,
+        enable_thinking=switch("enable_thinking", enable_thinking),
+        gym_env=gym_env,
         engine_options=ctx.obj,
         multi_turn_scheduler=multi_turn_scheduler,
         max_turns=max_turns,

@@ -42,9 +42,11 @@ class RolloutOptions:
     max_model_len: int | None = None
     tool_call_parser: str | None = None
     use_async_engine: bool = True
+    enable_thinking: bool | None = None
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """vLLM's further ones."""
     multi_turn_scheduler: str | None = None
+    gym_env: str | None = None
     max_turns: int | None = None
     external_plugins: Sequence[Path] = ()
     seed: int = 42
@@ -170,7 +172,17 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
     from trireme.model.tool_calls import format_of
     from trireme.workflows.scheduled import make_scheduler
 
-    scheduler = {"scheduler": options.multi_turn_scheduler, "max_turns": options.max_turns}
+    scheduler: dict[str, Any] = {
+        "scheduler": options.multi_turn_scheduler,
+        "max_turns": options.max_turns,
+    }
+    if options.gym_env is not None:
+        if not options.multi_turn_scheduler:
+            raise ValueError(
+                f"--gym_env {options.gym_env} has no effect alone: expected --multi_turn_scheduler "
+                "gym_scheduler beside it"
+            )
+        scheduler["env"] = options.gym_env
     make_scheduler(scheduler)
     format_of(options.tool_call_parser)
     try:
@@ -192,6 +204,7 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
         seed=options.seed,
         scheduler=scheduler,
         use_async_engine=options.use_async_engine,
+        enable_thinking=options.enable_thinking,
         kind="vllm" if options.engine == "vllm" else "torch",
         options={name: getattr(options, name) for name in PARALLEL} | dict(options.engine_options),
         tool_call_parser=options.tool_call_parser,

@@ -120,7 +120,8 @@ def make_router(rollouts: Rollouts) -> APIRouter:
         return {
             "engine_type": "AsyncLLMEngine" if rollouts.use_async_engine else "LLMEngine",
             "enable_multi_turn": rollouts.multi_turn,
-            "use_gym_env": rollouts.scheduler.get("scheduler") == "gym_scheduler",
+            "use_gym_env": rollouts.scheduler.get("scheduler")
+            in ("gym_scheduler", "openenv_scheduler"),
             "enable_lora": True,
         }
 
