@@ -19,7 +19,9 @@ Calls = list[dict[str, Any]]
 
 def plan(job_dir: Path, stage_name: str | None = None) -> Any:
     notes = ("there is no GPU: the run takes place on the CPU",)
-    return SimpleNamespace(job_dir=job_dir, stage_name=stage_name, notes=notes, explorer_name="")
+    root = job_dir if stage_name is None else job_dir.parent
+    names = {"stage_name": stage_name, "explorer_name": ""}
+    return SimpleNamespace(job_dir=job_dir, root_dir=root, notes=notes, **names)
 
 
 @pytest.fixture

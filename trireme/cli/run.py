@@ -130,6 +130,4 @@ def add_plugin_dirs(plugin_dirs: Sequence[Path]) -> None:
 
 def log_folder(plans: Sequence[Plan]) -> Path:
     """Where the job as a whole logs: beside the stages' folders, or in the only one."""
-    first = plans[0]
-    job = first.job_dir if first.stage_name is None else first.job_dir.parent
-    return job / "log" / first.explorer_name
+    return plans[0].root_dir / "log" / plans[0].explorer_name

@@ -133,6 +133,11 @@ class Plan:
     """What was mapped onto this machine, and what has no effect on it."""
 
     @property
+    def root_dir(self) -> Path:
+        """The folder of the whole job: `job_dir`, or what that of a stage lies in."""
+        return self.job_dir if self.stage_name is None else self.job_dir.parent
+
+    @property
     def has_adapter(self) -> bool:
         """Whether the trained weights may begin as others than those that engines load."""
         return bool(self.config.model.lora_configs)

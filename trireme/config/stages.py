@@ -47,7 +47,8 @@ class StageConfig:
     """The file says `algorithm.repeat_times`; if not, the algorithm's `group_size` holds."""
     reads_file: bool = False
     """The trainer reads a data set instead of what an explorer makes."""
-    sample_strategy: str = "default"
+    whole_steps: bool = False
+    """A train step learns from one whole explore step, whatever that left."""
     expert_ratio: float | None = None
     """Which share of a train batch an expert's data set gives; None: it gives none."""
     has_reference: bool = False
@@ -87,11 +88,6 @@ class StageConfig:
         """
         alone = self.config.mode in ("train", "serve") and not self.reads_file
         return not alone and bool(self.config.buffer.explorer_input.eval_tasksets)
-
-    @property
-    def whole_steps(self) -> bool:
-        """Whether a train step learns from one whole explore step, whatever that left."""
-        return self.sample_strategy == "explore_step"
 
     @property
     def rollouts(self) -> int:

@@ -226,7 +226,7 @@ def _make_recipe(parts: Parts) -> None:
     if (row := parts.tried(lambda: row_of(algorithm.algorithm_type))) is None:
         return
     stage.reads_file = row.from_data
-    stage.sample_strategy = algorithm.sample_strategy or row.sample_strategy
+    stage.whole_steps = (algorithm.sample_strategy or row.sample_strategy) == "explore_step"
     if not stage.gives_repeats:
         algorithm = algorithm.model_copy(update={"repeat_times": row.group_size})
         stage.config = stage.config.model_copy(update={"algorithm": algorithm})

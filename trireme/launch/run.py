@@ -53,7 +53,7 @@ def run_stages(
     """
     disable_progress_bar()  # the console shows progress; another bar would tear it
     started = time.monotonic()
-    job = job_folder(plans)
+    job = plans[0].root_dir
     finished = finished_stages(job) if len(plans) > 1 else []
     results = list(finished)
     for plan in plans[len(finished) :]:
@@ -103,12 +103,6 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def job_folder(plans: Sequence[Plan]) -> Path:
-    """The folder of the whole job; the stages' folders lie in it."""
-    first = plans[0]
-    return first.job_dir if first.stage_name is None else first.job_dir.parent
-
-
 def finished_stages(job: Path) -> list[StageResult]:
     """What the stages that are done came to."""
     path = JobFolder(job).stage_meta
@@ -155,7 +149,7 @@ def more_supervised(
     plan = dataclasses.replace(
         plans[0],
         stage_name=NAME,
-        job_dir=plans[0].job_dir.parent / NAME,
+        job_dir=plans[0].root_dir / NAME,
         model_from_stage=0,
         train_steps=steps,
         schedule_steps=steps,
@@ -174,16 +168,17 @@ async def run_plan(
     begins with the same evaluation.
     """
     stop.begin(plan)
-    if plan.launcher == "ray":
-        from trireme.launch.ray.run import run_on_ray
-
-        return await run_on_ray(plan, model_path, console, stop=stop, measure_end=measure_end)
     started = time.monotonic()
     device = Device()
     try:
         with open_run(plan, model_path, device, console) as (stage, monitored):
-            work = partial(_run_here, stage, stop, measure_end)
-            result = await with_engines(plan, model_path, work)
+            if plan.launcher == "ray":
+                from trireme.launch.ray.run import run_on_ray
+
+                result = await run_on_ray(stage, stop, measure_end)
+            else:
+                work = partial(_run_here, stage, stop, measure_end)
+                result = await with_engines(plan, model_path, work)
             result.warnings = monitored.warnings()
     finally:
         device.close()

@@ -152,7 +152,7 @@ def resolved(plan: Plan, model_path: str) -> dict[str, Any]:
     if plan.colocated:
         values["mode"] = "colocate"
     if plan.stage_name is not None:
-        values["name"] = f"{plan.job_dir.parent.name}/{plan.stage_name}"
+        values["name"] = f"{plan.root_dir.name}/{plan.stage_name}"
     values["model"]["model_path"] = model_path
     return without_secrets(values)
 

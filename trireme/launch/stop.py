@@ -83,8 +83,8 @@ class Stop:
         saved = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
         saved += f"{stage} is saved"
         if not plan.config.continue_from_checkpoint:
-            job = plan.job_dir.parent if plan.stage_name else plan.job_dir
-            go_on = f"; add name={job.name} continue_from_checkpoint=true to go on" * bool(steps)
+            job = plan.root_dir.name
+            go_on = f"; add name={job} continue_from_checkpoint=true to go on" * bool(steps)
             return f"{saved}; the same command begins anew (continue_from_checkpoint: false){go_on}"
         begins = f"begins {stage.removeprefix(' of ')} anew".replace("  ", " ")
         return f"{saved}; the same command {'goes on from it' if steps else begins}"

@@ -26,7 +26,7 @@ from trireme.data.rows import NoRows, load_rows
 from trireme.experience import Experience
 from trireme.files import write_text
 from trireme.launch.check import checked
-from trireme.launch.run import job_folder, run_stages
+from trireme.launch.run import run_stages
 from trireme.launch.stop import Stop
 from trireme.monitor.console import Console
 from trireme.monitor.figures import Summary
@@ -136,7 +136,7 @@ def train(
         )
     summary = _in_thread(plans)
     saved = Path(summary.model_dir) if summary.model_dir else None
-    return Run(job_folder(plans), saved, summary, plans)
+    return Run(plans[0].root_dir, saved, summary, plans)
 
 
 def config_from(

@@ -10,7 +10,7 @@ learns from first).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,9 @@ def train_step(
 
     def work() -> dict[str, float]:
         with profiled(profile, backend.rank, backend.device):
-            return _measured(
-                backend,
-                train_state,
-                lambda: _train_step(backend, recipe, experiences, train_state, **options),
-            )
+            begun = time.monotonic()
+            metrics = _train_step(backend, recipe, experiences, train_state, **options)
+            return metrics | _measured(backend, train_state, time.monotonic() - begun)
 
     return backend.together(command, work)
 
@@ -90,16 +88,12 @@ def commands(backend: Backend, recipe: Recipe, train_state: TrainState) -> Comma
     }
 
 
-def _measured(
-    backend: Backend, train_state: TrainState, work: Callable[[], dict[str, float]]
-) -> dict[str, float]:
+def _measured(backend: Backend, train_state: TrainState, seconds: float) -> dict[str, float]:
+    """What all ranks measured of their devices in a train step that took `seconds`."""
     counts = [backend.arithmetic, *([train_state.critic.arithmetic] if train_state.critic else [])]
-    begun = time.monotonic()
-    metrics = work()
-    seconds = time.monotonic() - begun
     flops = sum(count.take() for count in counts)
     readings = backend.gather([peak_memory(backend.device), flops], every=True)
-    metrics["perf/peak_memory_gib"] = max(peak for peak, _ in readings)
+    metrics: dict[str, float] = {"perf/peak_memory_gib": max(peak for peak, _ in readings)}
     # ranks that share a sequence count the whole of it, each of them
     same = backend.ranks.spec.sequence if backend.ranks else 1
     total = sum(flops for _, flops in readings[::same])

@@ -11,7 +11,6 @@ import dataclasses
 import os
 import secrets
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -43,7 +42,7 @@ from trireme.launch.ray.cluster import PlacementGroups, cluster
 from trireme.launch.ray.engines import EngineActor, EngineWorker, Sides
 from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
 from trireme.launch.results import StageResult
-from trireme.launch.stage import Stage, open_run, open_stage
+from trireme.launch.stage import Stage, open_stage
 from trireme.launch.stop import Stop
 from trireme.launch.trainer_side import TrainerSide
 from trireme.monitor.console import Console
@@ -53,30 +52,17 @@ STOP_S = 15.0
 T = TypeVar("T")
 
 
-async def run_on_ray(
-    plan: Plan, model_path: str, console: Console, *, stop: Stop, measure_end: bool = True
-) -> StageResult:
-    """Run one stage to its end. Raises the first cause where it fails."""
-    started = time.monotonic()
-    device = Device()
-    try:
-        with (
-            open_run(plan, model_path, device, console) as (stage, monitored),
-            cluster(plan) as started_here,
-        ):
-            stop.listen()  # Ray takes SIGTERM for itself
-            actors = Actors(stage)
-            stop.gently, stop.waits_for = actors.stop_training, actors.doing
-            try:
-                await actors.start(may_grow=not started_here)
-                result = await actors.run(measure_end, stop)
-                result.warnings = monitored.warnings()
-            finally:
-                await actors.stop()
-    finally:
-        device.close()
-    result.seconds = time.monotonic() - started
-    return result
+async def run_on_ray(stage: Stage, stop: Stop, measure_end: bool) -> StageResult:
+    """Run a stage that is open to its end. Raises the first cause where it fails."""
+    with cluster(stage.plan) as started_here:
+        stop.listen()  # Ray takes SIGTERM for itself
+        actors = Actors(stage)
+        stop.gently, stop.waits_for = actors.stop_training, actors.doing
+        try:
+            await actors.start(may_grow=not started_here)
+            return await actors.run(measure_end, stop)
+        finally:
+            await actors.stop()
 
 
 async def evaluate_on_ray(plan: Plan, rollouts: int | None) -> list[Evaluated]:
