@@ -20,7 +20,7 @@ from trireme.launch import engine_host
 from trireme.launch.engine_host import EngineKeeper
 from trireme.launch.explorer_side import ExplorerSide
 from trireme.launch.ray.actors import ExplorerWorker, TrainerWorker
-from trireme.launch.ray.engines import Sides
+from trireme.launch.ray.engines import ServersOfSides
 from trireme.launch.trainer_side import TrainerSide
 
 
@@ -49,7 +49,7 @@ def test_an_engine_elsewhere_is_asked_again_once_the_trainer_has_given_it_weight
                 await trainer.servers.persist(lambda: trainer.update_weights(weights, 4))
 
             trainer.servers.renew = renew
-            sides = Sides(trainer.servers, explorer.servers)
+            sides = ServersOfSides(trainer.servers, explorer.servers)
             keeping = asyncio.ensure_future(sides.keep_complete())
             await old.engine.pause()
             call = asyncio.ensure_future(explorer.generate(PROMPT, SHORT, key=(1, 0, 0, 0)))
@@ -141,7 +141,7 @@ def test_an_engine_that_dies_again_before_one_side_has_reached_it_is_not_lost_to
                 assert await trainer.ready() == await explorer.ready() == ["http://c"]
                 assert not trainer.gone and not explorer.gone
 
-            keeper = EngineKeeper([engine], Sides(trainer, explorer), restarts=2)
+            keeper = EngineKeeper([engine], ServersOfSides(trainer, explorer), restarts=2)
             await asyncio.wait_for(keeper.run(work()), 10)
             assert engine.starts == 2
 

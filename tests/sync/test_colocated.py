@@ -142,7 +142,7 @@ def colocated(
 
 def change(sync: ColocatedSync) -> dict[str, float]:
     """Train a little; fingerprints of the weights then."""
-    backend: Any = sync._backend
+    backend: Any = sync.backend
     for parameter in backend.module.parameters():
         parameter.data.add_(0.01)
     return fingerprint(dict(backend.each_weight()), "float32")

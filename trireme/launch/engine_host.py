@@ -109,7 +109,7 @@ class Kept(Protocol):
 
 
 class KnownServers(Protocol):
-    """What asks the engines, and is told of their ends: see Servers, and Sides on Ray."""
+    """What asks the engines, and is told of their ends: see Servers, and ServersOfSides on Ray."""
 
     async def lose(self, url: str) -> None:
         """It has ended."""

@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from trireme.checkpoint.layout import JobFolder
@@ -33,53 +34,44 @@ folder in the place of the one with its weights.
 STATE_FILE = "sync_state.json"
 
 
+@dataclass(eq=False)
 class CheckpointPush:
     """The trainer's side: each push is a folder with weights and probe."""
 
-    def __init__(
-        self,
-        backend: WeightSource,
-        device: Device,
-        folder: JobFolder,
-        *,
-        step: Callable[[], int],
-        probe: Probe,
-        dtype: str,
-        engine: Engine | None = None,
-    ) -> None:
-        """With an `engine` of this process the push ends there; else another process polls."""
-        self._backend = backend
-        self._device = device
-        self._folder = folder
-        self._step = step
-        self._probe = probe
-        self._dtype = dtype
-        self._engine = engine
+    backend: WeightSource
+    device: Device
+    folder: JobFolder
+    _: KW_ONLY
+    step: Callable[[], int]
+    probe: Probe
+    dtype: str
+    engine: Engine | None = None
+    """One of this process, where the push ends; None: another process polls."""
 
     async def push(self, version: int) -> dict[str, float]:
         """Write the weights; load and probe them where the engine lives here."""
-        step, probe = await self._device.run(self._write, version)
-        if self._engine is None:
+        step, probe = await self.device.run(self._write, version)
+        if self.engine is None:
             return {}
-        await self._engine.update_weights(self._folder.weights_dir(step), version)
-        return await _prove(self._engine, self._probe, probe)
+        await self.engine.update_weights(self.folder.weights_dir(step), version)
+        return await _prove(self.engine, self.probe, probe)
 
     def announce(self, state: str, step: int) -> None:
         """Tell explorers of other processes that the trainer runs, stopped, or failed, and why."""
-        write_json(self._folder.root / STATE_FILE, {"trainer": state, "step": step})
+        write_json(self.folder.root / STATE_FILE, {"trainer": state, "step": step})
 
     def _write(self, version: int) -> tuple[int, dict[str, Any]]:
         """Write the weights' folder; returns its step and the contents of its probe.json."""
-        step = self._step()
-        weights = self._backend.weights()
+        step = self.step()
+        weights = self.backend.weights()
         probe = {
             "version": version,
-            "ids": self._probe.ids,
-            "logprobs": self._backend.score([self._probe.ids])[0],
-            "fingerprint": fingerprint(weights, self._dtype),
+            "ids": self.probe.ids,
+            "logprobs": self.backend.score([self.probe.ids])[0],
+            "fingerprint": fingerprint(weights, self.dtype),
         }
         save_weights(
-            self._folder,
+            self.folder,
             step,
             weights=weights,
             extra_files={"probe.json": json.dumps(probe).encode()},

@@ -19,7 +19,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,78 +41,66 @@ from trireme.engines.weight_group import (
 from trireme.sync.probe import Probe, WeightSource
 
 
+@dataclass(eq=False)
 class MemorySync:
     """Pushes the trainer's tensors; where they are shared only the version changes hands."""
 
-    def __init__(
-        self,
-        backend: WeightSource,
-        engine: Engine,
-        device: Device,
-        *,
-        shared: bool,
-        dtype: str,
-        probe: Probe,
-        lock_step: bool = False,
-    ) -> None:
-        """`shared`: engine and trainer read the same tensors. `lock_step`: nothing is trained
-        until a push has ended, so that the engine copies from the tensors themselves.
-        """
-        self._backend = backend
-        self._engine = engine
-        self._device = device
-        self._shared = shared
-        self._lock_step = lock_step
-        self._dtype = dtype
-        self._probe = probe
+    backend: WeightSource
+    engine: Engine
+    device: Device
+    _: KW_ONLY
+    dtype: str
+    """The engine's."""
+    probe: Probe
+    shared: bool
+    """Engine and trainer read the same tensors."""
+    lock_step: bool = False
+    """Nothing is trained until a push has ended, so that the engine copies from the tensors
+    themselves."""
 
     async def push(self, version: int) -> dict[str, float]:
         """Engine at `version`, and proof that it is the trainer's. Raises WrongWeights.
 
         Weights and expected scores are read in one go on the device: no train step comes between.
         """
-        source, marks, expected = await self._device.run(self._snapshot)
-        await self._engine.update_weights(source, version)
-        metrics = await self._probe.prove(self._engine, marks, expected, version=version)
+        source, marks, expected = await self.device.run(self._snapshot)
+        await self.engine.update_weights(source, version)
+        metrics = await self.probe.prove(self.engine, marks, expected, version=version)
         size = sum(tensor.nbytes for tensor in (source or {}).values())
         return metrics | {"sync/pushed_bytes": float(size)}
 
     def _snapshot(self) -> tuple[dict[str, Tensor] | None, dict[str, float], list[float]]:
         """Weights, their fingerprints in the engine's dtype, and the probe's scores."""
-        expected = self._backend.score([self._probe.ids])[0]
-        weights, marks = self._backend.weights(), self._backend.unmoved(self._dtype)
-        if self._shared or self._lock_step:
-            marks = marks | fingerprint(weights, self._dtype)
-            return None if self._shared else weights, marks, expected
-        own = dtype_named(self._dtype)
+        expected = self.backend.score([self.probe.ids])[0]
+        weights, marks = self.backend.weights(), self.backend.unmoved(self.dtype)
+        if self.shared or self.lock_step:
+            marks = marks | fingerprint(weights, self.dtype)
+            return None if self.shared else weights, marks, expected
+        own = dtype_named(self.dtype)
         copies = {}
         for name, tensor in weights.items():
             dtype = own if tensor.is_floating_point() else tensor.dtype
             copies[name] = tensor.detach().to(dtype, copy=True)
-        return copies, marks | fingerprint(copies, self._dtype), expected
+        return copies, marks | fingerprint(copies, self.dtype), expected
 
 
+@dataclass(eq=False)
 class HttpSync:
     """Pushes to rollout servers, a bucket at a time."""
 
-    def __init__(
-        self,
-        backend: WeightSource,
-        engine: RemoteEngine,
-        device: Device,
-        *,
-        dtype: str,
-        probe: Probe,
-    ) -> None:
-        """`dtype` is the engine's: what is sent."""
-        self._backend, self._engine, self._device = backend, engine, device
-        self._dtype, self._probe = dtype, probe
+    backend: WeightSource
+    engine: RemoteEngine
+    device: Device
+    _: KW_ONLY
+    dtype: str
+    """The engine's: what is sent."""
+    probe: Probe
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
-        row = [self._probe.ids]
-        sent, [expected] = await self._deliver(version, lambda: self._backend.score(row))
-        metrics = await self._probe.prove(self._engine, sent.marks, expected, version=version)
+        row = [self.probe.ids]
+        sent, [expected] = await self._deliver(version, lambda: self.backend.score(row))
+        metrics = await self.probe.prove(self.engine, sent.marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(sent.size)}
 
     async def give(self, version: int) -> None:
@@ -123,7 +111,7 @@ class HttpSync:
         self, version: int, score: Callable[[], list[list[float]]]
     ) -> tuple[Sent, list[list[float]]]:
         """Send and commit the weights; returns what was sent, and their scores by `score`."""
-        await self._engine.servers.connect()
+        await self.engine.servers.connect()
         loop, given_up = asyncio.get_running_loop(), threading.Event()
 
         def wait_for(sending: Coroutine[Any, Any, Any]) -> None:
@@ -137,17 +125,17 @@ class HttpSync:
 
         def send() -> tuple[Sent, list[list[float]]]:
             scores = score()
-            sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
-            with closing(self._backend.each_weight(self._dtype)) as weights:
-                for bucket in buckets(sent.noted(weights), self._engine.bucket_bytes):
-                    wait_for(self._engine.send_weights(bucket))
+            sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
+            with closing(self.backend.each_weight(self.dtype)) as weights:
+                for bucket in buckets(sent.noted(weights), self.engine.bucket_bytes):
+                    wait_for(self.engine.send_weights(bucket))
             return sent, scores
 
         try:
-            found = await self._device.run(send)
+            found = await self.device.run(send)
         finally:
             given_up.set()
-        await self._engine.commit_weights(version)
+        await self.engine.commit_weights(version)
         return found
 
 
@@ -169,39 +157,30 @@ class Sent:
             yield name, tensor
 
 
+@dataclass(eq=False)
 class GroupSync:
     """The trainer's side."""
 
-    def __init__(
-        self,
-        backend: WeightSource,
-        engine: RemoteEngine,
-        device: Device,
-        *,
-        dtype: str,
-        probe: Probe,
-        transport: str = "gloo",
-        host: str = "127.0.0.1",
-        timeout: float = TIMEOUT_S,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        """`transport`: gloo, or nccl between GPUs; `host`: this machine as the engines see it."""
-        self._backend = backend
-        self._engine = engine
-        self._device = device
-        self._dtype = dtype
-        self._transport = transport
-        self._host = host
-        self._timeout = timeout
-        self._bucket_bytes = bucket_bytes
-        self._probe = probe
-        self._group: WeightGroup | None = None
-        self._met: dict[str, str] = {}
-        """The engines' instances that are in it."""
+    backend: WeightSource
+    engine: RemoteEngine
+    device: Device
+    _: KW_ONLY
+    dtype: str
+    """The engine's: what is sent."""
+    probe: Probe
+    transport: str = "gloo"
+    """gloo, or nccl between GPUs."""
+    host: str = "127.0.0.1"
+    """This machine as the engines see it."""
+    timeout: float = TIMEOUT_S
+    bucket_bytes: int = BUCKET_BYTES
+    _group: WeightGroup | None = field(default=None, init=False)
+    _met: dict[str, str] = field(default_factory=dict, init=False)
+    """The engines' instances that are in it."""
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
-        if self._group is None or self._met != self._engine.servers.instances:
+        if self._group is None or self._met != self.engine.servers.instances:
             self._group = await self._meet()
         group = self._group
         begun = asyncio.Event()
@@ -209,49 +188,49 @@ class GroupSync:
 
         async def receive() -> None:
             await begun.wait()  # a train step may come first, for longer than engines wait
-            await self._engine.call_all("/engine/group/receive")
+            await self.engine.call_all("/engine/group/receive")
 
-        send = self._device.run(self._send, group, tell)
+        send = self.device.run(self._send, group, tell)
         try:
             (marks, expected, size), _ = await first_failure(send, receive())
         except BaseException:
             self._group = None  # its members may be at different buckets: they meet anew
             raise
-        await self._engine.call_all("/engine/group/commit", self._engine.as_version(version))
-        self._engine.now_at(version)
-        metrics = await self._probe.prove(self._engine, marks, expected, version=version)
+        await self.engine.call_all("/engine/group/commit", self.engine.as_version(version))
+        self.engine.now_at(version)
+        metrics = await self.probe.prove(self.engine, marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(size)}
 
     async def _meet(self) -> WeightGroup:
         self._group = None
-        sizes = await self._engine.get_all("/engine/group/size")
+        sizes = await self.engine.get_all("/engine/group/size")
         firsts, names = [], {}
         rank = 1
-        for url, workers in zip(self._engine.urls, (s["workers"] for s in sizes), strict=True):
+        for url, workers in zip(self.engine.urls, (s["workers"] for s in sizes), strict=True):
             firsts.append(rank)
             names |= {rank + w: f"worker {w} of {url}" for w in range(workers)}
             rank += workers
-        common = {"host": self._host, "world_size": rank, "backend": self._transport}
-        common["timeout"] = self._timeout
+        common = {"host": self.host, "world_size": rank, "backend": self.transport}
+        common["timeout"] = self.timeout
         group = WeightGroup(Meeting(port=0, rank=0, **common))
         bodies = [common | {"port": group.port, "rank": first} for first in firsts]
         await first_failure(
             asyncio.to_thread(group.connect, names),
-            self._engine.call_all("/engine/group/join", *bodies),
+            self.engine.call_all("/engine/group/join", *bodies),
         )
-        self._met = dict(self._engine.servers.instances)
+        self._met = dict(self.engine.servers.instances)
         return group
 
     def _send(
         self, group: WeightGroup, tell: Callable[[], object]
     ) -> tuple[dict[str, float], list[float], int]:
         """Broadcast the weights; their fingerprints, the probe's scores by them, and bytes."""
-        sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
+        sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
         tell()  # from here on engines wait for the first bucket
-        expected = self._backend.score([self._probe.ids])[0]
+        expected = self.backend.score([self.probe.ids])[0]
         # closed at once also where sending fails: other trainer ranks go through them meanwhile
-        with closing(self._backend.each_weight(self._dtype)) as weights:
-            group.send(sent.noted(weights), bucket_bytes=self._bucket_bytes)
+        with closing(self.backend.each_weight(self.dtype)) as weights:
+            group.send(sent.noted(weights), bucket_bytes=self.bucket_bytes)
         return sent.marks, expected, sent.size
 
 
@@ -281,6 +260,7 @@ class Pairs(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class ColocatedSync:
     """Pushes from each of the trainer's ranks to the engine on its own device; the first rank's
     side.
@@ -293,29 +273,20 @@ class ColocatedSync:
     - with the next call the engines wake whole, and their keys and values have room again.
     """
 
-    def __init__(
-        self,
-        backend: WeightSource,
-        pairs: Pairs,
-        engine: RemoteEngine,
-        device: Device,
-        *,
-        dtype: str,
-        probe: Probe,
-    ) -> None:
-        """`engine`: a server for each rank, in their order."""
-        self._backend = backend
-        self._pairs = pairs
-        self._engine = engine
-        self._device = device
-        self._dtype = dtype
-        self._probe = probe
-        self._met: dict[str, str] = {}
-        """The engines' instances that have met their ranks."""
+    backend: WeightSource
+    pairs: Pairs
+    engine: RemoteEngine
+    """A server for each rank, in their order."""
+    device: Device
+    _: KW_ONLY
+    dtype: str
+    probe: Probe
+    _met: dict[str, str] = field(default_factory=dict, init=False)
+    """The engines' instances that have met their ranks."""
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines at `version`, and proof that it is the trainer's. Raises WrongWeights."""
-        engine, begun = self._engine, asyncio.Event()
+        engine, begun = self.engine, asyncio.Event()
         await engine.servers.connect()
         tell = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
 
@@ -323,41 +294,41 @@ class ColocatedSync:
             await begun.wait()
             await engine.call_all("/engine/group/receive", asleep=True)
 
-        async with self._device.turn():
+        async with self.device.turn():
             if self._met != engine.servers.instances:
                 await self._meet()
-            send = self._device.amid_turn(self._send, tell)
+            send = self.device.amid_turn(self._send, tell)
             try:
                 (sent, expected), _ = await first_failure(send, receive())
             except BaseException:
-                self._pairs.give_up()
+                self.pairs.give_up()
                 self._met = {}  # they may be at different buckets: they meet anew
                 raise
             version_of = engine.as_version(version)
             await engine.call_all("/engine/group/commit", version_of, asleep=True)
         engine.now_at(version)
-        metrics = await self._probe.prove(engine, sent.marks, expected, version=version)
+        metrics = await self.probe.prove(engine, sent.marks, expected, version=version)
         return metrics | {"sync/pushed_bytes": float(sent.size)}
 
     async def _meet(self) -> None:
-        ports = await self._device.amid_turn(self._pairs.meet)
-        if len(ports) != len(self._engine.urls):
+        ports = await self.device.amid_turn(self.pairs.meet)
+        if len(ports) != len(self.engine.urls):
             raise RuntimeError(
-                f"{len(ports)} trainer ranks and {len(self._engine.urls)} engines are no pairs"
+                f"{len(ports)} trainer ranks and {len(self.engine.urls)} engines are no pairs"
             )
         place = {"host": HOST, "world_size": 2, "rank": 1, "backend": "ipc"}
         bodies = [vars(Meeting(**place, port=port)) for port in ports]
-        await self._engine.call_all("/engine/group/join", *bodies, asleep=True)
-        self._met = dict(self._engine.servers.instances)
+        await self.engine.call_all("/engine/group/join", *bodies, asleep=True)
+        self._met = dict(self.engine.servers.instances)
 
     def _send(self, tell: Callable[[], object]) -> tuple[Sent, list[float]]:
         """Lend the weights; what was sent, and the probe's scores by it."""
-        sent = Sent(self._dtype, dict(self._backend.unmoved(self._dtype)))
-        expected = self._backend.score([self._probe.ids])[0]
-        self._pairs.make_room()
+        sent = Sent(self.dtype, dict(self.backend.unmoved(self.dtype)))
+        expected = self.backend.score([self.probe.ids])[0]
+        self.pairs.make_room()
         tell()  # from here on engines wait for the first bucket
         try:
-            self._pairs.send(self._dtype, sent.noted)
+            self.pairs.send(self.dtype, sent.noted)
         finally:
-            self._pairs.make_room()
+            self.pairs.make_room()
         return sent, expected

@@ -136,7 +136,7 @@ class EngineActor:
         ray.kill(self.watched.handle, no_restart=True)
 
 
-class Sides:
+class ServersOfSides:
     """The `Servers` of all sides of a run, each in its own process, as the keeper knows them."""
 
     def __init__(self, renews: Servers, *others: Servers) -> None:

@@ -39,7 +39,7 @@ from trireme.launch.ray.actors import (
     TrainerWorker,
 )
 from trireme.launch.ray.cluster import PlacementGroups, cluster
-from trireme.launch.ray.engines import EngineActor, EngineWorker, Sides
+from trireme.launch.ray.engines import EngineActor, EngineWorker, ServersOfSides
 from trireme.launch.ray.remote import RayActor, Watched, Worker, meet_all, remote, watch, who_died
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage, open_stage
@@ -238,7 +238,9 @@ class Actors:
         sides = [remote(Servers, h) for h in (self._trainer, self._explorer) if h is not None]
         if self._serving is not None:
             sides = [self._serving.servers]
-        return await EngineKeeper(self._engines, Sides(*sides), restarts=self._restarts()).run(work)
+        return await EngineKeeper(
+            self._engines, ServersOfSides(*sides), restarts=self._restarts()
+        ).run(work)
 
     def _actor(self, name: str, options: dict[str, Any], worker: type[Worker]) -> Watched:
         """Start a worker in an actor of its own, replacing an older actor of that name."""
