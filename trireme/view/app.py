@@ -77,8 +77,9 @@ class Page:
                 continue
         return out
 
-    def run(self, name: str) -> RunFolder:
-        """Raises ValueError for a run that is not there."""
+    def run_of(self, query: Mapping[str, str]) -> RunFolder:
+        """The run that a query names. Raises ValueError for one that is not there."""
+        name = query.get("run", "")
         if name not in self.runs:
             known = ", ".join(self.runs)
             raise ValueError(f"there is no run '{name}' below {self.root}: expected one of {known}")
@@ -93,14 +94,14 @@ class Page:
 
     def meanings(self, query: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """What the metrics of a run mean."""
-        return meanings(self.curves.of(self.run(query.get("run", ""))))
+        return meanings(self.curves.of(self.run_of(query)))
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the rollouts that a filter wants, and how many there are.
 
         `uncounted=1`: `total` may be null, where a search found the page without reading all.
         """
-        rollouts = self.rollouts(self.run(query.get("run", "")))
+        rollouts = self.rollouts(self.run_of(query))
         rollouts.refresh()
         wanted = filter_of(query)
         first, count = _number(query, "offset", 0), min(_number(query, "limit", 100), MOST_ROWS)
@@ -118,11 +119,7 @@ class Page:
 
     def rollout(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One rollout, whole, with its messages where a database of the run has them."""
-        run, kind, eid = (
-            self.run(query.get("run", "")),
-            query.get("kind", "train"),
-            query.get("eid", ""),
-        )
+        run, kind, eid = self.run_of(query), query.get("kind", "train"), query.get("eid", "")
         rollouts = self.rollouts(run)
         rollouts.refresh()
         row = rollouts.row(kind, eid)
@@ -133,9 +130,8 @@ class Page:
 
     def tokens(self, query: Mapping[str, str]) -> dict[str, Any]:
         """One rollout, token for token."""
-        return self.tokens_of(self.run(query.get("run", ""))).of(
-            query.get("eid", ""), query.get("kind", "train")
-        )
+        eid, kind = query.get("eid", ""), query.get("kind", "train")
+        return self.tokens_of(self.run_of(query)).of(eid, kind)
 
     def tokens_of(self, run: RunFolder) -> Tokens:
         """The tokens of a run's rollouts."""
@@ -185,8 +181,9 @@ def create_app(page: Page, token: str) -> ASGIApp:
             except ValueError as error:
                 return _as_json({"error": str(error)}, request, 400)
             except (OSError, sqlite3.Error) as error:
-                return _as_json({"error": _unreadable(error)}, request, 500)
-            return _as_json(value, request)
+                text = f"a file of the run cannot be read: {error}"
+                return _as_json({"error": text}, request, 500)
+            return value if isinstance(value, Response) else _as_json(value, request)
 
         return endpoint
 
@@ -195,19 +192,15 @@ def create_app(page: Page, token: str) -> ASGIApp:
         Route("/static/{name}", _static),
         Route("/plotly.js", _plotly),
         Route("/api/runs", answer(lambda query: page.list())),
-        Route("/api/curves", answer(lambda query: page.curves.of(page.run(query.get("run", ""))))),
+        Route("/api/curves", answer(lambda query: page.curves.of(page.run_of(query)))),
         Route("/api/meanings", answer(page.meanings)),
-        Route("/api/about", answer(lambda query: about(page.run(query.get("run", ""))))),
+        Route("/api/about", answer(lambda query: about(page.run_of(query)))),
         Route("/api/rollouts", answer(page.search)),
         Route("/api/rollout", answer(page.rollout)),
         Route("/api/tokens", answer(page.tokens)),
-        Route("/api/export", lambda request: _export(page, request)),
+        Route("/api/export", answer(lambda query: _export(page, query))),
     ]
     return Guard(Starlette(routes=routes), token)
-
-
-def _unreadable(error: Exception) -> str:
-    return f"a file of the run cannot be read: {error}"
 
 
 def _as_json(value: Any, request: Request, status: int = 200) -> Response:
@@ -218,21 +211,15 @@ def _as_json(value: Any, request: Request, status: int = 200) -> Response:
     return Response(body, status, headers, "application/json")
 
 
-def _export(page: Page, request: Request) -> Response:
-    query = request.query_params
+def _export(page: Page, query: Mapping[str, str]) -> Response:
     form = query.get("format", "jsonl")
-    try:
-        if form not in ("jsonl", "parquet"):
-            raise ValueError(f"format is '{form}': expected jsonl or parquet")
-        rollouts = page.rollouts(page.run(query.get("run", "")))
-        rollouts.refresh()
-        parts = export(rollouts, rollouts.select(filter_of(query)), form)
-        if form == "parquet":  # written whole: an error is an answer, and no file that breaks off
-            parts = iter([b"".join(parts)])
-    except ValueError as error:
-        return _as_json({"error": str(error)}, request, 400)
-    except (OSError, sqlite3.Error) as error:
-        return _as_json({"error": _unreadable(error)}, request, 500)
+    if form not in ("jsonl", "parquet"):
+        raise ValueError(f"format is '{form}': expected jsonl or parquet")
+    rollouts = page.rollouts(page.run_of(query))
+    rollouts.refresh()
+    parts = export(rollouts, rollouts.select(filter_of(query)), form)
+    if form == "parquet":  # written whole: an error is an answer, and no file that breaks off
+        parts = iter([b"".join(parts)])
     name = f"{query.get('run', 'run').replace('/', '_')}_rollouts.{form}"
     kind = "application/jsonl" if form == "jsonl" else "application/vnd.apache.parquet"
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}

@@ -18,7 +18,6 @@ from trireme.files import write_text
 from trireme.view.app import STATIC, Page, chart_library
 from trireme.view.rollouts import KINDS, Filter, RolloutIndex
 from trireme.view.runs import RunFolder, about
-from trireme.view.tokens import Tokens
 
 GROUPS = 8
 """Groups of each order: newest, best and worst."""
@@ -46,7 +45,7 @@ def _held(page: Page, run: RunFolder) -> dict[str, Any]:
     rollouts = page.rollouts(run)
     rollouts.refresh()
     rows = _selected(rollouts)
-    tokens = Tokens(run)
+    tokens = page.tokens_of(run)
     for row in rows:
         if row["kind"] == "train" and (experience := tokens.experience(row["eid"])) is not None:
             row |= {"messages": experience.messages, "tools": experience.tools}

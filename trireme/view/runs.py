@@ -166,20 +166,14 @@ def meanings(curves: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 def warnings_of(run: RunFolder) -> list[dict[str, Any]]:
     """What the watchdog has said, each cause once."""
-    warnings: list[dict[str, Any]] = []
-    for path in sorted((run.folder / "monitor").glob("**/watchdog*.json")):
-        warnings += json.loads(path.read_text(encoding="utf-8"))
-    return warnings
+    paths = sorted((run.folder / "monitor").glob("**/watchdog*.json"))
+    return [warning for path in paths for warning in _read(path, [])]
 
 
 def stage_of(run: RunFolder) -> dict[str, Any] | None:
     """The run's figures in its job's summary, once its stage has ended."""
-    for folder in (run.folder, run.folder.parent):
-        path = folder / "stage_meta.json"
-        if path.exists():
-            finished = json.loads(path.read_text(encoding="utf-8")).get("finished", [])
-            return next((s for s in finished if s["name"] in (run.folder.name, None)), None)
-    return None
+    meta = _of_job(run, "stage_meta.json") or {}
+    return next((s for s in meta.get("finished", []) if s["name"] in (run.folder.name, None)), None)
 
 
 def _has_summary(run: RunFolder) -> bool:
@@ -192,13 +186,10 @@ def _has_summary(run: RunFolder) -> bool:
 
 def starts_of(run: RunFolder) -> list[dict[str, Any]]:
     """Each start with its configuration, and with what differs from the one before."""
-    path = run.folder / "run" / "starts.json"
-    if not path.exists():
-        return []
-    starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    starts = _starts(run)
     before: dict[str, dict[str, Any]] = {}
     for start in starts:
-        text = (path.parent / start["config_file"]).read_text(encoding="utf-8")
+        text = (run.folder / "run" / start["config_file"]).read_text(encoding="utf-8")
         start["config_text"] = text
         start["config"] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         who = f"{start['mode']} {start['name']}"
@@ -229,8 +220,7 @@ def _flat(value: Any, key: str) -> dict[str, Any]:
 
 def overview(run: RunFolder) -> dict[str, Any]:
     """What the list of runs shows of one."""
-    starts = run.folder / "run" / "starts.json"
-    newest = json.loads(starts.read_text(encoding="utf-8"))["starts"][-1] if starts.exists() else {}
+    newest = (_starts(run) or [{}])[-1]
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -246,9 +236,19 @@ def overview(run: RunFolder) -> dict[str, Any]:
 
 def about(run: RunFolder) -> dict[str, Any]:
     """What the run was: its starts, its stage's end, and the summary of its job."""
-    summary: dict[str, Any] | None = None
-    for folder in (run.folder, run.folder.parent):
-        path = folder / figures.FILE_NAME
-        if summary is None and path.exists():
-            summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = _of_job(run, figures.FILE_NAME)
     return {"starts": starts_of(run), "stage": stage_of(run), "summary": summary}
+
+
+def _read(path: Path, otherwise: Any = None) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else otherwise
+
+
+def _starts(run: RunFolder) -> list[dict[str, Any]]:
+    return _read(run.folder / "run" / "starts.json", {"starts": []})["starts"]
+
+
+def _of_job(run: RunFolder, name: str) -> dict[str, Any] | None:
+    """A file that lies in the run's folder, or in its job's, of which the run is a stage."""
+    own = run.folder / name
+    return _read(own if own.exists() else run.folder.parent / name)
