@@ -246,6 +246,28 @@ def test_an_api_that_fails_ends_its_own_row_alone(
     assert len(json.loads(out.read_text())) == 2
 
 
+def test_a_server_that_is_none_of_ours_is_one_sentence(
+    tasks: Path,
+    tiny_dir: Path,
+    api: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def answer(handler: Api) -> None:
+        handler.send_response(404)
+        handler.end_headers()
+        handler.wfile.write(b"{}")
+
+    monkeypatch.setattr(Api, "do_GET", answer, raising=False)
+    done = call(
+        *("--tasks", f"sums={tasks}", "--workflow", "math_boxed_workflow", "--max-tokens", "8"),
+        *("--model", api.removesuffix("/v1"), f"model.model_path={tiny_dir}"),
+        "model.max_prompt_tokens=800",
+    )
+    assert done.exit_code == 1 and done.output.count("is no rollout server of ours") == 1
+    assert "rollout 0/sums" not in caplog.text + done.output
+
+
 def test_a_single_task_has_no_interval_and_the_file_stays_json(tiny_dir: Path) -> None:
     options = EvalOptions([str(tiny_dir)])
     [one] = [Evaluated("sums", "reward", [[2.5]])]

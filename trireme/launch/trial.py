@@ -30,6 +30,7 @@ from trireme.config.lookup import Api
 from trireme.engines.device import Device
 from trireme.engines.engine import Engine
 from trireme.engines.make import make_torch_engine
+from trireme.engines.remote import RemoteEngine
 from trireme.engines.scripted import ScriptedEngine
 from trireme.experience import Experience
 from trireme.explorer.metrics import Evaluated, try_tasksets
@@ -193,8 +194,12 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
     if not tasksets:
         raise ValueError("buffer.explorer_input.eval_tasksets is empty: there is nothing to try")
 
-    async def measured(make_engine: Callable[[Text], Engine] | None) -> list[Evaluated]:
+    async def measured(
+        make_engine: Callable[[Text], Engine] | None, remote: RemoteEngine | None = None
+    ) -> list[Evaluated]:
         async with open_scheduler(plan, make_engine) as (scheduler, _):
+            if remote is not None:
+                await remote.connect()  # a server that refuses us is no failed rollout
             limit = plan.config.explorer.max_failures
             return await try_tasksets(scheduler, tasksets, rollouts, limit)
 
@@ -205,7 +210,9 @@ async def _evaluate(plan: Plan, rollouts: int | None, api: Api | None) -> list[E
 
         return await evaluate_on_ray(plan, rollouts)
     return await with_engines(
-        plan, plan.model_path, lambda engine: measured((lambda _: engine) if engine else None)
+        plan,
+        plan.model_path,
+        lambda engine: measured((lambda _: engine) if engine else None, engine),
     )
 
 
