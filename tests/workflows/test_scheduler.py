@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -20,7 +21,12 @@ from trireme import (
 )
 from trireme.model.model import Model
 from trireme.workflows import loss_scale
-from trireme.workflows.scheduled import make_scheduler, multi_turn_scheduler
+from trireme.workflows.scheduled import (
+    experience_of_wire,
+    experience_to_wire,
+    make_scheduler,
+    multi_turn_scheduler,
+)
 from trireme.workflows.swift import Absent
 from trireme.workflows.workflow import resolve
 
@@ -354,3 +360,27 @@ def test_a_scheduler_on_a_base_of_ms_swift_that_is_not_here_is_refused() -> None
     mine = type("Scored", (base,), {"step": lambda self: None})
     with pytest.raises(ValueError, match="extends ms-swift's PRM, which is not here"):
         make_scheduler({"scheduler": mine})
+
+
+def test_an_experience_comes_off_the_wire_as_it_went_on() -> None:
+    experience = Experience(
+        [1, 2, 3, 4],
+        mask=[False, False, False, True],
+        prompt_length=2,
+        logprobs=[0.0, 0.0, -0.5, -0.25],
+        versions=[-1, -1, 3, 3],
+        loss_weight=[0.0, 0.0, 0.0, 0.5],
+        temperature=0.7,
+        stop_reason="stop",
+        reward=0.5,
+        prompt_text="ask",
+        response_text="reply",
+        metrics={"num_turns": 1.0},
+        info={"completion": "reply"},
+    )
+    wire = json.loads(json.dumps(experience_to_wire(experience)))
+    copy = experience_of_wire(wire)
+    assert experience_to_wire(copy) == wire
+    assert copy.tokens.tolist() == [1, 2, 3, 4] and copy.mask.tolist() == [0, 0, 0, 1]
+    assert copy.versions is not None and copy.versions.tolist() == [-1, -1, 3, 3]
+    assert (copy.temperature, copy.reward, copy.sampler_logprobs) == (0.7, 0.5, None)

@@ -74,7 +74,7 @@ class Console:
             if total_steps
             else "until the data ends"
         )
-        self._line(f"{self._name}: {length}", style="bold")
+        self.note(f"{self._name}: {length}", style="bold")
         if self.live:
             self._display = Live(get_renderable=self._render, console=self.output, transient=True)
             self._display.start()
@@ -100,11 +100,11 @@ class Console:
         due = (counts or (first and step > first_of_part)) and now - self._last_line >= self.every
         if not self.live and (done or due):
             self._last_line = now
-            self._line(self._progress_line())
+            self.note(self._progress_line())
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, style: str = "") -> None:
         """A lasting line."""
-        self._line(text)
+        self.output.print(Text(text, style=style), soft_wrap=True)
 
     def evaluation(self, name: str, metrics: Mapping[str, float], step: int | None = None) -> None:
         """A lasting line with the result of one evaluation taskset."""
@@ -113,7 +113,7 @@ class Console:
         when = " at the end" if again else "" if step is None else f" at step {step}"
         if step is not None:
             self._measured.add((name, step))
-        self._line(f"evaluation {name}{when}: {in_words(metrics, 'evaluation')}", style="green")
+        self.note(f"evaluation {name}{when}: {in_words(metrics, 'evaluation')}", style="green")
 
     def rollout(self, experience: Experience) -> None:
         """Now and then, the text of a rollout."""
@@ -130,9 +130,9 @@ class Console:
         reward = "none" if experience.reward is None else f"{experience.reward:.3g}"
         self._sample.append("reward   ", style="bold").append(reward)
         if not self.live:
-            self._line("a rollout:")
+            self.note("a rollout:")
             for line in self._sample.plain.splitlines():
-                self._line(f"    {line}")
+                self.note(f"    {line}")
 
     def finish(self, summary: Summary, rewards: Sequence[float] = (), sampled: str = "") -> None:
         """The end of a run: its curve of `rewards`, how the first held-out task went, and a table.
@@ -142,12 +142,12 @@ class Console:
         self.close()
         self.output.print()
         if len(rewards) > 1 and self.output.encoding.startswith("utf"):
-            self._line(f"reward of the training steps (replies {sampled})", style="bold")
+            self.note(f"reward of the training steps (replies {sampled})", style="bold")
             for line in chart(rewards, width=CHART_WIDTH, height=CHART_HEIGHT):
-                self._line(line, style="cyan")
-            self._line(f"{'':>10}step 1 to {len(rewards)}\n")
+                self.note(line, style="cyan")
+            self.note(f"{'':>10}step 1 to {len(rewards)}\n")
         for line in example_lines(summary.example):
-            self._line(line)
+            self.note(line)
         for label, text in summary_rows(summary):
             row = Text().append(f"{label:<12}", style="bold").append(text)
             self.output.print(row, soft_wrap=True)
@@ -158,7 +158,7 @@ class Console:
             self._display.stop()
             self._display = None
             if self._step is not None:
-                self._line(self._progress_line(ended=True))
+                self.note(self._progress_line(ended=True))
 
     def _begin(self, name: str, total_steps: int | None, by: str) -> None:
         self._name = name
@@ -183,9 +183,6 @@ class Console:
             by_name.setdefault(name, {})[rest] = value
         for name, of_taskset in by_name.items():
             self.evaluation(name, of_taskset, step)
-
-    def _line(self, text: str, style: str = "") -> None:
-        self.output.print(Text(text, style=style), soft_wrap=True)
 
     def _progress_line(self, *, ended: bool = False) -> str:
         shown = in_words(self._metrics, "training")

@@ -170,7 +170,7 @@ async def _at_server(
 ) -> list[Experience]:
     """The trajectory as the rollout server's own scheduler leads it."""
     outputs = await engine.infer(asdict(request), model.sampling, key=model.key, loss_scale=scale)
-    experiences = [_experience_of_wire(output["experience"]) for output in outputs]
+    experiences = [experience_of_wire(output["experience"]) for output in outputs]
     for experience, output in zip(experiences, outputs, strict=True):
         experience.messages = output["messages"]
     return experiences
@@ -190,7 +190,8 @@ def experience_to_wire(experience: Experience) -> dict[str, Any]:
     return lists | {name: getattr(experience, name) for name in _WIRE_FIELDS}
 
 
-def _experience_of_wire(wire: Mapping[str, Any]) -> Experience:
+def experience_of_wire(wire: Mapping[str, Any]) -> Experience:
+    """The experience that `experience_to_wire` was given."""
     return Experience(wire["tokens"], **{name: wire[name] for name in (*_WIRE_ROWS, *_WIRE_FIELDS)})
 
 

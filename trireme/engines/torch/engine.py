@@ -162,7 +162,9 @@ class TorchEngine:
 
     async def fingerprint(self) -> dict[str, float]:
         """See Engine."""
-        return await self._between(self._fingerprint)
+        return await self._between(
+            lambda: fingerprint(self._adapter.apart(self.module.state_dict()), self._dtype)
+        )
 
     async def pause(self) -> None:
         """See Engine."""
@@ -320,9 +322,6 @@ class TorchEngine:
         finally:
             self._updates -= 1
             self._wake()
-
-    def _fingerprint(self) -> dict[str, float]:
-        return fingerprint(self._adapter.apart(self.module.state_dict()), self._dtype)
 
     def _take_weights(self, source: Any, version: int) -> None:
         if isinstance(source, Mapping) and is_adapter(source):
