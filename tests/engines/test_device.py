@@ -1,0 +1,73 @@
+"""The embedded engine on a device that is not the CPU, without one: its replies, and its waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.fake_gpu import DEVICE, FakeGpu, put
+from trireme.engines.engine import Sampling
+from trireme.engines.request import Request, make_requests
+from trireme.engines.torch import rows
+from trireme.engines.torch.decoder import Decoder
+from trireme.engines.torch.shell import load_shell
+
+PROMPTS = [[5, 6, 7, 8, 9], [5, 6, 7, 20], [40, 41]]
+
+
+def made(folder: Path, sampling: Sampling, *, on_device: bool) -> tuple[Decoder, list[Request]]:
+    """A decoder by transformers' module, as on a GPU, and two requests of each prompt."""
+    model = load_shell(folder, device="cpu", dtype="float32")
+    if on_device:
+        put(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    decoder = Decoder(model, tokenizer, kv_tokens=4096, prefix_tokens=1024)
+    limits: dict[str, Any] = {"room": 64, "max_model_len": 64, "vocabulary": decoder.vocabulary}
+    return decoder, [
+        request
+        for number, ids in enumerate(PROMPTS)
+        for request in make_requests(ids, sampling, (0, number, 0, 0), seed=1, ends=set(), **limits)
+    ]
+
+
+def replies(decoder: Decoder, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """To their ends."""
+    waiting = requests
+    while waiting or decoder.active:
+        decoder.advance(waiting, steps=4, hurry=lambda: False)
+        waiting = []
+    return [(request.out, request.logprobs) for request in requests]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=9, n=2, ignore_eos=True),
+        Sampling(max_tokens=9, n=2, top_p=0.9, top_k=20, min_p=0.01, temperature=0.7, logprobs=2),
+        Sampling(max_tokens=9, n=2, repetition_penalty=1.2, min_tokens=4),
+        Sampling(max_tokens=9, n=1, temperature=0.0),
+    ],
+    ids=["plain", "cut", "penalised", "greedy"],
+)
+def test_a_device_draws_what_the_cpu_draws(sampling: Sampling, tiny_dir: Path) -> None:
+    expected = replies(*made(tiny_dir, sampling, on_device=False))
+    with FakeGpu(), patch.object(rows, "GPU", DEVICE.type):
+        got = replies(*made(tiny_dir, sampling, on_device=True))
+    for (ids, logprobs), (own_ids, own_logprobs) in zip(expected, got, strict=True):
+        assert ids == own_ids
+        assert logprobs == pytest.approx(own_logprobs, abs=1e-4)
+
+
+def test_a_decode_step_waits_for_the_device_when_its_tokens_are_there(tiny_dir: Path) -> None:
+    """Three reads of numbers that are there together, whatever the model's layers do."""
+    asked = Sampling(max_tokens=20, n=2, ignore_eos=True)
+    with FakeGpu() as gpu, patch.object(rows, "GPU", DEVICE.type):
+        decoder, requests = made(tiny_dir, asked, on_device=True)
+        decoder.advance(requests, steps=1, hurry=lambda: False)
+        before = gpu.waits.copy()
+        decoder.advance([], steps=8, hurry=lambda: False)
+        assert gpu.waits - before == {"_to_copy": 3 * 8}
