@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from tests.trainer.ranks import run
+from tests.trainer.samples import backend_of
 from trireme.launch.models import make_rank_spec
 from trireme.trainer import ranks as ranks_module
 from trireme.trainer.leader import Leader, follow
@@ -66,6 +68,19 @@ def test_ranks_of_a_plan_on_gpus_set_a_device_with_an_index(tmp_path: Path) -> N
     assert first["device"] == "cuda:0"
     assert first["chosen"] == [("MainThread", 0), ("trainer-rank-0", 0)]
     assert second["chosen"] == [("MainThread", 0)]
+
+
+def test_a_deterministic_step_on_a_gpu_adds_in_one_order(tiny_dir: Path) -> None:
+    """Only within the step: sampling writes keys and values by index, which the flag makes slow."""
+    seen: list[tuple[bool, bool]] = []
+    for deterministic in (True, False):
+        backend = backend_of(tiny_dir, deterministic=deterministic)
+        backend.device = torch.device("cuda", 0)
+        with backend.in_order():
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            seen.append((torch.are_deterministic_algorithms_enabled(), warns))
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [(True, True), (False, False)]
 
 
 def _fails_in_its_thread(place: RankSpec) -> str:

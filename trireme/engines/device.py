@@ -63,6 +63,23 @@ class ColocationLock:
                     self._resting = False
 
 
+@contextmanager
+def sums_in_order(device: torch.device) -> Iterator[None]:
+    """On a GPU, kernels that add in one order every time, where torch has them; a CPU's all do."""
+    if device.type != "cuda":
+        yield
+        return
+    was = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filling: Any = torch.utils.deterministic
+    filling.fill_uninitialized_memory = False  # nothing reads it, and it costs
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
+
+
 class RolloutBarrier:
     """Counts live rollouts. Used from one event loop only, so that it needs no lock."""
 

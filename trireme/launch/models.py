@@ -7,6 +7,7 @@ tell each only the plan, the model and its `RankSpec`.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -72,6 +73,9 @@ def make_models(
     which begins at its own path, else at the policy's. `leader` on the first of several ranks.
     """
     config, settings = plan.config, _settings(plan)
+    if plan.deterministic and plan.device == "cuda":
+        # read at the first product: without it cuBLAS may choose another order of sums
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     backend = Backend(model_path, settings, ranks, reference=recipe.needs_reference, leader=leader)
     if not recipe.needs_critic:
         return Models(backend, TrainState(recipe))
@@ -127,6 +131,7 @@ def _settings(plan: Plan) -> TrainSettings:
         offload=config.trainer.offload,
         trust_remote_code=config.model.trust_remote_code,
         seed=plan.seed,
+        deterministic=plan.deterministic,
         export_dtype=_export_dtype(plan),
         peak_tflops=config.trainer.peak_tflops,
     )

@@ -28,6 +28,7 @@ from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.layout import REFERENCE
 from trireme.checkpoint.saved import fill_from_file, random_state, read, set_random_state
 from trireme.config.schema import OptimizerConfig
+from trireme.engines.device import sums_in_order
 from trireme.trainer import ulysses
 from trireme.trainer.attention import Kernel, choose_kernel
 from trireme.trainer.compiled import compile_blocks
@@ -92,6 +93,8 @@ class TrainSettings:
     trust_remote_code: bool = False
     seed: int = 0
     """Of all that training draws."""
+    deterministic: bool = False
+    """Equal steps give equal bytes, also on a GPU, as far as torch has kernels for that."""
     export_dtype: torch.dtype = torch.float32
     """Of the weights that others load."""
     peak_tflops: float | None = None
@@ -228,6 +231,10 @@ class Backend:
         self._since_step: list[tuple[Batch, LossFunction, bool]] = []
         self._micro_batches = 0
         self._writing: Writing | None = None
+
+    def in_order(self) -> AbstractContextManager:
+        """Within it a deterministic run computes a train step."""
+        return sums_in_order(self.device) if self._settings.deterministic else nullcontext()
 
     def forward_backward(self, batch: Batch, loss: LossFunction, *, entropy: bool = False) -> None:
         """Add the gradient of the batch's loss, one micro-batch after the other.

@@ -59,7 +59,7 @@ def train_step(
     command = Command("train_step", told, experiences)
 
     def work() -> dict[str, float]:
-        with profiled(profile, backend.rank, backend.device):
+        with profiled(profile, backend.rank, backend.device), backend.in_order():
             begun = time.monotonic()
             metrics = _train_step(backend, recipe, experiences, train_state, **options)
             return metrics | _measured(backend, train_state, time.monotonic() - begun)
