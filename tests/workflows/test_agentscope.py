@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from trireme.task import Task
+from trireme.workflows import agentscope
 from trireme.workflows.workflow import resolve
 
 NAMES = (
@@ -40,6 +43,33 @@ def examine(name: str, *, reward: str | None = None, **args: Any) -> None:
     spec = resolve(name)
     assert spec.examine is not None
     spec.examine(Task({"prompt": "1 + 1?"}, reward_fn=reward, workflow_args=args))
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The version of agentscope; none, wherever the tests run."""
+    real, found = metadata.version, list[str]()
+
+    def version(name: str) -> str:
+        if name == "agentscope" and not found:
+            raise metadata.PackageNotFoundError(name)
+        return found[0] if name == "agentscope" else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    agentscope._refuse_other_version.cache_clear()
+    yield found
+    agentscope._refuse_other_version.cache_clear()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("other", ["0.1.6", "2.0.11"])
+def test_another_agentscope_is_told_from_the_one_that_is_expected(
+    name: str, other: str, installed: list[str]
+) -> None:
+    installed.append(other)
+    args = {"workflow_func": f"{__name__}:solve"} if "adapter" in name else {}
+    with pytest.raises(ImportError, match=f"agentscope {other} is installed, and its agents"):
+        examine(name, **args)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,8 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -369,11 +371,26 @@ def _reward_of(task: Task) -> tuple[Any, dict[str, Any]]:
 
 
 def _agentscope(module: str) -> Any:
+    _refuse_other_version()
     found = extra(f"agentscope.{module}", "AgentScope", "agentscope")
     log = logging.getLogger("as")
     if log.level == logging.INFO:  # its default, which has a line for each tool of each rollout
         log.setLevel(logging.WARNING)
     return found
+
+
+@lru_cache(maxsize=1)
+def _refuse_other_version() -> None:
+    """Raise ImportError for AgentScope 0.1 and 2, whose modules have the same names."""
+    try:
+        version = metadata.version("agentscope")
+    except metadata.PackageNotFoundError:
+        return  # how to install it is said where it is imported
+    if version.partition(".")[0] != "1":
+        raise ImportError(
+            f"agentscope {version} is installed, and its agents are not those of AgentScope 1: pip "
+            "install 'trireme-rl[agentscope]' brings that"
+        )
 
 
 def _as_agentscope(tool: Tool) -> Callable[..., Any]:
