@@ -78,6 +78,23 @@ def test_a_workflow_that_needs_its_model_is_left_to_the_run(
     assert "prompts" not in output.replace("max_prompt", "")
 
 
+def test_messages_of_a_workflow_that_are_none_are_told_with_its_line(
+    tmp_path: Path, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gives_text.py").write_text(
+        "from trireme.workflows.single_turn import SimpleWorkflow\n\n\n"
+        "class GivesText(SimpleWorkflow):\n"
+        "    def format_messages(self):\n"
+        "        return self.task_desc\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "buffer.explorer_input.default_workflow_type=gives_text:GivesText"
+    code, output = checked(tmp_path, good, own)
+    assert code == 1 and output.count("chat takes a list of messages, not text") == 1
+    assert "problem: format_messages of workflow 'gives_text:GivesText' failed: " in output
+    assert "gives_text.py:4: class GivesText(SimpleWorkflow)" in output
+
+
 def test_a_template_that_refuses_a_prompt_is_told(tmp_path: Path, good: dict[str, Any]) -> None:
     refuses = "model.custom_chat_template=\"{{ raise_exception('no system role') }}\""
     code, output = checked(tmp_path, good, refuses)

@@ -432,6 +432,9 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
         text = make_text(plan, plan.model_path)
         encoded = [(taskset.name, first_prompts(text, taskset)) for taskset in each]
     except (ValueError, OSError) as error:  # no tokenizer beside the model, say
-        parts.unread = str(error)
+        if (fault := fault_of(error)) is None:
+            parts.unread = str(error)
+        else:
+            parts.stage.problem("", str(fault))
         return
     parts.prompts = [(name, prompts) for name, prompts in encoded if prompts is not None]

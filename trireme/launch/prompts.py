@@ -11,7 +11,9 @@ from trireme.config import Plan, Problem
 from trireme.data.tasksets import Taskset
 from trireme.launch.data import Text
 from trireme.log import get_logger
+from trireme.model.chat_tokens import plain_messages
 from trireme.task import Task
+from trireme.usercode import UserCode
 from trireme.workflows.scheduled import ScheduledWorkflow, conversation
 from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
@@ -61,7 +63,10 @@ def first_prompts(text: Text, taskset: Taskset) -> Prompts | None:
 
 
 def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
-    """The messages and tools of a task's first call; None where only its workflow knows."""
+    """The messages and tools of a task's first call; None where only its workflow knows.
+
+    Raises ValueError where its workflow makes none of the row.
+    """
     code = resolve(task.workflow).code
     if isinstance(code, ScheduledWorkflow):
         return conversation(task), task.raw_task.get("tools")
@@ -70,10 +75,12 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
         return None
     make: Any = code
     try:
-        return make(task=task, model=None).format_messages(), None
+        messages = make(task=task, model=None).format_messages()
     except Exception:  # a user's class may need the model: only the run can say what it asks
         logger.debug("what %s asks is not known without a model", code, exc_info=True)
         return None
+    with UserCode(f"format_messages of workflow '{task.workflow}'", code):
+        return plain_messages(messages), None
 
 
 def longest_prompt(plan: Plan) -> int:
