@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
@@ -56,9 +57,9 @@ def make_model(
     tie: bool = True,
     head_dim: int = 8,
 ) -> Path:
-    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2, llama or qwen3_moe, which has
-    four experts and takes two of them for a token. `head_dim`: qwen3's; vLLM has kernels for no
-    less than 32 on a CPU.
+    """A folder that `from_pretrained` loads: `arch` is qwen3, qwen2, llama, or qwen3_moe or
+    mixtral, which have four experts and take two of them for a token. `head_dim`: theirs and
+    qwen3's; vLLM has kernels for no less than 32 on a CPU.
     """
     tokenizer = make_tokenizer(template)
     kinds: dict[str, Any] = {
@@ -66,10 +67,13 @@ def make_model(
         "qwen2": Qwen2Config,
         "llama": LlamaConfig,
         "qwen3_moe": Qwen3MoeConfig,
+        "mixtral": MixtralConfig,
     }
-    extra = {"head_dim": head_dim} if arch.startswith("qwen3") else {}
+    extra = {"head_dim": head_dim} if arch.startswith(("qwen3", "mixtral")) else {}
     if arch == "qwen3_moe":
         extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    if arch == "mixtral":
+        extra |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     config = kinds[arch](
         vocab_size=len(tokenizer),
         hidden_size=hidden,

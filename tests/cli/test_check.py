@@ -37,6 +37,21 @@ def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
     assert "in its turn" not in text
 
 
+def test_a_mixture_that_the_memory_plan_does_not_know_is_named(tmp_path):
+    facts = {"model_type": "deepseek_v3", "n_routed_experts": 64, "num_experts_per_tok": 6}
+    config_of(tmp_path, tree(tmp_path, {**SEVEN, **facts}))
+    code, text = printed(tmp_path / "config.yaml")
+    assert code == 0 and "memory        " not in text
+    assert "note: model.model_path: there is no memory plan and no MFU for this kind " in text
+    assert "(deepseek_v3, a mixture of experts)" in text
+
+
+def test_the_mode_is_the_one_that_was_asked_for(tmp_path):
+    config_of(tmp_path, values(tmp_path))
+    assert "n: grpo, both\n" in printed(tmp_path / "config.yaml")[1]
+    assert "n: grpo, colocate\n" in printed(tmp_path / "config.yaml", "mode=colocate")[1]
+
+
 def test_problems_of_the_file_and_of_what_it_names_are_told_together(tmp_path):
     config_of(tmp_path, values(tmp_path))
     code, text = printed(tmp_path / "config.yaml", "trainer.grad_clp=1", "algorithm.repeat_times=1")

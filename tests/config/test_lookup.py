@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trireme.config.lookup import located
+from trireme.config.lookup import located, names_in
 
 
 def test_a_path_is_local_or_on_the_hub(tmp_path, monkeypatch):
@@ -19,3 +19,28 @@ def test_a_path_is_local_or_on_the_hub(tmp_path, monkeypatch):
     snapshot = tmp_path / "hub" / "models--gpt2" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     assert located("gpt2", "models") == snapshot
+
+
+def test_experts_are_found_under_the_names_of_both_kinds_of_files():
+    qwen, mixtral = "l.0.mlp.experts.{}.{}.weight", "l.0.block_sparse_moe.experts.{}.{}.weight"
+    parts = ("gate_proj", "up_proj", "down_proj")
+    files = {qwen.format(n, part) for n in range(2) for part in parts}
+    assert names_in(files, "l.0.mlp.experts.gate_up_proj") == [
+        [qwen.format(n, "gate_proj"), qwen.format(n, "up_proj")] for n in range(2)
+    ]
+    assert names_in(files, "l.0.mlp.experts.down_proj") == [
+        [qwen.format(n, "down_proj")] for n in range(2)
+    ]
+    files = {mixtral.format(n, part) for n in range(3) for part in ("w1", "w2", "w3")}
+    files.add("l.0.block_sparse_moe.gate.weight")
+    assert names_in(files, "l.0.mlp.experts.gate_up_proj") == [
+        [mixtral.format(n, "w1"), mixtral.format(n, "w3")] for n in range(3)
+    ]
+    assert names_in(files, "l.0.mlp.gate.weight") == "l.0.block_sparse_moe.gate.weight"
+    # dense layers, what lies there as the model has it, and what does not lie there
+    assert (
+        names_in({"l.0.mlp.up_proj.weight"}, "l.0.mlp.up_proj.weight") == "l.0.mlp.up_proj.weight"
+    )
+    fused = "l.0.mlp.experts.gate_up_proj"
+    assert names_in({*files, fused}, fused) == fused
+    assert names_in(files, "lm_head.weight") == "lm_head.weight"

@@ -83,20 +83,24 @@ class ExpertRows:
     @property
     def shape(self) -> torch.Size:
         """See SavedTensor."""
-        return torch.Size([len(self.experts), *self._of(self.experts[0]).shape])
+        parts = [self._part(name) for name in self.experts[0]]
+        rows = sum(len(part) for part in parts)
+        return torch.Size([len(self.experts), rows, *parts[0].shape[1:]])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See SavedTensor."""
-        if start >= stop:  # more ranks than experts
-            return torch.empty(0, *self.shape[1:])
-        return torch.stack([self._of(names) for names in self.experts[start:stop]])
+        count = max(stop - start, 0)  # more ranks than experts
+        out = torch.empty(count, *self.shape[1:], dtype=self._part(self.experts[0][0]).dtype)
+        for expert, names in zip(out, self.experts[start:stop], strict=True):
+            begin = 0
+            for part in map(self._part, names):
+                expert[begin : begin + len(part)] = part
+                begin += len(part)
+        return out
 
-    def _of(self, names: Sequence[str]) -> Tensor:
-        parts = []
-        for name in names:
-            with safe_open(self.files[name], framework="pt") as file:
-                parts.append(file.get_tensor(name))
-        return torch.cat(parts)
+    def _part(self, name: str) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
 
 
 def assign(target: Tensor, source: Tensor | SavedTensor) -> None:

@@ -68,7 +68,8 @@ def _offline_without_hub(console: Console) -> None:
 def show_plan(plan: Plan, console: Console) -> None:
     """One stage: its derived values by topic, then what was mapped onto this machine."""
     title = plan.config.name if plan.stage_name is None else f"stage {plan.stage_name}"
-    console.print(Text(f"{title}: {plan.config.algorithm.algorithm_type}, {plan.mode}", "bold"))
+    mode = "colocate" if plan.colocated else plan.mode
+    console.print(Text(f"{title}: {plan.config.algorithm.algorithm_type}, {mode}", "bold"))
     for topic, value in plan_rows(plan):
         console.print(Text.assemble((f"{topic:<{_WIDTH}}", "cyan"), hide_passwords(value)))
     for note in plan.notes:

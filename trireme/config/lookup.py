@@ -10,9 +10,10 @@ import os
 import re
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -217,6 +218,29 @@ def read_shapes(path: Path) -> dict[str, Shape]:
     if os.path.getsize(path) != 8 + length + end:
         raise ValueError(f"has {os.path.getsize(path)} bytes instead of {8 + length + end}")
     return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+_OF_AN_EXPERT = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""A layer's tensor of all experts, and what files call its parts of one: Qwen's and Mixtral's."""
+
+
+def names_in(files: Container[str], name: str) -> str | list[list[str]]:
+    """What files call a model's tensor: one of all experts lies there as several of each expert,
+    whose rows follow each other. Its own name where they have no such tensor.
+    """
+    for held in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+        if held in files:
+            return held
+        prefix, _, last = held.rpartition(".")
+        for parts in _OF_AN_EXPERT.get(last, ()) if prefix.endswith(".experts") else ():
+            each = ([f"{prefix}.{number}.{part}.weight" for part in parts] for number in count())
+            experts = list(takewhile(lambda names: all(n in files for n in names), each))
+            if experts:
+                return experts
+    return name
 
 
 def plugin_files(plugins: Sequence[str]) -> list[Path]:

@@ -354,6 +354,8 @@ def plan_memory(
         )
     shape = shape_at(config.model.model_path) if trains else None
     if shape is None:
+        if trains:
+            _note_without_plan(stage)
         return MemoryPlan({}, bool(asked))
     on_ray = places.launcher == "ray"
     engine: dict[str, Any] = {}
@@ -395,6 +397,18 @@ def plan_memory(
     if free is not None and sum(needs.values()) > free:
         _say_what_is_short(stage, needs, use, free)
     return MemoryPlan(needs, use.checkpointing, share)
+
+
+def _note_without_plan(stage: StageConfig) -> None:
+    """That of the model's layers too little is known. Nothing where its files are not here yet."""
+    facts = model_config(stage.config.model.model_path)
+    if kind := facts.get("model_type"):
+        kind += ", a mixture of experts" * bool(experts_of(facts))
+        stage.notes.append(
+            f"model.model_path: there is no memory plan and no MFU for this kind ({kind}): whether "
+            "it fits shows when it runs, and trainer.enable_gradient_checkpointing is off unless "
+            "it is set"
+        )
 
 
 def _share_of(stage: StageConfig, shape: ModelShape, use: Use, free: int) -> float:

@@ -39,10 +39,13 @@ from trireme.trainer.model import (
     checkpoint_activations,
     empty_model,
     fill_rows,
+    is_empty,
     load_model,
     prove_first_layers,
+    replace_weights,
     token_logprobs,
     without_dropout,
+    without_numbers,
 )
 from trireme.trainer.optim import ScheduledOptimizer
 from trireme.trainer.ranks import (
@@ -109,20 +112,16 @@ class TrainSettings:
         """
         trust = self.trust_remote_code
         model = None
-        if ranks and self.lora is None:  # an adapter is made beside weights that are there
-            model = empty_model(path, trust_remote_code=trust)
+        # Of a base that is not trained no float32 copy is needed.
+        dtype = torch.bfloat16 if self.half and self.lora else torch.float32
+        if ranks and (self.lora is None or self.lora.leaves_base_alone):
+            model = empty_model(path, dtype=dtype if self.lora else None, trust_remote_code=trust)
         if ranks and model is not None:
             prove = partial(prove_first_layers, path, trust_remote_code=trust)
             self.team(ranks).attempt(prove if ranks.rank == 0 else lambda: None)
         else:
-            # Of a base that is not trained no float32 copy is needed.
-            half = self.half and self.lora is not None
-            model = load_model(
-                path,
-                device="cpu" if ranks else self.device,
-                dtype=torch.bfloat16 if half else torch.float32,
-                trust_remote_code=trust,
-            )
+            device = "cpu" if ranks else self.device
+            model = load_model(path, device=device, dtype=dtype, trust_remote_code=trust)
         without_dropout(model)
         if self.compile:
             compile_blocks(blocks(model))
@@ -139,11 +138,14 @@ class TrainSettings:
         """
         if ranks is None:
             return Root(model)
-        empty = any(parameter.is_meta for parameter in model.parameters())
+        empty = any(map(is_empty, model.parameters()))
+        if empty:  # an adapter, which has numbers, has been made
+            replace_weights(model, without_numbers)
         root = shard(model, ranks.mesh, half=self.half, offload=self.offload)
         if empty:
             materialize(root, "cpu" if self.offload else ranks.device)
-            fill_rows(model, path)
+            named = model.named_parameters()
+            fill_rows({Adapter.plain_name(name): weight for name, weight in named}, path)
         return root
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> ScheduledOptimizer:

@@ -53,6 +53,13 @@ class Lora:
     exclude_modules: str | tuple[str, ...] | None = None
     """Names of those that get none."""
 
+    @property
+    def leaves_base_alone(self) -> bool:
+        """Whether it can be made without the base's numbers: DoRA takes their norms."""
+        if self.path is None:
+            return not self.dora
+        return _config(self).init_lora_weights in (True, False, "gaussian")  # others change them
+
 
 class Adapter:
     """The adapter on a model, which is changed in place: its linear layers gain the additions."""

@@ -17,7 +17,7 @@ from transformers.utils import logging as verbosity
 
 from trireme.batch import Batch, of_tokens
 from trireme.checkpoint.saved import ExpertRows, FileRows, assign
-from trireme.config.lookup import read_shapes, weight_files
+from trireme.config.lookup import names_in, read_shapes, weight_files
 from trireme.engines.torch.linear import quicken
 from trireme.engines.torch.shell import refuse_recurrent
 from trireme.trainer import attention, ulysses
@@ -58,12 +58,15 @@ def load_model(
     return model
 
 
-def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel | None:
-    """The model of a folder in float32 with packed attention, without its weights: `fill_rows`.
+def empty_model(
+    path: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel | None:
+    """The model of a folder with packed attention, without its weights: `fill_rows`.
 
-    None where its files hold tensors by other names than the model's own, or Qwen's of single
-    experts: they are converted as a whole model is loaded. Whether it takes packed attention is for
-    `prove_first_layers`.
+    They are in float32 without a device; where a `dtype` is given, of that and on the CPU, so that
+    an adapter can be made beside them. None where its files hold tensors by other names than
+    `names_in` knows: they are converted as a whole model is loaded. Whether it takes packed
+    attention is for `prove_first_layers`.
     """
     from accelerate import init_empty_weights  # slow to load, and needed by ranks alone
 
@@ -77,15 +80,37 @@ def empty_model(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
     model.tie_weights()
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     files = tensor_files(path)
-    held = (
-        name in files or len(_experts(name, files)) == len(parameter)
-        for name, parameter in model.named_parameters()
-    )
-    if set(model.state_dict()) != names or not all(held):
+    held = ((names_in(files, name), parameter) for name, parameter in model.named_parameters())
+    if set(model.state_dict()) != names or not all(
+        where in files if isinstance(where, str) else len(where) == len(parameter)
+        for where, parameter in held
+    ):
         return None
+    if dtype is not None:  # all numbers of a weight are one and the same
+        replace_weights(model, lambda w: torch.zeros((), dtype=dtype).expand(w.shape))
     model.set_attn_implementation(attention.NAME)
     quicken(model)
     return model.eval()
+
+
+def replace_weights(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+    """Put what `make` gives in the place of each weight; tied ones stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight not in made:
+                made[weight] = nn.Parameter(make(weight), weight.requires_grad)
+            module.register_parameter(name, made[weight])
+
+
+def is_empty(weight: Tensor) -> bool:
+    """Whether it is one of an `empty_model`."""
+    return weight.is_meta or weight.untyped_storage().nbytes() < weight.nbytes
+
+
+def without_numbers(weight: Tensor) -> Tensor:
+    """One of an `empty_model` on no device; any other as it is."""
+    return weight.new_empty(weight.shape, device="meta") if is_empty(weight) else weight
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
@@ -94,31 +119,16 @@ def tensor_files(path: str | Path) -> dict[str, Path]:
 
 
 @torch.no_grad()
-def fill_rows(model: nn.Module, path: str | Path) -> None:
+def fill_rows(named: Mapping[str, Tensor], path: str | Path) -> None:
     """Read the rows of each weight that this rank holds; what the folder does not have stays."""
     files = tensor_files(path)
-    for name, parameter in model.named_parameters():
-        if name in files:  # opened each time: pages that were read are given back
-            with safe_open(files[name], framework="pt") as held:
-                assign(parameter, FileRows(held, name))
-        elif experts := _experts(name, files):
-            assign(parameter, ExpertRows(files, experts))
-
-
-_OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-def _experts(name: str, files: Mapping[str, Path]) -> list[list[str]]:
-    """Of each expert the tensors of a folder that a parameter of all experts is made of."""
-    prefix, _, last = name.rpartition(".")
-    if not prefix.endswith(".experts") or last not in _OF_AN_EXPERT:
-        return []
-    experts: list[list[str]] = []
-    while True:
-        names = [f"{prefix}.{len(experts)}.{part}.weight" for part in _OF_AN_EXPERT[last]]
-        if any(part not in files for part in names):
-            return experts
-        experts.append(names)
+    for name, parameter in named.items():
+        held = names_in(files, name)
+        if not isinstance(held, str):
+            assign(parameter, ExpertRows(files, held))
+        elif held in files:  # opened each time: pages that were read are given back
+            with safe_open(files[held], framework="pt") as file:
+                assign(parameter, FileRows(file, held))
 
 
 def prove_first_layers(path: str | Path, *, trust_remote_code: bool = False) -> None:

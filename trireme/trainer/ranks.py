@@ -236,13 +236,17 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, half: bool, offload: bool
     return root
 
 
+@torch.no_grad()
 def materialize(root: Root, device: torch.device | str) -> None:
-    """Give shards that are without numbers memory on a device; buffers stay what they are."""
+    """Give shards that are without numbers memory on a device; all else stays what it is."""
     buffers = dict(root.named_buffers())
+    weights = {n: w.detach().clone() for n, w in root.named_parameters() if not w.is_meta}
     root.to_empty(device=device)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         root.get_submodule(owner)._buffers[leaf] = buffer
+    for name, numbers in weights.items():
+        root.get_parameter(name).copy_(numbers)
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
