@@ -344,7 +344,8 @@ def test_torch_engines_are_no_more_than_there_are_gpus_beside_the_trainers(tmp_p
     assert plan_of(tmp_path, *asked).engine_hosts == 2
 
 
-FOUND = placement.Vllm("/envs/vllm/bin/python", "0.32.0", ("max_num_seqs", "block_size", "seed"))
+ARGUMENTS = ("max_num_seqs", "block_size", "seed", "weight_transfer_config")
+FOUND = placement.Vllm("/envs/vllm/bin/python", "0.32.0", ARGUMENTS)
 
 
 @pytest.fixture
@@ -425,6 +426,13 @@ def test_what_vllm_cannot_do_is_found_before_it_starts(
 ) -> None:
     found = problems(tmp_path, VLLM, key(override), **{"head_dim": 64, **facts})
     assert len(found) == 1 and said in found[0]
+
+
+def test_a_vllm_that_has_no_weight_transfer_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    old = placement.Vllm(FOUND.python, "0.9.1", ARGUMENTS[:-1])
+    monkeypatch.setattr(placement, "find_vllm", lambda asked: old)
+    (said,) = problems(tmp_path, VLLM, num_attention_heads=4, head_dim=64)
+    assert "vLLM 0.9.1 of /envs/vllm/bin/python has no weight transfer: expected 0.32" in said
 
 
 @pytest.mark.usefixtures("vllm")

@@ -59,6 +59,7 @@ _OURS = {
     "logprobs_mode": "Trireme alone, since log-probabilities are recorded in one way",
     "speculative_config": "nothing: speculated tokens have no log-probabilities of their own",
     "skip_tokenizer_init": "Trireme alone, since prompts and replies are ids",
+    "weight_transfer_config": "Trireme alone, since its trainer sends the weights",
 }
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on a CPU has kernels for."""
@@ -450,6 +451,12 @@ def _probe(python: str) -> Vllm:
 
 
 def _check_arguments(stage: StageConfig, vllm: Vllm) -> None:
+    if "weight_transfer_config" not in vllm.arguments:
+        stage.problem(
+            f"{KEY}.engine_type",
+            f"is vllm, and vLLM {vllm.version} of {vllm.python} has no weight transfer: expected "
+            "0.32 or later",
+        )
     for name in stage.config.explorer.rollout_model.extra_engine_args:
         key = f"{KEY}.extra_engine_args.{name}"
         if name in _OURS:

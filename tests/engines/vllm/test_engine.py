@@ -165,6 +165,37 @@ def test_weights_come_by_a_group_and_by_http_and_are_proved(
         device.close()
 
     run(host, main)
+    # its own calls, which need what these make
+    assert "weight transfer engine: GroupTransfer" in (folder.parent / "engine.log").read_text()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+def test_a_mixtures_experts_come_as_one_tensor_and_are_proved(arch: str, tmp_path: Path) -> None:
+    """In vLLM's files they lie expert by expert, Mixtral's router under another name too."""
+    folder = make_model(tmp_path / "a", arch, head_dim=32)
+    backend = trained(folder, 0.05)
+
+    async def main(engine: RemoteEngine) -> None:
+        device = Device(1)
+        common: dict[str, Any] = {"dtype": "float32", "probe": Probe(99, "float32")}
+        group = GroupSync(backend, engine, device, bucket_bytes=4096, **common)
+        http = HttpSync(trained(folder, 0.1), engine, device, **common)
+        assert (await group.push(1))["sync/probe_diff"] < 1e-5
+        assert (await http.push(2))["sync/probe_diff"] < 1e-5
+        export = tmp_path / "saved" / "huggingface"
+        export.mkdir(parents=True)
+        backend.save(export.parent, hf=True)
+        await engine.update_weights(export, 3)
+        [scored] = await engine.logprobs([[*PROMPT, 9, 10, 11]])
+        assert scored == pytest.approx(backend.score([[*PROMPT, 9, 10, 11]])[0], abs=1e-5)
+        device.close()
+
+    host = vllm_host(folder)
+    asyncio.run(start_all([host], START_S))
+    try:
+        run(host, main)
+    finally:
+        asyncio.run(stop_all([host]))
 
 
 def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: Path) -> None:

@@ -47,17 +47,18 @@ except SystemExit:
 RANKS = """
 import json
 from types import SimpleNamespace
-from trireme.engines.vllm import worker
+from trireme.engines.vllm import transfer
 
 ranks = []
-worker.WeightGroup = lambda meeting: (ranks.append(meeting.rank), SimpleNamespace(connect=int))[1]
+transfer.WeightGroup = lambda meeting: (ranks.append(meeting.rank), SimpleNamespace(connect=int))[1]
+meeting = {"host": "127.0.0.1", "port": 1, "world_size": 5, "rank": 1}
 for index in range(2):
     for rank in range(2):
-        one = worker.TriremeWorker()
-        one.rank, one._trireme_groups = rank, {}
-        one.parallel_config = SimpleNamespace(
-            data_parallel_rank=0, data_parallel_index=index, world_size=2)
-        one.trireme_join({"host": "127.0.0.1", "port": 1, "world_size": 5, "rank": 1})
+        parallel = SimpleNamespace(
+            data_parallel_rank=0, data_parallel_index=index, world_size=2, rank=rank)
+        config = SimpleNamespace(parallel_config=parallel, model_config=None)
+        one = transfer.GroupTransfer(None, config, None, None)
+        one.init_transfer_engine(one.parse_init_info({"meeting": meeting, "leader": "trainer"}))
 print(json.dumps(ranks))
 """
 

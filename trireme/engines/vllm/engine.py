@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trireme.aio import first_failure
-from trireme.config.lookup import model_shapes, need_weight_files
+from trireme.config.lookup import model_shapes, names_in, need_weight_files
 from trireme.engines.adapter import ENDS, is_adapter
 from trireme.engines.engine import Completion, Health, OnToken, Sampling, broken
 from trireme.engines.request import Request, checked_rows, make_requests
@@ -59,11 +59,12 @@ class VllmEngine:
         group_size: int = 1,
         keep_kv: bool = False,
         sleeps: bool = False,
+        adapts: bool = False,
     ) -> None:
         """`llm` is an AsyncLLM whose workers are prepared: see `start`; it has `group_size` of
         them, and `sockets` go with it. `keep_kv` goes on with old keys and values after an update
         in flight. `sleeps`: while it is paused its keys and values are gone and its weights in the
-        machine's memory.
+        machine's memory. `adapts`: what is pushed is a LoRA adapter.
         """
         self.group_size = group_size
         self._llm: Any = llm
@@ -74,6 +75,7 @@ class VllmEngine:
         self._keep_kv = keep_kv
         self._sleeps = sleeps
         self._names = tensor_names(model)
+        self._adapts = adapts
         self._adapter: Any = None
         """What has requests use the LoRA adapter, once there is one."""
         self._ends = end_tokens_of(model, tokenizer)
@@ -143,6 +145,7 @@ class VllmEngine:
             group_size=math.prod(engine_arguments.get(name, 1) for name in parallel),
             keep_kv=keep_kv,
             sleeps=sleeps,
+            adapts=bool(engine_arguments.get("enable_lora")),
             sockets=sockets,
         )
         await llm.collective_rpc("trireme_prepare", args=(sorted(engine._names), dtype))
@@ -200,7 +203,7 @@ class VllmEngine:
             raise ValueError("this engine has weights of its own: update_weights needs a source")
         if isinstance(source, str | Path):
             self._examine(tensor_names(source))
-            await self._renew(version, lambda: self._rpc("trireme_load", str(source)))
+            await self._renew(version, lambda: self._take_in(path=str(source)))
             return
         if not is_adapter(source):
             self._examine(set(source))
@@ -209,7 +212,7 @@ class VllmEngine:
     async def join_group(self, meeting: Meeting) -> None:
         """See server/group_routes.py: each worker comes with a rank of its own."""
         self._check()
-        await self._rpc("trireme_join", asdict(meeting))
+        await self._join("trainer", asdict(meeting))
 
     async def receive_weights(self) -> None:
         """Freeze, and take what the trainer broadcasts. `commit_weights` goes on.
@@ -222,7 +225,7 @@ class VllmEngine:
             if self._asleep == WHOLE:
                 await self._llm.wake_up(tags=["weights"])
                 self._asleep = CACHE
-            await self._freeze_and(lambda: self._rpc("trireme_receive"))
+            await self._freeze_and(lambda: self._take_in(leader="trainer"))
 
     async def commit_weights(self, version: int) -> None:
         """Use what was received, and go on."""
@@ -361,23 +364,36 @@ class VllmEngine:
             await self._freeze_and(take)
             await self._go_on(version)
 
-    async def _hand_out(self, tensors: Mapping[str, Tensor]) -> list[bool]:
+    async def _join(self, leader: str, meeting: dict[str, Any]) -> None:
+        """Have each worker come to a group with a rank of its own."""
+        base: Any = import_module("vllm.distributed.weight_transfer.base")
+        joining = {"meeting": meeting, "leader": leader}
+        await self._llm.init_weight_transfer_engine(base.WeightTransferInitRequest(joining))
+
+    async def _take_in(self, **update: str) -> None:
+        """Have the workers take new weights, or an adapter. `update`: see Arriving."""
+        if self._adapts:
+            await self._rpc("trireme_adapt", update)
+            return
+        base: Any = import_module("vllm.distributed.weight_transfer.base")
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(base.WeightTransferUpdateRequest(update))
+        await self._llm.finish_weight_update()
+        await self._rpc("trireme_settle")
+
+    async def _hand_out(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcast them to our workers, a bucket at a time: neither a file nor a shared memory
-        folder, of which a container has 64 MB, holds them all. Whether they are an adapter.
+        folder, of which a container has 64 MB, holds them all.
         """
         if self._own is None:
             own = WeightGroup(Meeting("127.0.0.1", 0, 1 + self.group_size, 0))
             meeting = asdict(Meeting("127.0.0.1", own.port, 1 + self.group_size, 1))
-            await first_failure(
-                asyncio.to_thread(own.connect), self._rpc("trireme_join", meeting, "engine")
-            )
+            await first_failure(asyncio.to_thread(own.connect), self._join("engine", meeting))
             self._own = own
         try:
-            _, adapted = await first_failure(
-                asyncio.to_thread(self._own.send, tensors.items()),
-                self._rpc("trireme_receive", "engine"),
+            await first_failure(
+                asyncio.to_thread(self._own.send, tensors.items()), self._take_in(leader="engine")
             )
-            return adapted
         except BaseException:
             self._own = None
             raise
@@ -385,8 +401,8 @@ class VllmEngine:
     async def _freeze_and(self, take: Callable[[], Any]) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=not self._keep_kv)
         try:
-            adapted = (await take())[0]
-            if adapted and self._adapter is None and self._rows:
+            await take()
+            if self._adapts and self._adapter is None and self._rows:
                 raise RuntimeError(
                     f"the first adapter came while {len(self._rows)} requests were under way "
                     "without one: expected it before they begin"
@@ -394,7 +410,7 @@ class VllmEngine:
         except Exception as error:
             self._failure = error
             raise
-        if adapted and self._adapter is None:
+        if self._adapts and self._adapter is None:
             requests: Any = import_module("vllm.lora.request")
             self._adapter = requests.LoRARequest(*ADAPTER, "is loaded")
 
@@ -405,8 +421,9 @@ class VllmEngine:
             await self._llm.resume_generation()
 
     def _examine(self, names: set[str]) -> None:
-        missing = sorted(self._names - names)
-        foreign = sorted(names - self._names - {"lm_head.weight"})
+        held = {part for name in names for part in _parts_of(names_in(self._names, name))}
+        missing = sorted(self._names - held)
+        foreign = sorted(held - self._names - {"lm_head.weight"})
         if missing or foreign:
             raise ValueError(
                 f"these weights are not of this model: {len(missing)} tensors are missing "
@@ -440,6 +457,10 @@ def tensor_names(path: str | Path) -> set[str]:
         with safe_open(file, framework="pt") as tensors:
             names |= set(tensors.keys())
     return names
+
+
+def _parts_of(held: str | list[list[str]]) -> Sequence[str]:
+    return [held] if isinstance(held, str) else [part for parts in held for part in parts]
 
 
 def _params(request: Request) -> Any:

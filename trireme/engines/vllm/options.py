@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 WORKER = "trireme.engines.vllm.worker.TriremeWorker"
+TRANSFER = "trireme"
+"""What vLLM knows our weight transfer by."""
 STREAM = "trireme_stream"
 """Name of a request's random stream among vLLM's `extra_args`."""
 ADAPTER = ("trireme", 1)
@@ -48,6 +50,7 @@ def arguments(
         "max_logprobs": 64,
         "skip_tokenizer_init": True,
         "worker_extension_cls": WORKER,
+        "weight_transfer_config": {"backend": TRANSFER},
         "disable_log_stats": True,
         **arguments,
         **extra,

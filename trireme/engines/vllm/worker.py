@@ -1,8 +1,9 @@
 """Worker: what each of vLLM's worker processes does for us, called by collective_rpc.
 
-New weights come in Hugging Face's form and go through vLLM's own reload. On a CPU vLLM keeps
-weights packed by their products; where the head is tied to the embedding the reload packs only one
-of the two anew, and the head goes on with the old one: it is packed again here.
+New weights come in Hugging Face's form and by vLLM's own calls, see transfer.py; an adapter comes
+by ours. On a CPU vLLM keeps weights packed by their products; where the head is tied to the
+embedding its reload packs only one of the two anew, and the head goes on with the old one; experts
+it does not pack anew at all, and takes them for packed: both are packed again here.
 
 vLLM's sampler reports one number a token, raw or of the distribution drawn from; the Engine's
 contract has both, the raw one at the temperature, and the weights' version. So our sampler's row of
@@ -14,22 +15,20 @@ for the Sampler of vLLM 0.10 to 0.32 (vllm/v1/sample/sampler.py).
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from trireme.config.lookup import weight_files
-from trireme.engines.adapter import A, B, is_adapter, write_adapter
+from trireme.engines.adapter import A, B, write_adapter
 from trireme.engines.sampling import inverse_cdf, uniforms
 from trireme.engines.vllm.options import ADAPTER, STREAM
-from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
+from trireme.engines.vllm.transfer import Arriving, GroupTransfer, read
+from trireme.engines.weight_group import fingerprint
 
 _outputs: Any = import_module("vllm.v1.outputs")
 _ops: Any = import_module("vllm.v1.sample.ops.topk_topp_sampler")
@@ -157,7 +156,7 @@ class TriremeWorker:
 
     model_runner: Any
     parallel_config: Any
-    rank: int
+    weight_transfer_engine: GroupTransfer
 
     def trireme_prepare(self, names: Sequence[str], dtype: str) -> None:
         """Put our sampler in place. `names`: the tensors that new weights must hold."""
@@ -168,8 +167,7 @@ class TriremeWorker:
                 "Trireme records them cannot be had: expected its V1 model runner"
             )
         self.model_runner.sampler = ContractSampler(self.model_runner)
-        self._trireme_groups: dict[str, WeightGroup] = {}
-        self._trireme_names = set(names)
+        self.weight_transfer_engine.names = set(names)
         self._trireme_dtype = dtype
         self._trireme_marks: dict[str, float] | None = None
         self._trireme_base: dict[str, float] | None = None
@@ -182,56 +180,18 @@ class TriremeWorker:
         """Prompts are scored at it from now on."""
         self.model_runner.sampler.score_temperature = temperature
 
-    def trireme_load(self, path: str) -> bool:
-        """Take the weights of a folder of safetensors, or of one such file. Whether they are an
-        adapter.
+    def trireme_settle(self) -> None:
+        """All new weights have come by `weight_transfer_engine`."""
+        self.trireme_mend()
+        marks = self.weight_transfer_engine.marks
+        self._trireme_marks = marks | self._trireme_used_marks(marks)
+
+    def trireme_adapt(self, update: Mapping[str, str]) -> None:
+        """Take an adapter in place of the last one, by the way that vLLM loads them. `update`: see
+        Arriving.
         """
-        return self._trireme_take(_read(weight_files(Path(path))))
-
-    def trireme_join(self, meeting: dict[str, Any], leader: str = "trainer") -> None:
-        """Come to a weight group, each worker with a rank of its own. `leader`: whose it is."""
-        parallel = self.parallel_config
-        # data_parallel_rank is 0 in every replica of a dense model; the index tells them apart
-        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        place = replica * parallel.world_size + self.rank
-        group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
-        group.connect()
-        self._trireme_groups[leader] = group
-
-    def trireme_receive(self, leader: str = "trainer") -> bool:
-        """Take the weights that it broadcasts. Whether they are an adapter."""
-        return self._trireme_take(self._trireme_groups[leader].receive())
-
-    def trireme_fingerprint(self) -> dict[str, float] | None:
-        """See engines/fingerprint.py, of the weights that came last; None before any came."""
-        return self._trireme_marks
-
-    def trireme_mend(self) -> None:
-        """Pack a tied head anew, from the embedding's new weight."""
-        for module in self.model_runner.get_model().modules():
-            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
-
-    def _trireme_take(self, tensors: Iterator[tuple[str, Tensor]]) -> bool:
-        """Overwrite the weights, tensor by tensor, or take an adapter: which of them they are."""
-        first = next(tensors, None)
-        tensors = itertools.chain([first] if first else [], tensors)
-        adapts, holds = bool(first and is_adapter([first[0]])), self.model_runner.lora_config
-        if adapts != bool(holds):
-            kinds = ("all weights", "a LoRA adapter")
-            raise RuntimeError(
-                f"this vLLM takes {kinds[bool(holds)]}, and a push of {kinds[adapts]} came "
-                "(explorer.rollout_model.enable_lora)"
-            )
-        if adapts:
-            self._trireme_adapt(dict(tensors))
-        else:
-            self._trireme_overwrite(tensors)
-        return adapts
-
-    def _trireme_adapt(self, adapter: dict[str, Tensor]) -> None:
-        """Take an adapter in place of the last one, by the way that vLLM loads them."""
         self._trireme_marks = None
+        adapter = dict(self.weight_transfer_engine.arriving(Arriving(**update), adapter=True))
         requests: Any = import_module("vllm.lora.request")
         shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.TemporaryDirectory(prefix="trireme-adapter-", dir=shared) as folder:
@@ -244,10 +204,29 @@ class TriremeWorker:
         used = _used_adapter(self.model_runner.get_model(), adapter) if alone else adapter
         self._trireme_marks = self._trireme_base | fingerprint(used, self._trireme_dtype)
 
+    def trireme_fingerprint(self) -> dict[str, float] | None:
+        """See engines/fingerprint.py, of the weights that came last; None before any came."""
+        return self._trireme_marks
+
+    def trireme_mend(self) -> None:
+        """On a CPU pack anew what vLLM's reload does not: a tied head, from the embedding's new
+        weight, and experts, which it packs the first time alone.
+        """
+        for module in self.model_runner.get_model().modules():
+            method: Any = getattr(module, "quant_method", None)
+            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+                method.process_weights_after_loading(module)
+            kernel, weight = (
+                getattr(method, "moe_kernel", None),
+                getattr(module, "w13_weight", None),
+            )
+            if kernel is not None and weight is not None and weight.device.type == "cpu":
+                kernel.fused_experts.process_weights_after_loading(module)
+
     def _trireme_base_marks(self) -> dict[str, float]:
         """Of the files that were loaded, and as the layers use them as far as that can be told."""
         marks: dict[str, float] = {}
-        for name, tensor in _read(weight_files(Path(self.model_runner.model_config.model))):
+        for name, tensor in read(Path(self.model_runner.model_config.model)):
             marks |= fingerprint({name: tensor}, self._trireme_dtype)
         return marks | self._trireme_used_marks(marks)
 
@@ -258,29 +237,6 @@ class TriremeWorker:
         used = _used(self.model_runner.get_model())
         known = {n: t for n, t in used.items() if n in marks or n == "lm_head.weight"}
         return fingerprint(known, self._trireme_dtype)
-
-    def _trireme_overwrite(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        marks: dict[str, float] = {}
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in tensors:
-                marks.update(fingerprint({name: tensor}, self._trireme_dtype))
-                yield name, tensor
-
-        self._trireme_marks = None
-        self.model_runner.reload_weights(weights_iterator=noted())
-        self.trireme_mend()
-        missing = sorted(self._trireme_names - set(marks))
-        if missing:
-            raise RuntimeError(f"the new weights lack {len(missing)} tensors, {missing[0]} first")
-        self._trireme_marks = marks | self._trireme_used_marks(marks)
-
-
-def _read(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt") as held:
-            for name in held.keys():  # noqa: SIM118 (it is no dict)
-                yield name, held.get_tensor(name)
 
 
 @torch.no_grad()

@@ -1,0 +1,146 @@
+"""Transfer: vLLM's own weight transfer, with our weight group as what carries the bytes.
+
+Each worker makes one by the name that `weight_transfer_config` gives, and vLLM's calls drive it:
+init, start, update, finish. vLLM's own transports need a GPU: its NCCL engine is written on CUDA's
+communicators, and its IPC engine takes pickled handles. Ours takes gloo, NCCL and lent memory
+alike, and files. It is written for vLLM 0.32 (vllm/distributed/weight_transfer/base.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trireme.config.lookup import names_in, weight_files
+from trireme.engines.adapter import is_adapter
+from trireme.engines.vllm.options import TRANSFER
+from trireme.engines.weight_group import Meeting, WeightGroup, fingerprint
+
+_base: Any = import_module("vllm.distributed.weight_transfer.base")
+_factory: Any = import_module("vllm.distributed.weight_transfer.factory")
+_reload: Any = import_module("vllm.model_executor.model_loader.reload")
+
+
+@dataclass
+class Joining(_base.WeightTransferInitInfo):
+    """A weight group to come to."""
+
+    meeting: dict[str, Any]
+    """Of the engine's first worker; each has a rank of its own."""
+    leader: str
+    """Whose group it is."""
+
+
+@dataclass
+class Arriving(_base.WeightTransferUpdateInfo):
+    """Where new weights come from: a group, or a file or folder of safetensors."""
+
+    leader: str | None = None
+    path: str | None = None
+
+
+class GroupTransfer(_base.WeightTransferEngine):
+    """See vLLM's WeightTransferEngine."""
+
+    init_info_cls, update_info_cls = Joining, Arriving
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.names: set[str] = set()
+        """Those of the files that vLLM loaded: it knows its layers by them."""
+        self.marks: dict[str, float] = {}
+        """Fingerprints of the weights that came last, see engines/weight_group.py."""
+        self._groups: dict[str, WeightGroup] = {}
+        self._missing: set[str] = set()
+
+    def init_transfer_engine(self, init_info: Joining) -> None:
+        """Come to a weight group."""
+        parallel, meeting = self.parallel_config, init_info.meeting
+        # data_parallel_rank is 0 in every replica of a dense model; the index tells them apart
+        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        place = replica * parallel.world_size + parallel.rank
+        group = WeightGroup(Meeting(**meeting | {"rank": meeting["rank"] + place}))
+        group.connect()
+        self._groups[init_info.leader] = group
+
+    def start_weight_update(self) -> None:
+        """Layers take their new weights as these come in, each in the memory of its old ones."""
+        self.marks, self._missing = {}, set(self.names)
+        _reload.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """All that comes from one place. vLLM's own has no CPU in mind: it waits for a GPU."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Arriving) -> None:
+        """Overwrite the model's weights, tensor by tensor."""
+        self.model.load_weights(self._noted(self.arriving(update_info, adapter=False)))
+
+    def finish_weight_update(self) -> None:
+        """Raises RuntimeError where weights have not come."""
+        _reload.finalize_layerwise_reload(self.model, self.model_config)
+        if self._missing:
+            first = min(self._missing)
+            raise RuntimeError(f"the new weights lack {len(self._missing)} tensors, {first} first")
+
+    def shutdown(self) -> None:
+        """Leave the groups."""
+        self._groups.clear()
+
+    def arriving(self, update_info: Arriving, *, adapter: bool) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that come. Raises RuntimeError where they are an adapter and should not be,
+        or the other way round.
+        """
+        if update_info.path is not None:
+            tensors = read(Path(update_info.path))
+        else:
+            tensors = self._groups[str(update_info.leader)].receive()
+        first = next(tensors, None)
+        if adapter != bool(first and is_adapter([first[0]])):
+            kinds = ("all weights", "a LoRA adapter")
+            raise RuntimeError(
+                f"this vLLM takes {kinds[adapter]}, and a push of {kinds[not adapter]} came "
+                "(explorer.rollout_model.enable_lora)"
+            )
+        return itertools.chain([first] if first else [], tensors)
+
+    def _noted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same under the names of the files, with their fingerprints under their own."""
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        for name, tensor in tensors:
+            self.marks |= fingerprint({name: tensor}, dtype)
+            for part, weight in _in_files(name, tensor, self.names):
+                self._missing.discard(part)
+                yield part, weight
+
+
+def _in_files(name: str, tensor: Tensor, names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """A weight as files of these names have it: that of all experts expert by expert."""
+    held = names_in(names, name)
+    if isinstance(held, str):
+        yield held, tensor
+        return
+    for parts, expert in zip(held, tensor, strict=True):
+        yield from zip(parts, expert.chunk(len(parts)), strict=True)
+
+
+def read(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder's safetensors files, or of one file."""
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as held:
+            for name in held.keys():  # noqa: SIM118 - it is no mapping
+                yield name, held.get_tensor(name)
+
+
+_factory.WeightTransferEngineFactory.register_engine(TRANSFER, GroupTransfer)
