@@ -17,6 +17,7 @@ from tests.cli.test_eval import api as api  # a fixture
 from trireme.cli.main import app
 from trireme.config.load import load_config
 from trireme.engines.api import ApiEngine, byte_tokenizer
+from trireme.experience import TOLD_TOKENS
 from trireme.launch.api_model import ApiModel, read_api_calls
 from trireme.launch.check import draft
 from trireme.model.chat_tokens import ChatTokens
@@ -98,13 +99,14 @@ def test_a_program_s_tool_choice_reaches_an_api(
 ) -> None:
     function = {"name": "add", "arguments": '{"a": 1}'}
     monkeypatch.setattr(Api, "calls", [{"id": "x", "type": "function", "function": function}])
+    monkeypatch.setattr(Api, "told", 5)
     tokenizer = byte_tokenizer()
     chat = ChatTokens(tokenizer, tool_call_parser=parser)
     read_api_calls(chat)
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [tool]}
 
-    async def main() -> tuple[Any, int]:
+    async def main() -> tuple[Any, list[Any]]:
         engine = ApiEngine(api, "adder", tokenizer=tokenizer, max_model_len=9999)
         model = ApiModel(engine, chat, max_model_len=9999)
         response = await respond(model, body | {"tool_choice": choice}, chat=True)
@@ -113,11 +115,11 @@ def test_a_program_s_tool_choice_reaches_an_api(
         body["messages"] += [response["choices"][0]["message"], result]
         await respond(model, body, chat=True)
         await engine.close()
-        return call["function"], len(model.experiences(1.0))
+        return call["function"], [e.info for e in model.experiences(1.0)]
 
-    called, conversations = asyncio.run(main())
+    called, infos = asyncio.run(main())
     assert (called["name"], json.loads(called["arguments"])) == ("add", {"a": 1})
-    assert conversations == 1
+    assert infos == [{TOLD_TOKENS: 10}]  # of both replies, in one conversation
     first, second = Api.asked
     assert first.get("tool_choice") == (None if choice == "auto" else choice)
     assert "tool_choice" not in second
