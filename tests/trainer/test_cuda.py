@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._utils import _get_device_index
 
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
+from trireme.engines.device import expand_segments
 from trireme.launch.models import make_rank_spec
 from trireme.trainer import ranks as ranks_module
 from trireme.trainer.leader import Leader, follow
@@ -81,6 +83,18 @@ def test_a_deterministic_step_on_a_gpu_adds_in_one_order(tiny_dir: Path) -> None
             seen.append((torch.are_deterministic_algorithms_enabled(), warns))
         assert not torch.are_deterministic_algorithms_enabled()
     assert seen == [(True, True), (False, False)]
+
+
+@pytest.mark.parametrize("said", ["", "max_split_size_mb:512"])
+def test_a_gpus_memory_grows_in_place_unless_the_user_says_otherwise(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+    expand_segments()
+    assert told == ([] if said else ["expandable_segments:True"])
 
 
 def _fails_in_its_thread(place: RankSpec) -> str:

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trireme.engines.device import EXPANDS, allocator_options, set_allocator_options
+
 _NUMBERS = {"offset": 3, "size": 8, "begin": 9, "counter": 12, "waits": 14}
 _BYTES = {"memory": 7, "counters": 11, "event": 13}
 """Where torch has the parts of a CUDA handle, in what it would pickle of a tensor."""
-
-
-_EXPANDS = "expandable_segments:True"
 
 
 class Lender:
@@ -81,18 +80,15 @@ def _segments_as_lent() -> Iterator[None]:
     """CUDA lends memory of segments that expand only where the kernel lets processes take each
     other's descriptors, and torch asks for others by this very call.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    options = next((os.environ[name] for name in names if os.environ.get(name)), "")
-    if _EXPANDS not in options:
+    options = allocator_options()
+    if EXPANDS not in options:
         yield
         return
-    older = torch.cuda.memory._set_allocator_settings
-    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
-    change(options.replace(_EXPANDS, "expandable_segments:False"))
+    set_allocator_options(options.replace(EXPANDS, "expandable_segments:False"))
     try:
         yield
     finally:
-        change(options)
+        set_allocator_options(options)
 
 
 class Borrower:

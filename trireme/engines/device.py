@@ -17,6 +17,7 @@ objects decide whose work comes next:
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,30 @@ class ColocationLock:
                         await self.make_room()
                     await self._engine.resume()
                     self._resting = False
+
+
+EXPANDS = "expandable_segments:True"
+
+
+def allocator_options() -> str:
+    """What the user said of torch's memory of a GPU, by the variables that torch reads."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def set_allocator_options(options: str) -> None:
+    """From now on, in this process alone; what is not said again is forgotten."""
+    older = torch.cuda.memory._set_allocator_settings
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
+    change(options)
+
+
+def expand_segments() -> None:
+    """Memory of a GPU in pieces that grow, where the user has said nothing: micro-batches differ in
+    size, and the gaps that they leave would be lost.
+    """
+    if not allocator_options():
+        set_allocator_options(EXPANDS)
 
 
 @contextmanager

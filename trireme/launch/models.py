@@ -16,6 +16,7 @@ import torch
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.config import Plan
 from trireme.config.lookup import located, model_config
+from trireme.engines.device import expand_segments
 from trireme.launch.data import make_trained_tokens
 from trireme.launch.stage import Stage
 from trireme.trainer.backend import Backend, TrainSettings
@@ -73,6 +74,8 @@ def make_models(
     which begins at its own path, else at the policy's. `leader` on the first of several ranks.
     """
     config, settings = plan.config, _settings(plan)
+    if plan.device == "cuda" and plan.launcher == "local" and not plan.takes_turns:
+        expand_segments()  # actors have it in their environment
     if plan.deterministic and plan.device == "cuda":
         # read at the first product: without it cuBLAS may choose another order of sums
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
