@@ -21,7 +21,7 @@ TASKS = RUNS = 4
 
 def until(ready: Any, wanted: str) -> Any:
     """What `ready` returns, once that is something."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if found := ready():
             return found

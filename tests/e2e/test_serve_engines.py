@@ -18,6 +18,7 @@ from tests.e2e.test_command import ENGINES
 from tests.e2e.test_two_commands import Pair
 from tests.tiny import make_model
 
+KEY = "a key of the server's"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -47,7 +48,8 @@ def refused_and_counted(client: openai.OpenAI, url: str) -> None:
         max_tokens=2,
         extra_body={"a_key_of_others": 1},
     )
-    said = httpx.get(f"{url.partition('/s/')[0]}/metrics").text
+    head = {"authorization": f"Bearer {KEY}"}
+    said = httpx.get(f"{url.partition('/s/')[0]}/metrics", headers=head).text
     assert re.search(r"trireme_request_keys_ignored_total(?:\{.*\})? [1-9]", said), said
 
 
@@ -57,12 +59,15 @@ def test_agents_are_served_whatever_generates(tmp_path: Path, overrides: tuple[s
     make_model(tmp_path / "model", max_len=256, head_dim=32)
     config["buffer"]["trainer_input"] = {"experience_buffer": {"name": "shared"}}
     config["explorer"] |= {"proxy_port": 0, "service_status_check_interval": 0.1}
+    config["explorer"]["rollout_model"] = {"api_key": KEY}
     pair = Pair(tmp_path, config)
     pair.start("serve", *overrides)
     process = pair.running["serve"]
     try:
         url = until(lambda: serving(pair.job / "explorer_server_url.txt"), "the server")
-        client = openai.OpenAI(base_url=f"{url}/s/one/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{url}/s/one/v1", api_key=KEY, max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="session:one").models.list()
         messages = [{"role": "user", "content": "hm"}]
         stream = client.chat.completions.create(
             model="any",
