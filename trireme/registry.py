@@ -331,6 +331,14 @@ RM_PLUGINS = Registry(
     refused={"genrm": "asks a language model for a score: the rewards judge and rubric do that"},
 )
 """Functions `(scores, task) -> scores`: see rewards/reward_model.py. ms-swift's `rm_plugins`."""
+CALLBACKS = Registry(
+    "trainer.callbacks",
+    refused=dict.fromkeys(
+        ("early_stop", "lisa", "adalora", "perf_log", "graceful_exit", "deepspeed_elastic"),
+        "is one of ms-swift's own, which is not here: expected a class of a plug-in",
+    ),
+)
+"""Classes that a training calls: see trainer/callbacks.py. ms-swift's `callbacks_map`."""
 
 reward = REWARDS.register
 """Decorator: a function `(task, answer, *, options)` or a RewardFn class by this name."""

@@ -62,6 +62,7 @@ KEYS = {
     "vllm_server_port": f"{ENGINE}.base_urls",
     "external_plugins": "plugins",
     "enable_thinking": "model.enable_thinking",
+    "callbacks": "trainer.callbacks",
     "sequence_parallel_size": "trainer.ulysses_sequence_parallel_size",
 }
 """Keys of the whole run."""

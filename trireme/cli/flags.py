@@ -32,6 +32,7 @@ from trireme.cli.flag_values import Given, needs, number_of, scalar, system_of, 
 from trireme.demo import YAML as DEMO
 
 _SEVERAL = ("reward_funcs", "reward_weights", "external_plugins", "stop_words", "report_to")
+_SEVERAL += ("callbacks",)
 _SEVERAL += (*REWARD_MODELS, "target_modules", "loss_type", "loss_weights")
 _ONE_OF = "expected one of "
 _ADVANTAGE = "algorithm.advantage_fn_args."

@@ -314,6 +314,8 @@ class TrainerConfig(Section):
     """Who may write at once."""
     total_steps: Annotated[int | None, Ge(1)] = None
     """Train steps after which the run ends; not given: when the data ends."""
+    callbacks: list[str] = []
+    """Classes that are called at the training's events, by name or path (docs/trackers.md)."""
     enable_preview: Annotated[bool, NoEffect()] = True
     """Show sample replies in the monitor."""
     grad_clip: PositiveFloat = 1.0

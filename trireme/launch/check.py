@@ -65,6 +65,7 @@ from trireme.pipeline.operators import make_operator
 from trireme.pipeline.pipeline import task_operators
 from trireme.registry import OPERATORS, REWARDS, TASK_OPERATORS
 from trireme.rewards.grouped import is_grouped, judge_of
+from trireme.trainer.callbacks import examine_callbacks
 from trireme.usercode import fault_of
 from trireme.workflows.plugins import load_plugins
 from trireme.workflows.workflow import resolve
@@ -405,6 +406,7 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
     parts.tried(lambda: examine_auxiliary(plan, teacher=recipe.needs_teacher))
     monitor = plan.config.monitor
     parts.tried(lambda: examine_trackers(monitor.monitor_type, monitor.monitor_args))
+    parts.tried(lambda: examine_callbacks(plan.config.trainer.callbacks))
     if not _prepares_tasks(parts.stage):  # it would write
         if parts.training is None:
             parts.training = parts.tried(lambda: make_training_taskset(plan))

@@ -27,6 +27,7 @@ from trireme.sync.checkpoint import CheckpointPush
 from trireme.sync.probe import Probe, WeightSource
 from trireme.sync.push import ColocatedSync, GroupSync, HttpSync, MemorySync
 from trireme.sync.synchronizer import Push, Synchronizer
+from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.lora import AdapterSource
 from trireme.trainer.measure import Profile
 from trireme.trainer.trainer import Stopped, Trainer
@@ -273,9 +274,23 @@ class TrainerSide:
             report=stage.console.step,
             show=self._show_rows(),
             profile=self._profile(),
+            callbacks=self._callbacks(),
         )
         trainer.step = stage.resumed.step if stage.resumed else 0
         return trainer
+
+    def _callbacks(self) -> Callbacks:
+        stage, plan = self.stage, self.stage.plan
+        trainer = plan.config.trainer
+        args = {
+            "output_dir": str(stage.folder.root),
+            "max_steps": trainer.total_steps or plan.train_steps or -1,
+            "save_steps": trainer.save_interval,
+            "logging_steps": 1,
+            "learning_rate": plan.config.algorithm.optimizer.lr,
+            "seed": plan.config.seed,
+        }
+        return Callbacks(trainer.callbacks, args, self.models.backend.module)
 
     def _profile(self) -> Profile | None:
         steps = frozenset(self.stage.plan.config.trainer.profile.steps)

@@ -26,6 +26,7 @@ from trireme.log import get_logger
 from trireme.monitor.figures import in_words
 from trireme.sync.synchronizer import Synchronizer
 from trireme.trainer.backend import Backend
+from trireme.trainer.callbacks import Callbacks
 from trireme.trainer.learning import TrainState
 from trireme.trainer.measure import Profile
 from trireme.trainer.step import train_step
@@ -97,6 +98,7 @@ class Trainer:
         report: Report,
         show: Callable[[int, Sequence[Experience]], None] | None = None,
         profile: Profile | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """Batches of `batch_size`, some of it from `auxiliary` where the recipe mixes.
 
@@ -121,6 +123,7 @@ class Trainer:
         self.report = report
         self.show = show
         self.profile = profile
+        self.callbacks = callbacks or Callbacks((), {}, None)
         self.step = 0
         self.seconds = 0.0
         self.doing = ""
@@ -147,6 +150,8 @@ class Trainer:
     async def _train(self) -> None:
         self._saved = self.step
         self._looked = time.monotonic(), self.device.busy
+        for event in ("on_init_end", "on_train_begin"):
+            await self.callbacks.tell(event, self.step)
         while not self._enough():
             began = time.monotonic()
             try:
@@ -159,9 +164,11 @@ class Trainer:
                 await self._end_save()
             if self._stopping:
                 await self._stop_here()
-            if self.save_interval and self.step % self.save_interval == 0 and not self._enough():
+            due = self.save_interval and self.step % self.save_interval == 0
+            if (due or self.callbacks.saves) and not self._enough():
                 await self._save(last=False)
         await self._save(last=True)
+        await self.callbacks.tell("on_train_end", self.step)
         if self.sync is not None:
             await self.sync.stopped(self.step)
         await self.buffer.close()
@@ -206,12 +213,14 @@ class Trainer:
         return self.sync.version if self.sync is not None else 0
 
     def _enough(self) -> bool:
-        return self.total_steps is not None and self.step >= self.total_steps
+        done = self.total_steps is not None and self.step >= self.total_steps
+        return done or self.callbacks.stops
 
     async def _train_on(
         self, experiences: list[Experience], sampled: dict[str, float], waited: float
     ) -> None:
         self.doing = f"train step {self.step + 1}"
+        await self.callbacks.tell("on_step_begin", self.step)
         started = time.monotonic()
         metrics = await self.device.run(self._step, experiences)
         elapsed = time.monotonic() - started
@@ -237,6 +246,8 @@ class Trainer:
         count = len(experiences)
         logger.info("step %d: %d experiences in %.2f s  %s", self.step, count, elapsed, shown)
         self.report("trainer", self.step, metrics)
+        await self.callbacks.tell("on_step_end", self.step)
+        await self.callbacks.tell("on_log", self.step, logs=dict(metrics))
 
     def _idle(self) -> float:
         """The share of the time since the last step in which the device did nothing."""
@@ -263,7 +274,7 @@ class Trainer:
         return metrics
 
     async def _save(self, *, last: bool) -> None:
-        self.doing = f"the checkpoint of step {self.step}"
+        self.doing, self.callbacks.saves = f"the checkpoint of step {self.step}", False
         begun = time.monotonic()
         await self._end_save()  # one at a time
         state = await self.checkpointer.snapshot()
@@ -291,6 +302,7 @@ class Trainer:
         await in_thread(self.checkpointer.seal_save, name="checkpoint")
         self.buffer.commit()
         logger.info("checkpoint of step %d saved", step)
+        await self.callbacks.tell("on_save", step)
 
     async def _end_save(self) -> None:
         """The checkpoint that is being written is whole and committed. Raises what failed."""

@@ -68,6 +68,8 @@ NAMES = {
     "RepetitionPenalty": f"{_GROUP}:Repetition",
     "SoftOverlong": _GROUP,
     "rm_plugins": _HERE,
+    "TrainerCallback": _HERE,
+    "callbacks_map": "trireme.registry:CALLBACKS",
     "prms": _HERE,
     "LossScale": _SCALE,
     "ContextType": _SCALE,
@@ -88,6 +90,7 @@ MODULES = frozenset(
         *(f"swift.rewards.{name}" for name in ("orm", "prm", "rm_plugin")),
         *(f"swift.loss_scale.{name}" for name in ("base", "mapping")),
         "swift.template.utils",
+        *(f"swift.callbacks{name}" for name in ("", ".base", ".mapping")),
     }
 )
 
@@ -100,6 +103,13 @@ class SwiftORM(_ORM):
 
     def __init__(self, args: Any = None) -> None:
         self.args = args
+
+
+class TrainerCallback:
+    """Base of callbacks, whose constructor takes ms-swift's arguments."""
+
+    def __init__(self, args: Any, trainer: Any) -> None:
+        self.args, self.trainer = args, trainer
 
 
 class RequestConfig(SimpleNamespace):

@@ -1,0 +1,125 @@
+"""Callbacks: users' classes are told of a training's events, and may end it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from tests.trainer.test_trainer import saves, trained
+from trireme.registry import CALLBACKS
+from trireme.trainer.callbacks import Callbacks, examine_callbacks
+
+SEEN: list[str] = []
+ARGS = {"max_steps": 9, "output_dir": "jobs/a"}
+
+
+class Ends(TrainerCallback):
+    """As transformers has them: made without arguments."""
+
+    def __init__(self, at: int = 3) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        SEEN.append(f"end {state.global_step} of {args.max_steps}")
+        control.should_save = state.global_step == 1
+        control.should_training_stop = state.global_step >= self.at
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        SEEN.append(f"saved {state.global_step}")
+
+
+class Told:
+    """As ms-swift has them: made with the arguments and the trainer."""
+
+    def __init__(self, args: Any, trainer: Any) -> None:
+        self.trainer = trainer
+        SEEN.append(f"made for {args.output_dir}")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        SEEN.append(f"begin {state.global_step}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        assert state is self.trainer.state and kwargs["model"] == "the model"
+        SEEN.append(f"log {len(state.log_history)}: {logs['actor/lr']}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        SEEN.append(f"over at {state.global_step}")
+
+
+class Fails:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise LookupError("no step")
+
+
+class Evaluates:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = True
+
+
+class Waits(TrainerCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+KINDS = {"ends": Ends, "told": Told, "fails": Fails, "evaluates": Evaluates, "waits": Waits}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    SEEN.clear()
+    for name, kind in (KINDS | {"nothing": TrainerCallback, "number": 3}).items():
+        monkeypatch.setitem(CALLBACKS._registered, name, kind)
+    yield
+
+
+def test_they_are_called_in_order_and_end_the_training_with_a_checkpoint() -> None:
+    def callbacks() -> Callbacks:
+        return Callbacks(["told", "ends"], ARGS, "the model")
+
+    made = trained(20, total_steps=9, save_behind=False, callbacks=callbacks())
+    assert made.trainer.step == 3 and made.events[-1] == "stopped 3"
+    assert saves(made) == ["save 1, 18 left", "save 3, 14 left, the last"]
+    assert [
+        *("made for jobs/a", "begin 0"),
+        *("end 1 of 9", "log 1: 0.1", "saved 1"),
+        *("end 2 of 9", "log 2: 0.1"),
+        *("end 3 of 9", "log 3: 0.1", "saved 3", "over at 3"),
+    ] == SEEN
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("fails", LookupError, "no step"),
+        ("evaluates", ValueError, "'evaluates' set control.should_evaluate, which nothing here"),
+    ],
+)
+def test_what_fails_in_one_ends_the_run(name: str, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        trained(4, callbacks=Callbacks([name], ARGS, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("waits", "'waits' has on_evaluate, which never happens here: expected on_init_end, on_t"),
+        ("nothing", "'nothing' has none of on_init_end"),
+        ("number", "'number' is 3: expected a class"),
+        ("early_stop", "'early_stop' is one of ms-swift's own"),
+        ("tolt", "did you mean 'told'"),
+    ],
+)
+def test_what_could_never_be_called_is_refused_before_the_run(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        examine_callbacks(["told", name])
+    examine_callbacks(["told", "ends"])
+
+
+def test_without_callbacks_nothing_is_made() -> None:
+    nobody = Callbacks((), {}, None)
+    asyncio.run(nobody.tell("on_step_end", 1))
+    assert not nobody.stops and not nobody._made
