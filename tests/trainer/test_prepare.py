@@ -128,7 +128,7 @@ def test_the_kl_penalty_is_taken_off_the_rewards_of_groups(tiny_dir, name):
     assert float(distance.abs().mean()) > 1e-3
     summed = [float(distance[batch.sample_ids == n].sum()) for n in range(5)]
     summed[3] = summed[4] = summed[3] + summed[4]
-    a, b, c, d = (samples[n].reward - 0.5 * summed[n] for n in range(4))
+    a, b, c, d = ((samples[n].reward or 0.0) - 0.5 * summed[n] for n in range(4))
     if name == "rloo":
         expected = [a - b, b - a, c - d, d - c]
     else:
