@@ -757,7 +757,7 @@ def test_a_rollout_server_takes_the_environment_and_the_template_of_ms_swift(
     ],
 )
 def test_an_environment_that_no_scheduler_plays_is_refused(
-    given: dict[str, str], message: str, tiny_dir: Path
+    given: dict[str, Any], message: str, tiny_dir: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _spec(RolloutOptions(str(tiny_dir), **given))
