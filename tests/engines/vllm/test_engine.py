@@ -243,6 +243,27 @@ def test_an_adapter_comes_alone_by_a_group_and_by_http_and_is_proved(tmp_path: P
         asyncio.run(stop_all([host]))
 
 
+def test_two_workers_of_an_engine_take_their_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else each wants a NUMA node
+    folder = make_model(tmp_path / "a", head_dim=32)
+
+    async def main(engine: RemoteEngine) -> None:
+        assert await engine.get_all("/engine/group/size") == [{"workers": 2}]
+        device, probe = Device(1), Probe(99, "float32")
+        group = GroupSync(trained(folder, 0.1), engine, device, dtype="float32", probe=probe)
+        assert (await group.push(1))["sync/probe_diff"] < 1e-5
+        device.close()
+
+    host = vllm_host(folder, tensor_parallel_size=2)
+    asyncio.run(start_all([host], START_S))
+    try:
+        run(host, main)
+    finally:
+        asyncio.run(stop_all([host]))
+
+
 def test_a_tied_head_that_stays_old_is_seen_by_both_proofs(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "a", head_dim=32)
     worker = {"worker_extension_cls": "tests.engines.vllm.stale_head.StaleHead"}
