@@ -120,6 +120,7 @@ test-postgres: setup
 test-vllm: setup $(VLLM)/.installed
 	TRIREME_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(REQUIRE)=vllm $(BIN)/python -m pytest -q -rs \
 	    tests/engines tests/e2e/test_engine_processes.py tests/e2e/test_colocate.py \
+	    "tests/e2e/test_bench.py::test_bench_and_eval_agree_whatever_generates[vllm]" \
 	    "tests/e2e/test_command.py::test_programs_are_the_rollouts_whatever_generates[vllm]" \
 	    "tests/e2e/test_serve_engines.py::test_agents_are_served_whatever_generates[vllm]" \
 	    "tests/server/test_command.py::test_a_run_over_a_server_trains_and_ends[vllm]"
@@ -135,7 +136,9 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 # deaths, a resume and several explorers on a Ray cluster of this machine: minutes
 test-ray: setup
-	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rs tests/e2e/test_ray.py
+	$(REQUIRE)="'ray'" $(BIN)/python -m pytest -q -rs tests/e2e/test_ray.py \
+	    tests/e2e/test_command.py tests/e2e/test_serve_engines.py tests/e2e/test_bench.py \
+	    -k "test_ray or [ray]"
 
 # requests and calls that nobody thought of, against a live engine: FUZZ=100000 for more of them
 FUZZ ?= 10000
@@ -144,7 +147,8 @@ test-fuzz: setup
 
 # every pair of features in some run; runs, killed ones too, with equal bytes: minutes
 test-matrix: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/e2e/test_matrix.py tests/e2e/test_exact.py \
+	    tests/test_gpu_report.py
 
 # the page in a browser: Debian's chromium, driven by playwright
 test-page: setup

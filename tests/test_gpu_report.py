@@ -18,7 +18,7 @@ from scripts.gpu_report import CPU, LINES, Machine, Row
 SCRIPT = Path(gpu_report.__file__)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.timeout(400)
 def test_every_line_is_measured_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "report.json"

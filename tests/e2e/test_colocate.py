@@ -36,6 +36,7 @@ def proved(job: Path, pushes: int) -> None:
     assert max(row["rollout/logprob_diff_max"] for row in trained) < 1e-4
 
 
+@pytest.mark.large
 def test_two_pairs_learn_what_one_process_does_also_after_a_rank_has_died(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "pairs").mkdir()

@@ -33,7 +33,7 @@ ENGINES = [
         ("explorer.rollout_model.engine_type=torch", "explorer.rollout_model.engine_num=2"),
         id="processes",
     ),
-    pytest.param((*ON_RAY, "cluster.gpu_per_node=2"), id="ray"),
+    pytest.param((*ON_RAY, "cluster.gpu_per_node=2"), id="ray", marks=pytest.mark.large),
     pytest.param(("explorer.rollout_model.engine_type=vllm",), id="vllm", marks=needs_vllm),
 ]
 
