@@ -84,6 +84,8 @@ class Api(BaseHTTPRequestHandler):
     """A field that gets a 400."""
     calls: ClassVar[list[dict[str, Any]]] = []
     """In place of an answer to a user."""
+    said: ClassVar[str | None] = None
+    """What stands before the calls."""
     told: ClassVar[int | None] = None
     """How many tokens each answer says that it has."""
 
@@ -96,7 +98,11 @@ class Api(BaseHTTPRequestHandler):
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop",
                   "message": {"role": "assistant", "content": reply}}  # fmt: skip
         if self.calls and body["messages"][-1]["role"] == "user":
-            choice["message"] = {"role": "assistant", "content": None, "tool_calls": self.calls}
+            choice["message"] = {
+                "role": "assistant",
+                "content": self.said,
+                "tool_calls": self.calls,
+            }
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
                   "choices": [choice]}  # fmt: skip
         if self.told is not None:

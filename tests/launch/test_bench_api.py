@@ -127,6 +127,41 @@ def test_a_program_s_tool_choice_reaches_an_api(
     assert said["tool_calls"][0]["id"] == result["tool_call_id"] and result["content"] == "2"
 
 
+@pytest.mark.parametrize("with_call", [False, True])
+def test_text_of_an_api_that_had_to_call_a_tool_reaches_the_program(
+    api: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, with_call: bool
+) -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    if with_call:
+        monkeypatch.setattr(Api, "calls", [{"id": "x", "type": "function", "function": function}])
+        monkeypatch.setattr(Api, "said", "I add.")
+    tokenizer = byte_tokenizer()
+    chat = ChatTokens(tokenizer)
+    read_api_calls(chat)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": [tool]}
+
+    async def main() -> tuple[Any, str]:
+        engine = ApiEngine(api, "adder", tokenizer=tokenizer, max_model_len=9999)
+        model = ApiModel(engine, chat, max_model_len=9999)
+        for _ in range(2):
+            response = await respond(model, body | {"tool_choice": "required"}, chat=True)
+        await engine.close()
+        return response["choices"][0]["message"], model.experiences(1.0)[0].response_text or ""
+
+    message, recorded = asyncio.run(main())
+    assert Api.asked[0]["tool_choice"] == "required"
+    if with_call:
+        assert message["content"] == "I add." and len(message["tool_calls"]) == 1
+        assert recorded.startswith("I add.<tool_call>")
+        assert not caplog.messages
+    else:
+        assert message["content"] == "\\boxed{2}" and not message.get("tool_calls")
+        assert recorded.startswith("\\boxed{")
+        [warning] = caplog.messages
+        assert "answered without a call, though tool_choice asked for one" in warning
+
+
 def test_an_api_that_fails_midway_has_measured_nothing(
     config: Path, api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,8 +40,6 @@ class Asked(NamedTuple):
     tools: Sequence[Any] | None
     tool_choice: Any = None
     """As the API takes it, where a tool has to be called."""
-    begin: str = ""
-    """What stands before the reply's text in the record, and is no part of the reply then."""
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("ASKED", default=None)
@@ -128,8 +126,13 @@ class ApiEngine(ScriptedEngine):
         made = []
         for choice in answer.choices:
             calls = [call.function for call in choice.message.tool_calls or ()]
+            if asked.tool_choice is not None and not calls and "tool_choice" not in self._told:
+                self._told.add("tool_choice")
+                logger.warning(
+                    "%s answered without a call, though tool_choice asked for one: programs get "
+                    "the text, as they do of the API itself", self._model,
+                )  # fmt: skip
             text = "".join([choice.message.content or "", *map(_call_as_text, calls)])
-            text = text.partition(asked.begin)[2] if asked.begin else text
             encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             assert isinstance(encoded, list)
             cut = choice.finish_reason == "length"

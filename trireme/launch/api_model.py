@@ -29,14 +29,16 @@ class ApiModel(Model):
         begin: str = "",
         **options: Any,
     ) -> list[Reply]:
-        """See Model."""
+        """See Model. What an API answers is recorded whole, and `begin` only says what to ask: not
+        every API obeys.
+        """
         choice: Any = None
         if begin:
             name = begin.removeprefix(_BEGIN("")).partition('"')[0]
             choice = {"type": "function", "function": {"name": name}} if name else "required"
-        asked = ASKED.set(Asked(_with_calls_apart(messages), tools, choice, begin))
+        asked = ASKED.set(Asked(_with_calls_apart(messages), tools, choice))
         try:
-            return await super().chat_samples(messages, tools, begin=begin, **options)
+            return await super().chat_samples(messages, tools, **options)
         finally:
             ASKED.reset(asked)
 

@@ -382,10 +382,12 @@ def record_tool_calls(
     `begun` is what the reply was begun with for the model. All of it stays text, its beginning too,
     where one call cannot be read, and where calls are not `wanted`.
     """
-    whole = begun + sampled_text(call, form, decode)
-    content, calls = form.read(whole, call.tools or ())
     if call.reply is None:
         return
+    if call.reply["content"] != begun + call.completion.text:
+        begun = ""  # the whole reply is an API's, which is only asked to begin like this
+    whole = begun + sampled_text(call, form, decode)
+    content, calls = form.read(whole, call.tools or ())
     if any(c.error or not isinstance(c.arguments, dict) or not wanted for c in calls):
         call.shown = begun + call.completion.text if begun else None
         return
