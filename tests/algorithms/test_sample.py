@@ -78,6 +78,8 @@ def test_a_mix_needs_the_strategy_that_brings_the_expert():
         ({"algorithm_type": "grpo", "advantage_fn": "gdpo", "kl_penalty_fn": "k1"}, "grpo or rloo"),
         ({"algorithm_type": "grpo", "advantage_fn": "clipb", "kl_penalty_fn": "k1"}, "no token's"),
         ({"algorithm_type": "sft", "kl_penalty_fn": "k1"}, "'sft' has no rewards"),
+        ({"algorithm_type": "rloo", "kl_penalty_fn": "k1", "sample_strategy": "explore_step",
+          "advantage_fn_args": {"duplicate_experiences": True}}, "duplicate_experiences: false"),
         ({"algorithm_type": "ppo", "rollout_correction": {"rollout_iss": "token"}},
          "has no option 'rollout_iss' .did you mean 'rollout_is'"),
         ({"algorithm_type": "rec", "policy_loss_fn_args": {"clip": 1}}, "It has: clip_mode, eps"),

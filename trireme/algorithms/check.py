@@ -85,6 +85,12 @@ def _check_group_penalty(recipe: Recipe) -> None:
             f"{given} compares the rollouts of a task, which a train batch may cut apart: expected "
             "sample_strategy explore_step beside it; or use kl_loss_fn, and none here"
         )
+    if part.settings["duplicate_experiences"]:
+        raise ValueError(
+            f"{given} compares rollouts once more in the trainer, where the copies that "
+            "algorithm.advantage_fn_args.duplicate_experiences adds would count as rollouts: "
+            "expected duplicate_experiences: false; or use kl_loss_fn, and none here"
+        )
 
 
 def _check_labelled(recipe: Recipe, schema: str, column: str, kind: str) -> None:
