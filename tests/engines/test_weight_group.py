@@ -125,7 +125,8 @@ def test_memory_that_is_gone_or_too_small_is_said() -> None:
 
 class Ipc:
     """CUDA's handles as torch deals with them, in one process: each sharing wraps a storage once
-    more and takes an event, of which there are 1,000; what is mapped must not be freed.
+    more and takes an event, of which there are 1,000; what is mapped must not be freed. All that
+    it shares lies in one segment of memory, which has one handle.
     """
 
     def __init__(self) -> None:
@@ -135,14 +136,13 @@ class Ipc:
     def reduce_tensor(self, tensor: Tensor) -> tuple[None, list[Any]]:
         assert tensor.storage_offset() == 0
         self.shared.append(weakref.ref(tensor.untyped_storage()))
-        memory = (len(self.shared) - 1).to_bytes(8, "little")
         parts: list[Any] = [0] * 15
-        parts[7], parts[11], parts[13] = memory, b"counters", b"event"
-        parts[8] = tensor.untyped_storage().nbytes()
+        parts[7], parts[11], parts[13] = b"segment", b"counters", b"event"
+        parts[8], parts[9] = tensor.untyped_storage().nbytes(), (len(self.shared) - 1) * 2**21
         return None, parts
 
     def rebuild_cuda_tensor(self, _: Any, size: torch.Size, *parts: Any) -> Tensor:
-        storage = self.shared[int.from_bytes(parts[5], "little")]()
+        storage = self.shared[parts[7] // 2**21]()
         assert storage is not None, "its owner has freed it"
         view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, tuple(size), (1,))
         self.mapped += 1

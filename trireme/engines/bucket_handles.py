@@ -95,17 +95,21 @@ class Borrower:
     """Copies what is lent, a bucket after the other: the other side, for one push."""
 
     def __init__(self) -> None:
-        self._memory = ""
+        self._bucket: Mapping[str, Any] = {}
+        """The handle of what is mapped, without how much of it is written. The next bucket may lie
+        in the same segment, so that `memory` alone does not tell one from another.
+        """
         self._mapped: Tensor | None = None
-        """All of the owner's bucket on a GPU, by the handle of that memory."""
+        """All of the owner's bucket on a GPU."""
 
     def copy(self, handle: Mapping[str, Any]) -> Tensor:
         """The lent bytes, on their device; the owner may write over them after this."""
         if "descriptor" in handle:
             return _copy_of_shared(handle)
-        if self._mapped is None or self._memory != handle["memory"]:
+        bucket = {name: part for name, part in handle.items() if name != "numbers"}
+        if self._mapped is None or self._bucket != bucket:
             self.close()
-            self._mapped, self._memory = _mapped(handle), handle["memory"]
+            self._mapped, self._bucket = _mapped(handle), bucket
         copy = self._mapped[: int(handle["numbers"])].clone()
         torch.cuda.current_stream(copy.device).synchronize()
         return copy
