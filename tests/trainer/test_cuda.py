@@ -17,7 +17,7 @@ from torch._utils import _get_device_index
 
 from tests.trainer.ranks import run
 from tests.trainer.samples import backend_of
-from trireme.engines.device import expand_segments
+from trireme.launch import models
 from trireme.launch.models import make_rank_spec
 from trireme.trainer import ranks as ranks_module
 from trireme.trainer.leader import Leader, follow
@@ -86,15 +86,27 @@ def test_a_deterministic_step_on_a_gpu_adds_in_one_order(tiny_dir: Path) -> None
 
 
 @pytest.mark.parametrize("said", ["", "max_split_size_mb:512"])
-def test_a_gpus_memory_grows_in_place_unless_the_user_says_otherwise(
+def test_a_gpus_memory_grows_in_place_except_in_colocate_or_where_the_user_has_a_say(
     said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Stages of one process may follow each other: what is lent to an engine must not expand."""
     told: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
-    expand_segments()
-    assert told == ([] if said else ["expandable_segments:True"])
+    recipe: Any = SimpleNamespace(needs_reference=False, needs_critic=False, parts={})
+    for takes_turns in (False, True, False):
+        plan: Any = SimpleNamespace(
+            config=None,
+            device="cuda",
+            launcher="local",
+            deterministic=False,
+            takes_turns=takes_turns,
+        )
+        with patch.object(models, "_settings"), patch.object(models, "Backend"):
+            models.make_models(plan, "", recipe)
+    each = [f"expandable_segments:{expands}" for expands in (True, False, True)]
+    assert told == ([] if said else each)
 
 
 def _fails_in_its_thread(place: RankSpec) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trireme.engines.device import EXPANDS, allocator_options, set_allocator_options
+from trireme.engines.device import EXPANDS, FIXED, allocator_options, set_allocator_options
 
 _NUMBERS = {"offset": 3, "size": 8, "begin": 9, "counter": 12, "waits": 14}
 _BYTES = {"memory": 7, "counters": 11, "event": 13}
@@ -84,7 +84,7 @@ def _segments_as_lent() -> Iterator[None]:
     if EXPANDS not in options:
         yield
         return
-    set_allocator_options(options.replace(EXPANDS, "expandable_segments:False"))
+    set_allocator_options(options.replace(EXPANDS, FIXED))
     try:
         yield
     finally:

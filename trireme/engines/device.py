@@ -64,7 +64,7 @@ class ColocationLock:
                     self._resting = False
 
 
-EXPANDS = "expandable_segments:True"
+EXPANDS, FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
 def allocator_options() -> str:
@@ -80,12 +80,13 @@ def set_allocator_options(options: str) -> None:
     change(options)
 
 
-def expand_segments() -> None:
-    """Memory of a GPU in pieces that grow, where the user has said nothing: micro-batches differ in
-    size, and the gaps that they leave would be lost.
+def expand_segments(expand: bool) -> None:
+    """Memory of a GPU in pieces that grow, or not, where the user has said nothing: micro-batches
+    differ in size, and the gaps that they leave would be lost. An earlier stage of this process may
+    have set the other.
     """
     if not allocator_options():
-        set_allocator_options(EXPANDS)
+        set_allocator_options(EXPANDS if expand else FIXED)
 
 
 @contextmanager

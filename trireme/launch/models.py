@@ -74,8 +74,8 @@ def make_models(
     which begins at its own path, else at the policy's. `leader` on the first of several ranks.
     """
     config, settings = plan.config, _settings(plan)
-    if plan.device == "cuda" and plan.launcher == "local" and not plan.takes_turns:
-        expand_segments()  # actors have it in their environment
+    if plan.device == "cuda" and plan.launcher == "local":  # actors have it in their environment
+        expand_segments(not plan.takes_turns)  # CUDA does not lend an engine what expands
     if plan.deterministic and plan.device == "cuda":
         # read at the first product: without it cuBLAS may choose another order of sums
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
