@@ -185,7 +185,7 @@ def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as objects, which most chat templates want, where
     clients and data sets have them as text: it would be quoted a second time.
     """
-    if not isinstance(calls := message.get("tool_calls"), list):
+    if not isinstance(calls := message.get("tool_calls"), list | tuple):
         return dict(message)
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
 

@@ -248,8 +248,31 @@ def test_options_and_forms_that_cannot_be_are_told(plugin: Any) -> None:
     with pytest.raises(ValueError, match="default_args of TheirPPO has 'tau', which its construct"):
         _ = _recipe("grpo", policy_loss_fn="their_ppo").parts
     plugin.TheirMean.compute_in_trainer = classmethod(lambda cls: True)
-    with pytest.raises(ValueError, match="computes in Trinity-RFT's trainer"):
+    with pytest.raises(ValueError, match=r"'their_mean' \(TheirMean\) computes in Trinity-RFT's"):
         _ = _recipe("grpo", advantage_fn="their_mean").parts
+
+
+def test_an_advantage_class_that_does_not_say_where_it_computes_is_told_how(plugin: Any) -> None:
+    from trinity.algorithm.advantage_fn import ADVANTAGE_FN, AdvantageFn
+
+    @ADVANTAGE_FN.register_module("unplaced")
+    class Unplaced(AdvantageFn):
+        def __call__(self, exps: Any, **kwargs: Any) -> Any:
+            for e in exps:
+                e.advantages = e.reward * e.action_mask
+            return exps, {}
+
+    told = (
+        r"algorithm.advantage_fn 'unplaced' \(Unplaced\) does not say where it computes: if it "
+        "takes experiences, add a classmethod compute_in_trainer that returns False"
+    )
+    with pytest.raises(ValueError, match=told):
+        _ = _recipe("grpo", advantage_fn="unplaced").parts
+    Unplaced.compute_in_trainer = classmethod(lambda cls: False)
+    e = Experience([1, 2, 3], prompt_length=1, reward=2.0, eid=EID(1, 0, 0))
+    (kept,), _ = _recipe("grpo", advantage_fn="unplaced").advantages([e])
+    assert kept.advantages is not None
+    assert kept.advantages.tolist() == [0, 2, 2]
 
 
 @pytest.mark.parametrize(

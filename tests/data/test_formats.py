@@ -267,6 +267,8 @@ def test_arguments_of_a_call_become_the_object_that_they_are(
     function = {"name": "look", "arguments": arguments}
     for call, at in (({"id": "1", "function": function}, "function"), (function, None)):
         (made,) = with_objects({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+        pair = with_objects({"role": "assistant", "tool_calls": (call, call)})["tool_calls"]
+        assert pair == [made, made]
         assert (made[at] if at else made) == {"name": "look", "arguments": expected}
 
 

@@ -277,10 +277,10 @@ def aggregate_loss(
     raise ValueError(f"loss_agg_mode is '{loss_agg_mode}': expected one of {LOSS_AGG_MODES}")
 
 
-def as_function(kind: str, part: Any) -> Any:
+def as_function(kind: str, name: str, part: Any) -> Any:
     """A class of one of these forms as the function that a part is; anything else as it is.
 
-    Raises ValueError for a class of another form.
+    `name` is the YAML's. Raises ValueError for a class of another form.
     """
     if not inspect.isclass(part):
         return part
@@ -295,6 +295,8 @@ def as_function(kind: str, part: Any) -> Any:
     }.get(kind)
     if adapt is None:
         raise ValueError(f"algorithm.{kind} '{part.__name__}' is a class: expected a function")
+    if kind == "advantage_fn":
+        _refuse_tensors(name, part)
     function = adapt(part)
     function.__name__, function.__module__ = part.__name__, part.__module__
     return function
@@ -326,13 +328,25 @@ def _average(part: type) -> Callable[..., Any]:
     return loss
 
 
-def _advantage(part: type) -> Callable[..., Any]:
-    if part.compute_in_trainer():
+def _refuse_tensors(name: str, part: type) -> None:
+    """Raise ValueError for an advantage class of verl's tensors, or one that does not tell."""
+    whose = f"algorithm.advantage_fn '{name}' ({part.__name__})"
+    told = getattr(part, "compute_in_trainer", None)
+    inherited = AdvantageFn.compute_in_trainer.__func__
+    if told is None or getattr(told, "__func__", None) is inherited:
         raise ValueError(
-            f"algorithm.advantage_fn '{part.__name__}' computes in Trinity-RFT's trainer: expected "
-            "a function (docs/algorithms.md), a GroupAdvantage, or a class of experiences whose "
+            f"{whose} does not say where it computes: if it takes experiences, add a classmethod "
+            "compute_in_trainer that returns False"
+        )
+    if told():
+        raise ValueError(
+            f"{whose} computes in Trinity-RFT's trainer: expected a function "
+            "(docs/algorithms.md), a GroupAdvantage, or a class of experiences whose "
             "compute_in_trainer gives False"
         )
+
+
+def _advantage(part: type) -> Callable[..., Any]:
     made = _made_once(part)
 
     def advantages(

@@ -90,7 +90,7 @@ class Part:
 
 def make_part(kind: str, registry: Registry, name: str, args: Mapping[str, Any] | None) -> Part:
     """The part called `name` with `args` over its defaults. ValueError for an unknown one."""
-    function = as_function(kind, registry.get(name, kind=f"algorithm.{kind}"))
+    function = as_function(kind, name, registry.get(name, kind=f"algorithm.{kind}"))
     if not callable(function):
         raise ValueError(
             f"algorithm.{kind} '{name}' is not a function but {type(function).__name__}"
