@@ -591,6 +591,15 @@ def test_rlhf_takes_the_kl_off_the_rewards_where_ms_swift_does(rlhf: Any) -> Non
     assert "8 of a generation's 16 completions: expected all of them, or false" in said
 
 
+def test_rlhf_writes_no_options_of_a_penalty_that_there_is_not(rlhf: Any) -> None:
+    words = "--model m --dataset d "
+    for flags in ("--beta 0", "--kl_in_reward true", "algorithm.kl_loss_fn=none"):
+        assert not rlhf(words + flags).algorithm.kl_loss_fn_args
+    assert rlhf(words).algorithm.kl_loss_fn_args == {"kl_coef": 0.04}
+    said = rlhf(f"{words}--beta 0 algorithm.kl_loss_fn_args.kl_coef=0.2").algorithm
+    assert said.kl_loss_fn_args == {"kl_coef": 0.2}  # and the run notes what the user wrote
+
+
 def test_rlhf_of_chord(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     words = "--model m --dataset d --per_device_train_batch_size 8 --gradient_accumulation_steps 2 "
@@ -618,6 +627,11 @@ def test_rlhf_of_chord(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--loss_type cispo with --chord_sft_dataset: expected one of grpo" in rlhf(
         words + chord + "--loss_type cispo"
     )
+    for in_reward in ("--kl_in_reward true", "--advantage_estimator rloo"):
+        said = rlhf(f"{words}{chord}{in_reward}")
+        assert "compares whole groups: expected --kl_in_reward false" in said
+    said = rlhf(words + chord + "--importance_sampling_level sequence")
+    assert "--importance_sampling_level sequence with --chord_sft_dataset: expected token" in said
     assert "--chord_mu_peak has no effect alone" in rlhf(words + "--chord_mu_peak 0.5")
     assert "no effect on dpo" in rlhf(words + "--rlhf_type dpo --chord_mu_peak 0.5")
 

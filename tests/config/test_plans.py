@@ -7,6 +7,7 @@ import pytest
 
 from tests.config.made import SEEDS, config_of, values
 from trireme.config import ConfigError, load_config
+from trireme.config.check import UNASKED_SAVE_INTERVAL
 from trireme.config.placement import EngineChoice, adapter_rank_of
 from trireme.launch.check import draft, make_plans
 
@@ -375,6 +376,14 @@ OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
             "is 0.01, and not lr (0.1)",
         ),
         (
+            [
+                *("algorithm.algorithm_type=ppo", "algorithm.critic.warmup_steps=1"),
+                *(f"{OPTIMIZER}.lr=0.1", f"{OPTIMIZER}.lr_warmup_steps=4"),
+            ],
+            "algorithm.optimizer.lr_warmup_steps (4): after 3 optimizer steps the learning rate "
+            "is 0.075, and not lr (0.1)",
+        ),
+        (
             ["trainer.save_interval=5"],
             "trainer.save_interval (5): of 4 train steps none is saved but the last",
         ),
@@ -411,5 +420,18 @@ def test_what_changes_something_is_not_noted(tmp_path):
     plain = plan_of(tmp_path, *steps).notes
     useful = ["trainer.save_interval=4", "synchronizer.sync_interval=3", f"{OPTIMIZER}.lr=0.1"]
     assert plan_of(tmp_path, *steps, *useful, f"{OPTIMIZER}.lr_warmup_steps=4").notes == plain
+    by_rlhf = plan_of(tmp_path, *steps, f"trainer.save_interval={UNASKED_SAVE_INTERVAL}")
+    assert by_rlhf.notes == plain
     explores = [*steps, "mode=explore", f"{OPTIMIZER}.lr=0", "trainer.save_interval=9"]
     assert not any("lr (0)" in note for note in plan_of(tmp_path, *explores).notes)
+
+
+def test_an_interval_of_the_whole_file_is_noted_where_no_stage_evaluates(tmp_path):
+    tree: dict[str, Any] = values(tmp_path) | {"explorer": {"eval_interval": 1}}
+    task = tree["buffer"]["explorer_input"]["taskset"]
+    evaluates = {"buffer": {"explorer_input": {"eval_tasksets": [task]}}}
+    for first, count in ((evaluates, 0), ({}, 2)):
+        stages = [{"stage_name": "one", **first}, {"stage_name": "two"}]
+        plans = make_plans(config_of(tmp_path, tree | {"stages": stages}))
+        notes = [note for plan in plans for note in plan.notes]
+        assert sum("nothing is evaluated" in note for note in notes) == count

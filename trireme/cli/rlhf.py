@@ -77,6 +77,7 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
     `keys` are KEY=VALUE words, which go before the flags. Raises BadParameter for flags that are
     missing or cannot be.
     """
+    from trireme.config.check import UNASKED_SAVE_INTERVAL
     from trireme.config.load import with_overrides
     from trireme.files import write_text
 
@@ -128,7 +129,13 @@ def yaml_of(flags: Given, keys: Sequence[str]) -> Path:
         for name in loss
         if name in flags
     ]
-    text = _dump(with_overrides(tree, [*overrides(rest, tree), *options, *keys]))
+    tree["trainer"] = {"save_interval": UNASKED_SAVE_INTERVAL}
+    made = with_overrides(tree, [*overrides(rest, tree), *options, *keys])
+    algorithm = made["algorithm"]
+    asked = any(key.startswith("algorithm.kl_loss_fn_args") for key in keys)
+    if not asked and isinstance(algorithm, dict) and algorithm.get("kl_loss_fn") == "none":
+        algorithm.pop("kl_loss_fn_args", None)  # the default of another --beta
+    text = _dump(made)
     if path.is_file() and (before := path.read_text(encoding="utf-8")) != text:
         write_text(path.with_suffix(".yaml.bak"), before)  # it may have been edited by hand
     write_text(path, text)
@@ -177,7 +184,6 @@ def _tree(flags: Given, folder: Path) -> dict[str, Any]:
                 "eval_tasksets": [_taskset(name) for name in flags.get("val_dataset", ())],
             },
         },
-        "trainer": {"save_interval": 500},
     }
 
 
@@ -232,7 +238,6 @@ def _with_replies(flags: Given, folder: Path, kind: str) -> dict[str, Any]:
                 "experience_buffer": {**_rows_of(flags["dataset"][0]), **_REPLIES[kind]}
             },
         },
-        "trainer": {"save_interval": 500},
     }
 
 
@@ -329,7 +334,18 @@ def _of_penalty(flags: Given) -> Given:
 
 
 def _with_experts(tree: dict[str, Any], flags: Given) -> dict[str, Any]:
-    """The tree with an expert's rows beside the rollouts of each optimizer step (CHORD)."""
+    """The tree with an expert's rows beside the rollouts of each optimizer step (CHORD). Raises
+    BadParameter for flags that are missing or cannot stand beside them.
+    """
+    if "kl_in_reward" in flags:
+        raise typer.BadParameter(
+            f"--{_EXPERTS[0]} mixes an expert's rows in, and a KL in the reward compares whole "
+            "groups: expected --kl_in_reward false"
+        )
+    if (level := flags.get("importance_sampling_level", ["token"])[0]) != "token":
+        raise typer.BadParameter(
+            f"--importance_sampling_level {level} with --{_EXPERTS[0]}: expected token"
+        )
     for name in (*_CHORD, *_EXPERTS):
         if name not in flags and name != "chord_enable_phi_function":
             raise typer.BadParameter(f"--{name} is not given: expected one beside --{_EXPERTS[0]}")

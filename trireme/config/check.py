@@ -396,6 +396,10 @@ def check_api(stage: StageConfig) -> None:
     )
 
 
+UNASKED_SAVE_INTERVAL = 500
+"""What `trireme rlhf` writes where no flag says it: ms-swift's default, which no user chose."""
+
+
 def note_idle(stage: StageConfig, steps: Steps) -> None:
     """A line for all that the stage is told and that changes nothing in its run; it is legal."""
     if stage.config.mode not in ("explore", "bench", "serve"):
@@ -416,14 +420,17 @@ def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
             f"algorithm.critic.warmup_steps ({critic.warmup_steps}): the value model alone learns "
             f"in all {train} train steps, and the policy in none"
         )
-    warmup, last = optimizer.lr_warmup_steps, train and train * config.algorithm.num_iterations
-    if optimizer.lr and last is not None and warmup > last:
+    waits = critic.warmup_steps if stage.has_critic else 0
+    warmup, last = optimizer.lr_warmup_steps, 0  # optimizer steps of the policy
+    if train is not None:
+        last = max(train - waits, 0) * config.algorithm.num_iterations
+    if optimizer.lr and last and warmup > last:
         found.append(
             f"algorithm.optimizer.lr_warmup_steps ({warmup}): after {last} optimizer steps the "
             f"learning rate is {optimizer.lr * last / warmup:.3g}, and not lr ({optimizer.lr:g})"
         )
     interval = config.trainer.save_interval
-    if train is not None and interval > train:
+    if train is not None and interval > train and interval != UNASKED_SAVE_INTERVAL:
         found.append(
             f"trainer.save_interval ({interval}): of {train} train steps none is saved but the last"
         )
@@ -433,7 +440,8 @@ def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
 def _idle_in_exploring(stage: StageConfig, steps: Steps) -> list[str]:
     config, explore, found = stage.config, steps.explore_steps, list[str]()
     evaluates = any(taskset.is_eval for taskset in used_tasksets(config))
-    if "eval_interval" in config.explorer.model_fields_set and not evaluates:
+    idle = not evaluates and not stage.another_evaluates
+    if "eval_interval" in config.explorer.model_fields_set and idle:
         found.append(
             f"explorer.eval_interval ({config.explorer.eval_interval}): there are no eval_tasksets "
             "in buffer.explorer_input, and nothing is evaluated"

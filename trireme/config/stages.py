@@ -45,6 +45,8 @@ class StageConfig:
     """What is noted of model and data: these lines come last."""
     gives_repeats: bool = False
     """The file says `algorithm.repeat_times`; if not, the algorithm's `group_size` holds."""
+    another_evaluates: bool = False
+    """Another stage has evaluation tasksets, of which the keys of the whole file may speak."""
     reads_file: bool = False
     """The trainer reads a data set instead of what an explorer makes."""
     whole_steps: bool = False
@@ -161,6 +163,9 @@ def stages_of(config: Config) -> list[StageConfig]:
         out.append(_stage(Config.model_validate(values), index, name, model_from))
         algorithms = [config.algorithm, *([stage.algorithm] if stage.algorithm else [])]
         out[-1].gives_repeats = any("repeat_times" in a.model_fields_set for a in algorithms)
+    for one in out:
+        others = (other.config.buffer.explorer_input for other in out if other is not one)
+        one.another_evaluates = any(inputs.eval_tasksets for inputs in others)
     return out or [_stage(config)]
 
 
