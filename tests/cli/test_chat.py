@@ -22,7 +22,9 @@ def test_lines_in_replies_out_until_an_empty_line(tiny_dir: Path) -> None:
     assert len(done.output) > len(f"{tiny_dir}: an empty line or Ctrl-D ends\n")
 
 
-def test_the_newest_model_of_a_run_is_taken(tiny_dir: Path, tmp_path: Path) -> None:
+def test_the_newest_model_of_a_run_is_taken(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="holds no model: expected a model's folder"):
         model_in(tmp_path)
     for number, name in enumerate(("sft/global_step_9", "grpo/global_step_2")):
@@ -30,4 +32,21 @@ def test_the_newest_model_of_a_run_is_taken(tiny_dir: Path, tmp_path: Path) -> N
         shutil.copytree(tiny_dir, folder)
         os.utime(folder / "config.json", (number, number))
     assert model_in(tmp_path) == tmp_path / "grpo/global_step_2/actor/huggingface"
-    assert model_in(tmp_path / "sft") == tmp_path / "sft/global_step_9/actor/huggingface"
+    sft = tmp_path / "sft/global_step_9"
+    assert model_in(tmp_path / "sft") == sft / "actor/huggingface"
+    assert model_in(sft) == sft / "actor/huggingface"
+    monkeypatch.chdir(sft)
+    assert model_in(Path()) == sft / "actor/huggingface"
+
+
+def test_a_checkpoint_that_is_not_exported_says_how_it_is(tiny_dir: Path, tmp_path: Path) -> None:
+    step = tmp_path / "grpo" / "global_step_2"
+    shutil.copytree(tiny_dir, step / "actor" / "huggingface")
+    for file in (step / "actor" / "huggingface").glob("*.safetensors"):
+        file.unlink()
+    for folder in (tmp_path / "grpo", step, step / "actor" / "huggingface"):
+        done = CliRunner().invoke(app, ["chat", str(folder)])
+        assert done.exit_code == 2
+        assert (
+            f"holds no weights: export them first with `trireme convert -c {step}`" in done.stderr
+        )

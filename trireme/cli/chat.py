@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trireme.checkpoint.layout import JobFolder
+from trireme.checkpoint.layout import STEP_NAME, JobFolder
 from trireme.cli.run import complain
+from trireme.config.lookup import model_facts
 
 LONGEST = 4096
 """Tokens of a conversation, where the model allows as many."""
@@ -32,14 +33,31 @@ def chat(folder: Path, *, system: str | None, temperature: float, max_tokens: in
 
 
 def model_in(root: Path) -> Path:
-    """A model's folder, or the newest model in a run's. Raises ValueError where there is none."""
+    """A model's folder, that of a checkpoint, or of the newest one in a run's.
+
+    Raises ValueError where there is none, or it has no weights that others load.
+    """
+    folder = _folder_in(root)
+    try:
+        model_facts(str(folder))
+    except ValueError as error:
+        raise ValueError(f"{folder} {error}") from error
+    return folder
+
+
+def _folder_in(root: Path) -> Path:
     if (root / "config.json").is_file():
         return root
     jobs = [root, *sorted(path for path in root.glob("*") if path.is_dir())]
     folders = [JobFolder(job).hf_dir(step) for job in jobs for step in JobFolder(job).steps()]
+    if step := STEP_NAME.match(root.resolve().name):
+        folders = [JobFolder(root.resolve().parent).hf_dir(int(step[1]))]
     folders = [folder for folder in folders if (folder / "config.json").is_file()]
     if not folders:
-        raise ValueError(f"{root} holds no model: expected a model's folder, or that of a run")
+        raise ValueError(
+            f"{root} holds no model: expected a model's folder, that of a checkpoint "
+            "(global_step_N), or that of a run"
+        )
     return max(folders, key=lambda folder: (folder / "config.json").stat().st_mtime)
 
 

@@ -130,7 +130,7 @@ def check(
 @app.command()
 def chat(
     place: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder of a run or of a model.")
+        Path, typer.Argument(metavar="FOLDER", help="The folder of a run, a checkpoint or a model.")
     ],
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     temperature: Annotated[
@@ -191,8 +191,8 @@ def eval_command(
         typer.Option(
             "--model",
             "-m",
-            help="The folder of a model or a run, an id, a rollout server's address, or NAME@URL "
-            "for an OpenAI API; may be repeated.",
+            help="The folder of a model, a run or a checkpoint, an id, a rollout server's address, "
+            "or NAME@URL for an OpenAI API; may be repeated.",
         ),
     ],
     words: Words = None,

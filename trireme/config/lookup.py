@@ -83,7 +83,7 @@ def model_facts(model_path: str) -> ModelFacts:
         raise ValueError("holds no config.json: expected a folder in the Hugging Face layout")
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     if not weights:
-        raise ValueError("holds no weights: expected model.safetensors (or its shards)")
+        raise ValueError(f"holds no weights: {_weights_wanted(folder)}")
     try:
         model_shapes(folder)
     except ValueError as error:
@@ -100,6 +100,13 @@ def model_facts(model_path: str) -> ModelFacts:
         size=sum(path.stat().st_size for path in weights),
         attention_heads=config.get("num_attention_heads"),
     )
+
+
+def _weights_wanted(folder: Path) -> str:
+    """What a model's folder without weights needs: that of a checkpoint is yet to be exported."""
+    if folder.match("global_step_*/actor/huggingface"):
+        return f"export them first with `trireme convert -c {folder.parents[1]}`"
+    return "expected model.safetensors (or its shards)"
 
 
 def model_config(model_path: str | None) -> dict[str, Any]:
