@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -58,6 +59,9 @@ class Learner:
 
     def each_weight(self) -> Generator[tuple[str, Any]]:
         yield from ()
+
+    def in_order(self) -> AbstractContextManager:
+        return nullcontext()
 
     def together(self, order: Any, work: Callable[[], Any]) -> Any:
         return work()
