@@ -12,6 +12,8 @@ from transformers import TrainerCallback
 from tests.trainer.test_trainer import saves, trained
 from trireme.registry import CALLBACKS
 from trireme.trainer.callbacks import Callbacks, examine_callbacks
+from trireme.usercode import fault_of
+from trireme.workflows.swift import TrainerCallback as SwiftCallback
 
 SEEN: list[str] = []
 ARGS = {"max_steps": 9, "output_dir": "jobs/a"}
@@ -61,11 +63,49 @@ class Evaluates:
         control.should_evaluate = True
 
 
+class Misspells:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_stop_training = True
+
+
+class Agrees:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> bool:
+        return True
+
+
+class Logs(TrainerCallback):
+    on_gpu = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log = True
+        SEEN.append("logs")
+
+
+class EndsAtOnce(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+class HandsOn(SwiftCallback):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        SEEN.append(f"{self.args.output_dir}, {self.trainer.model}")
+
+
+class Defaults(HandsOn):
+    def __init__(self, args: Any = None, trainer: Any = None) -> None:
+        super().__init__(args, trainer)
+
+
 class Waits(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
 
 KINDS = {"ends": Ends, "told": Told, "fails": Fails, "evaluates": Evaluates, "waits": Waits}
+KINDS |= {"misspells": Misspells, "agrees": Agrees, "logs": Logs, "at_once": EndsAtOnce}
+KINDS |= {"hands_on": HandsOn, "defaults": Defaults}
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +136,33 @@ def test_they_are_called_in_order_and_end_the_training_with_a_checkpoint() -> No
     [
         ("fails", LookupError, "no step"),
         ("evaluates", ValueError, "'evaluates' set control.should_evaluate, which nothing here"),
+        ("misspells", ValueError, "'misspells' set control.should_stop_training, which nothing"),
+        ("agrees", ValueError, "'agrees' returned True from on_step_end: expected control, or n"),
+        ("at_once", RuntimeError, "no train step was made: .*'at_once' ended the training in on_t"),
     ],
 )
 def test_what_fails_in_one_ends_the_run(name: str, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         trained(4, callbacks=Callbacks([name], ARGS, None))
+    if error is not RuntimeError:
+        assert str(fault_of(raised.value)).startswith(f"trainer.callbacks '{name}'")
+
+
+@pytest.mark.parametrize("name", ["hands_on", "defaults"])
+def test_constructors_of_ms_swifts_callbacks_get_arguments_and_trainer(name: str) -> None:
+    examine_callbacks([name])
+    asyncio.run(Callbacks([name], ARGS, "the model").tell("on_init_end", 0))
+    assert SEEN == ["jobs/a, the model"]
+
+
+def test_who_ended_the_training_is_kept_and_a_step_is_logged_anyway() -> None:
+    examine_callbacks(["logs"])
+    made = trained(20, total_steps=9, callbacks=Callbacks(["logs", "ends"], ARGS, None))
+    assert made.trainer.ended_by == (
+        "trainer.callbacks 'ends' ended the training in on_step_end, at step 3"
+    )
+    assert SEEN.count("logs") == 3
+    assert trained(4, callbacks=Callbacks(["logs"], ARGS, None)).trainer.ended_by == ""
 
 
 @pytest.mark.parametrize(

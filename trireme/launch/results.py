@@ -30,6 +30,8 @@ class StageResult:
     last_example: dict[str, Any] | None = None
     """The same one in the evaluation at the end."""
     steps: int = 0
+    ended_by: str = ""
+    """Which callback has ended the training, as a sentence."""
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of exploring, training and evaluating."""
@@ -44,6 +46,7 @@ class StageResult:
         self.last_example = side.last_example or self.last_example
         self.steps, self.phases = side.steps, self.phases | side.phases
         self.model_dir = side.model_dir or self.model_dir
+        self.ended_by = side.ended_by or self.ended_by
 
 
 def summarise(results: Sequence[StageResult], job: Path, plans: Sequence[Plan]) -> Summary:

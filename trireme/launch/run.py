@@ -183,7 +183,9 @@ async def run_plan(
     finally:
         device.close()
     result.seconds = time.monotonic() - started
-    if stage.resumed is not None and result.steps == stage.resumed.step:
+    if result.ended_by:
+        console.note(result.ended_by)
+    elif stage.resumed is not None and result.steps == stage.resumed.step:
         console.note(nothing_left(plan, result.steps))
     return result
 

@@ -145,7 +145,7 @@ class TrainerSide:
     async def result(self) -> StageResult:
         """What the trainer came to."""
         result, step = self.stage.result(), self.trainer.step
-        result.steps = step
+        result.steps, result.ended_by = step, self.trainer.ended_by
         result.phases["train"] = self.trainer.seconds
         result.model_dir = str(self.stage.folder.hf_dir(step))
         return result

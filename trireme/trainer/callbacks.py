@@ -2,7 +2,8 @@
 
 - They are made as `kind(args, trainer)` (ms-swift's), or as `kind()`.
 - `control.should_training_stop` ends the training after a checkpoint, as if its steps were done;
-  `should_save` asks for a checkpoint. What else a control may ask for is refused.
+  `should_save` asks for a checkpoint; `should_log` changes nothing, since each step is logged.
+  What else a control may ask for is refused.
 - An event that has no counterpart here is refused before the run: it would never come.
 - They are called in order, away from the event loop, on rank 0 alone. Nothing of them is saved.
 """
@@ -18,12 +19,12 @@ from typing import Any
 from trireme.aio import in_thread
 from trireme.log import get_logger
 from trireme.registry import CALLBACKS
-from trireme.usercode import UserCode
+from trireme.usercode import Refused, UserCode
 
 EVENTS = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_save")
 EVENTS += ("on_train_end",)
 logger = get_logger("trainer")
-_UNREAD = ("should_epoch_stop", "should_evaluate")
+_FLAGS = ("should_training_stop", "should_save", "should_log")
 
 
 def examine_callbacks(names: Sequence[str]) -> None:
@@ -35,7 +36,7 @@ def examine_callbacks(names: Sequence[str]) -> None:
             raise ValueError(
                 f"{whose} is {kind!r:.60}: expected a class with methods such as on_log"
             )
-        own = [event for event in dir(kind) if event.startswith("on_") and _own(kind, event)]
+        own = [name for name in dir(kind) if name.startswith("on_") and _own(kind, name)]
         if never := [event for event in own if event not in EVENTS]:
             raise ValueError(
                 f"{whose} has {never[0]}, which never happens here: expected {', '.join(EVENTS)}"
@@ -44,10 +45,26 @@ def examine_callbacks(names: Sequence[str]) -> None:
             raise ValueError(f"{whose} has none of {', '.join(EVENTS)}: expected one at least")
 
 
-def _own(kind: type, event: str) -> bool:
-    """Whether a class, or a base of it that is not transformers', has the method."""
-    where = next(base for base in kind.__mro__ if event in vars(base))
-    return not where.__module__.startswith(("transformers.", "trireme."))
+def _own(kind: type, name: str) -> bool:
+    """Whether a class, or a base of it that is not transformers', has a method of this name."""
+    where = next(base for base in kind.__mro__ if name in vars(base))
+    theirs = where.__module__.startswith(("transformers.", "trireme."))
+    return callable(getattr(kind, name)) and not theirs
+
+
+def _takes_arguments(kind: type) -> bool:
+    """Whether a class is made as ms-swift's are; a constructor with `*args` hands them to a base's,
+    which then decides.
+    """
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        takes = [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
+        if not takes or takes[0].kind > inspect.Parameter.VAR_POSITIONAL:
+            return False
+        if (first := takes[0]).kind is not inspect.Parameter.VAR_POSITIONAL:
+            return first.default is first.empty or (first.name == "args" and len(takes) > 1)
+    return False
 
 
 class Callbacks:
@@ -55,13 +72,18 @@ class Callbacks:
 
     def __init__(self, names: Sequence[str], args: Mapping[str, Any], model: Any) -> None:
         """`args`: what they read as attributes of `args`."""
-        self.stops = False
-        """One of them has said that the training is to end."""
+        self.ended_by = ""
+        """Which of them has said that the training is to end, and where, as a sentence."""
         self.saves = False
         """One of them has asked for a checkpoint, since this was last set to False."""
         self._names, self._args, self._model = list(names), SimpleNamespace(**args), model
         self._made: list[tuple[str, Any]] = []
         self._lock = asyncio.Lock()
+
+    @property
+    def stops(self) -> bool:
+        """One of them has said that the training is to end."""
+        return bool(self.ended_by)
 
     async def tell(self, event: str, step: int, **told: Any) -> None:
         """Call those that have this event; `step` train steps are done."""
@@ -77,22 +99,37 @@ class Callbacks:
             self._state.log_history.append({**told["logs"], "step": step})
         for name, callback in self._made:
             method = getattr(callback, event, None)
-            if method is None:
+            if not callable(method):
                 continue
             whose = f"trainer.callbacks '{name}'"
             with UserCode(whose, method):
                 returned = method(self._args, self._state, self._control, model=self._model, **told)
-            control = self._control if returned is None else returned
-            if odd := next((flag for flag in _UNREAD if getattr(control, flag, False)), None):
-                raise ValueError(
-                    f"{whose} set control.{odd}, which nothing here reads: expected "
-                    "should_training_stop or should_save"
-                )
+                control = self._examined(returned, whose, event)
             if control.should_training_stop and not self.stops:
-                logger.info("%s ends the training after step %d", whose, step)
-            self.stops = self.stops or control.should_training_stop
-            self.saves = self.saves or control.should_save
+                self.ended_by = f"{whose} ended the training in {event}, at step {step}"
+                logger.info("%s", self.ended_by)
+            self.saves = self.saves or bool(control.should_save)
             self._control.should_save = False
+
+    def _examined(self, returned: Any, whose: str, event: str) -> Any:
+        """What a callback asks for: by the control that it was given, or by one that it returned.
+
+        Raises Refused for what is no control, and for a flag that nothing would follow.
+        """
+        control = self._control if returned is None else returned
+        if not isinstance(control, type(self._control)):
+            raise Refused(
+                f"{whose} returned {returned!r:.60} from {event}: expected control, or nothing"
+            )
+        flags = (
+            flag for flag, value in vars(control).items() if flag.startswith("should_") and value
+        )
+        if odd := next((flag for flag in flags if flag not in _FLAGS), None):
+            raise Refused(
+                f"{whose} set control.{odd}, which nothing here reads: expected "
+                "should_training_stop or should_save"
+            )
+        return control
 
     def _make(self) -> None:
         from transformers.trainer_callback import TrainerControl, TrainerState
@@ -104,7 +141,6 @@ class Callbacks:
         )
         for name in self._names:
             kind = CALLBACKS.get(name)
-            takes = inspect.signature(kind).parameters.values()
-            bare = not any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in takes)
+            given = (self._args, trainer) if _takes_arguments(kind) else ()
             with UserCode(f"trainer.callbacks '{name}'", kind):
-                self._made.append((name, kind() if bare else kind(self._args, trainer)))
+                self._made.append((name, kind(*given)))

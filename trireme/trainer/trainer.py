@@ -126,6 +126,8 @@ class Trainer:
         self.callbacks = callbacks or Callbacks((), {}, None)
         self.step = 0
         self.seconds = 0.0
+        self.ended_by = ""
+        """Which callback has ended the training, as a sentence; nothing where none has."""
         self.doing = ""
         """What it is at, as a noun; nothing before `train` and after it."""
         self._saved = 0
@@ -167,13 +169,15 @@ class Trainer:
             due = self.save_interval and self.step % self.save_interval == 0
             if (due or self.callbacks.saves) and not self._enough():
                 await self._save(last=False)
+        self.ended_by = self.callbacks.ended_by
         await self._save(last=True)
         await self.callbacks.tell("on_train_end", self.step)
         if self.sync is not None:
             await self.sync.stopped(self.step)
         await self.buffer.close()
         if self.step == 0:
-            raise RuntimeError(NOTHING)
+            ended = f"no train step was made: {self.ended_by}"
+            raise RuntimeError(ended if self.ended_by else NOTHING)
 
     def stop(self) -> bool:
         """Save and end at the next safe point: now, where it waits for experiences. False where it
