@@ -62,6 +62,40 @@ def test_a_run_refuses_or_notes_prompts_that_are_too_long_before_its_first_step(
     ]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ("The answer is 3. Why?", ""),
+        (None, ""),
+        ("why " * 300, "with its teacher_prompt the teacher reads"),
+        (["The answer is 3."], "teacher_prompt is ['The answer is 3.']: expected text"),
+    ],
+)
+@pytest.mark.parametrize("workflow", ["on_policy_distill_workflow", "own_turns:own"])
+def test_a_prompt_that_the_teacher_cannot_read_is_a_problem(
+    tmp_path: Path,
+    good: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: Any,
+    problem: str,
+    workflow: str,
+) -> None:
+    (tmp_path / "own_turns.py").write_text("async def own(task, model):\n    return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    other = None if prompt is None else [] if isinstance(prompt, list) else "Why?"
+    rows = [{"question": "1 + 1?", "answer": "2", "teacher_prompt": other},
+            {"question": "1 + 2?", "answer": "3", "teacher_prompt": prompt}]  # fmt: skip
+    explorer_input = "buffer.explorer_input"
+    code, output = checked(
+        *(tmp_path, good, "algorithm.algorithm_type=on_policy_distill"),
+        'explorer.auxiliary_models=[{model_path: "${model.model_path}"}]',
+        f"{explorer_input}.taskset.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}",
+        f"{explorer_input}.default_workflow_type={workflow}",
+    )
+    assert code == bool(problem), output
+    assert problem in output and (f"rows.jsonl, line 2): {problem}" in output) == bool(problem)
+
+
 def test_a_workflow_that_needs_its_model_is_left_to_the_run(
     tmp_path: Path, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

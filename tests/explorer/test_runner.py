@@ -425,6 +425,9 @@ def test_a_teacher_may_read_more_than_the_prompt() -> None:
     assert "The answer is 7" not in TOKENIZER.decode(e.tokens.tolist())
     [failure] = taught(["7"])[0].failures
     assert "the row's teacher_prompt is ['7']: expected text" in failure.message
+    [failure] = taught("long " * 9999)[0].failures
+    assert "with the row's teacher_prompt it reads" in failure.message
+    assert "(explorer.auxiliary_models[0].max_model_len)" in failure.message
 
 
 def test_a_teacher_leaves_evaluations_and_its_own_workflows_alone() -> None:

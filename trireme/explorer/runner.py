@@ -247,11 +247,11 @@ class Runner:
             teacher = model.auxiliary[0]
             turns.append(f"the teacher (explorer.auxiliary_models[0], {teacher.model_path})")
             with UserCode(turns[-1]):  # not the workflow's fault
-                await scored(experiences, teacher, model, task.raw_task.get(_TEACHER_PROMPT))
+                await scored(experiences, teacher, model, task.raw_task.get(TEACHER_PROMPT))
         return experiences
 
 
-_TEACHER_PROMPT = "teacher_prompt"
+TEACHER_PROMPT = "teacher_prompt"
 """The column of a row with what the teacher alone reads, in place of the prompt."""
 
 
@@ -268,14 +268,20 @@ async def scored(
             continue
         tokens, temperature = e.tokens.tolist(), e.temperature or 1.0
         read, shared = _told_more(model, tokens, prompt) if prompt else ([], 0)
-        logprobs = await teacher.logprobs([*read, *tokens[shared:]], temperature)
+        scores = [*read, *tokens[shared:]]
+        if prompt and len(scores) > teacher.max_model_len:
+            raise ValueError(
+                f"with the row's {TEACHER_PROMPT} it reads {len(scores)} tokens: expected at most "
+                f"{teacher.max_model_len} (explorer.auxiliary_models[0].max_model_len)"
+            )
+        logprobs = await teacher.logprobs(scores, temperature)
         e.teacher_logprobs = torch.tensor([*[0.0] * shared, *logprobs[len(read) :]])
 
 
 def _told_more(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int], int]:
     """The ids of a teacher's prompt, and how many of `tokens` they stand for."""
     if not isinstance(prompt, str):
-        raise ValueError(f"the row's {_TEACHER_PROMPT} is {prompt!r:.60}: expected text")
+        raise ValueError(f"the row's {TEACHER_PROMPT} is {prompt!r:.60}: expected text")
     roots = [call for call in model.recorder if call.parent is None and call.messages]
     mine = [call for call in roots if tokens[: len(call.inserted)] == call.inserted]
     asked = roots[0].messages or [] if roots else []
@@ -286,7 +292,7 @@ def _told_more(model: Model, tokens: list[int], prompt: Any) -> tuple[list[int],
         or (mine[-1].messages or [])[: users[-1] + 1] != asked[: users[-1] + 1]
     ):
         raise ValueError(
-            f"the row has a {_TEACHER_PROMPT}, and the rollout no recorded conversation with the "
+            f"the row has a {TEACHER_PROMPT}, and the rollout no recorded conversation with the "
             "prompt that it stands for: expected a workflow that keeps its first messages"
         )
     messages = [dict(message) for message in mine[-1].messages or []]

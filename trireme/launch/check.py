@@ -51,9 +51,10 @@ from trireme.launch.data import (
     rows_of,
     together,
 )
-from trireme.launch.engines import examine_auxiliary
+from trireme.launch.engines import examine_auxiliary, teacher_len
 from trireme.launch.prompts import (
     Prompts,
+    check_teacher_prompts,
     first_messages,
     first_prompts,
     prompt_notes,
@@ -440,3 +441,8 @@ def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
             parts.stage.problem("", str(fault))
         return
     parts.prompts = [(name, prompts) for name, prompts in encoded if prompts is not None]
+    if recipe.needs_teacher:
+        for taskset in getattr(parts.training, "tasksets", [parts.training]):
+            if taskset is not None:
+                check = partial(check_teacher_prompts, text, taskset, teacher_len(plan))
+                parts.tried(check)

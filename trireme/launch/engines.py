@@ -223,13 +223,25 @@ def refuse_other_vocabulary(teacher: str, theirs: Any, ours: Any) -> None:
         )
 
 
+def teacher_len(plan: Plan) -> int | None:
+    """Most tokens that the teacher scores; None where only its own server knows."""
+    config = plan.config.explorer.auxiliary_models[0]
+    here = config.engine_type != "remote" and located(config.model_path or "", "models")
+    return auxiliary_len(plan, config) if here else config.max_model_len
+
+
+def auxiliary_len(plan: Plan, config: RolloutModelConfig) -> int:
+    """Tokens that an auxiliary model reads and writes together."""
+    positions = int(model_config(config.model_path or "").get("max_position_embeddings") or 0)
+    # a judge reads several replies: it may need more than the model that wrote them
+    return config.max_model_len or max(plan.max_model_len, min(positions, LONGEST))
+
+
 def _make(plan: Plan, config: RolloutModelConfig, device: Device) -> Auxiliary:
     path = config.model_path or ""
     trust = plan.config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-    positions = int(model_config(path).get("max_position_embeddings") or 0)
-    # a judge reads several replies: it may need more than the model that wrote them
-    longest = config.max_model_len or max(plan.max_model_len, min(positions, LONGEST))
+    longest = auxiliary_len(plan, config)
     engine: Engine
     if config.engine_type == "remote":
         engine = make_remote_engine(plan, config.base_urls, config.api_key)

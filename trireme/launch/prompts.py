@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from trireme.config import Plan, Problem
 from trireme.data.tasksets import Taskset
+from trireme.explorer.runner import TEACHER_PROMPT
 from trireme.launch.data import Text
 from trireme.log import get_logger
 from trireme.model.chat_tokens import plain_messages
@@ -81,6 +82,40 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
         return None
     with UserCode(f"format_messages of workflow '{task.workflow}'", code):
         return plain_messages(messages), None
+
+
+def check_teacher_prompts(text: Text, taskset: Taskset, limit: int | None) -> None:
+    """Raise ValueError where one of `ROWS` rows has a prompt for the teacher that it cannot read,
+    or that leaves it no room for a reply within its `limit` of tokens.
+    """
+    if TEACHER_PROMPT not in taskset.rows.columns:
+        return
+    deadline = time.monotonic() + SECONDS
+    for row in range(0, len(taskset), max(len(taskset) // ROWS, 1)):
+        task = taskset.task(0, 0, row)
+        prompt, where = task.raw_task.get(TEACHER_PROMPT), taskset.rows.where(row)
+        if prompt and not isinstance(prompt, str):
+            raise ValueError(f"{where}: {TEACHER_PROMPT} is {prompt!r:.60}: expected text")
+        size = _teacher_size(text, task, prompt) if prompt and limit else 0
+        if limit and size >= limit:
+            raise ValueError(
+                f"{where}: with its {TEACHER_PROMPT} the teacher reads {size} tokens before the "
+                f"reply: expected less than {limit} (explorer.auxiliary_models[0].max_model_len)"
+            )
+        if time.monotonic() > deadline:
+            break
+
+
+def _teacher_size(text: Text, task: Task, prompt: str) -> int:
+    """Tokens of the first call's prompt with the teacher's in its place; where only the workflow
+    knows the messages, of the teacher's alone.
+    """
+    messages, tools = first_messages(task) or ([], None)
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        return len(text.chat.encode(prompt))
+    messages[users[-1]] = {**messages[users[-1]], "content": prompt}
+    return len(text.chat.encode(text.chat.render(messages, tools)))
 
 
 def longest_prompt(plan: Plan) -> int:
