@@ -216,6 +216,15 @@ def test_rewards_that_differ_are_not_said_to_be_equal() -> None:
     assert said(Watchdog(), course("explorer", 1, idle, 9))
 
 
+def test_tools_that_are_called_unseen_are_no_fault() -> None:
+    dropped = SEEN["tools_dropped"][2]
+    taught = {"rollout__tool_calls__mean": 1.4, "rollout__tool_errors__mean": 0.2}
+    guessed = {"rollout__tool_calls__mean": 1.4, "rollout__tool_errors__mean": 1.4}
+    assert not said(Watchdog(), course("explorer", 1, dropped | taught, 9))
+    [warned] = said(Watchdog(), course("explorer", 1, dropped | guessed, 9))
+    assert warned.cause == "tools_dropped"
+
+
 def test_two_steps_are_enough_at_the_end() -> None:
     watchdog = Watchdog()
     assert not said(watchdog, course("explorer", 1, ZERO, 2))

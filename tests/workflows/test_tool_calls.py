@@ -104,6 +104,7 @@ def test_a_program_runs_in_the_sandbox_and_every_call_begins_anew() -> None:
     assert third.startswith("Error: Refused: open")
     infos = experience.info["rollout_infos"]
     assert infos == {"tool_calls": 3, "tool_errors": 2, "num_turns": 4}
+    assert {name: experience.metrics[name] for name in infos} == infos
 
 
 def test_a_react_result_is_inserted_in_the_same_turn_and_carries_no_loss() -> None:

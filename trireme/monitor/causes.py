@@ -318,14 +318,15 @@ def _stale(course: Course, limit: float, facts: Facts) -> str | None:
     "tools_dropped",
     "explorer",
     0.0,
-    "calls have tools, and the chat template writes none of them",
+    "calls have tools, the chat template writes none of them, and no tool call succeeds",
     "the model cannot call what it is not shown",
     "`model.chat_template_path` with a template that writes `tools`, or describe them in the "
     "system prompt",
 )
 def _tools_dropped(course: Course, limit: float, facts: Facts) -> str | None:
     share = mean(course.now, "rollout/conversation/tools_dropped/mean")
-    if share <= limit:
+    made, failed = (mean(course.now, f"rollout/tool_{n}/mean") for n in ("calls", "errors"))
+    if share <= limit or made > failed:  # a model that was taught its tools calls them unseen
         return None
     return "the chat template writes nothing of the tools that the calls have"
 

@@ -161,6 +161,9 @@ def samples(model: Model, ended: Sequence[Ended], scale: Any, request_id: str) -
             "request_id": dialogue.infos.get("request_id", request_id),
         }
         experience.metrics["num_turns"] = float(dialogue.infos.get("num_turns", 1))
+        for counted in ("tool_calls", "tool_errors"):  # which a user's scheduler may count, too
+            if isinstance(number := dialogue.infos.get(counted), int | float):
+                experience.metrics[counted] = float(number)
         out.append(experience)
     return out
 
