@@ -29,6 +29,22 @@ def test_a_plan_is_printed_by_topic(tmp_path):
     assert "no problems" in text
 
 
+def test_a_folder_that_holds_a_run_says_so(tmp_path):
+    config_of(tmp_path, values(tmp_path))  # four train steps
+    job = tmp_path / "out/p/n"
+    for step, full, said in (
+        (1, False, f"{job}\n"),  # weights alone: no run goes on from them
+        (3, True, f"{job} holds a run at step 3, which this one goes on from\n"),
+        (5, True, "at step 5, which this one goes on from, and 4 were asked for: nothing is left"),
+    ):
+        folder = job / f"global_step_{step}"
+        folder.mkdir(parents=True)
+        if full:
+            (folder / "manifest.json").touch()
+        assert said in printed(tmp_path / "config.yaml")[1]
+    assert "holds a run" not in printed(tmp_path / "config.yaml", "name=other")[1]
+
+
 def test_the_memory_of_a_model_that_can_be_reckoned_is_told(tmp_path):
     config_of(tmp_path, tree(tmp_path, SEVEN))
     code, text = printed(tmp_path / "config.yaml")

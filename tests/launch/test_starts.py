@@ -19,6 +19,7 @@ from trireme.cli.run import run as command
 from trireme.config import ConfigError, load_config
 from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.check import make_plans
+from trireme.launch.run import nothing_left
 from trireme.launch.starts import hidden_words, resolved, this_start, without_secrets
 
 
@@ -26,6 +27,17 @@ def plan_of(folder: Path, config: dict[str, Any], *overrides: str) -> Any:
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump(config))
     return make_plans(load_config(path, overrides))
+
+
+def test_a_run_at_its_end_says_what_makes_it_go_on(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    (plan,) = plan_of(tmp_path, config)
+    last = plan.train_steps
+    said = nothing_left(plan, last)
+    assert said.startswith(f"nothing was left to do: step {last} was this run's last. To train on")
+    assert said.endswith("; to begin a run of its own, set another name")
+    said = nothing_left(plan, last + 3)
+    assert f"{plan.job_dir} holds a run at step {last + 3}, past the {last} asked for. To" in said
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
+from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan
 from trireme.config.memory import told
 from trireme.log import hide_passwords
@@ -138,9 +139,20 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     rows += [
         ("GPUs", f"{gpus} ({plan.device}, {plan.dtype})"),
         ("seed", f"{plan.seed}{_exactness(plan)}"),
-        ("folder", str(plan.job_dir)),
+        ("folder", f"{plan.job_dir}{_held(plan) if trains else ''}"),
     ]
     return rows
+
+
+def _held(plan: Plan) -> str:
+    """What the folder has of an earlier start, which the run continues."""
+    folder = JobFolder(plan.job_dir)
+    step = max((step for step in folder.steps() if folder.is_full(step)), default=None)
+    if step is None:
+        return ""
+    past = plan.train_steps is not None and step >= plan.train_steps
+    left = f", and {plan.train_steps} were asked for: nothing is left to do" if past else ""
+    return f" holds a run at step {step}, which this one goes on from{left}"
 
 
 def _exactness(plan: Plan) -> str:

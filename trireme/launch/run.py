@@ -199,7 +199,11 @@ def nothing_left(plan: Plan, steps: int) -> str:
     }
     ends = [f"{key} ({value})" for key, value in keys.items() if value]
     more = " and ".join(ends) or f"buffer.total_epochs ({config.buffer.total_epochs})"
-    return f"nothing was left to do: step {steps} was this run's last. To train on, raise {more}"
+    at = f"step {steps} was this run's last"
+    if plan.train_steps and steps > plan.train_steps:  # another configuration's run, perhaps
+        at = f"{plan.job_dir} holds a run at step {steps}, past the {plan.train_steps} asked for"
+    remedies = f"To train on, raise {more}; to begin a run of its own, set another name"
+    return f"nothing was left to do: {at}. {remedies}"
 
 
 async def _run_here(
