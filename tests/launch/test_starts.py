@@ -17,6 +17,7 @@ from trireme.algorithms.recipes import get_recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.cli.run import run as command
 from trireme.config import ConfigError, load_config
+from trireme.config.schema import Config
 from trireme.launch.changes import changes, refuse_meaningless
 from trireme.launch.check import make_plans
 from trireme.launch.run import nothing_left
@@ -139,6 +140,24 @@ def test_each_change_is_told_with_its_effect(
     assert len(found) == len(told), found
     for line, beginning in zip(found, told, strict=True):
         assert line.startswith(beginning)
+
+
+def test_keys_that_a_newer_release_has_are_no_changes_unless_they_are_set() -> None:
+    buffer = {
+        "explorer_input": {"taskset": {"path": "d"}},
+        "trainer_input": {"auxiliary_buffers": {"more": {"path": "e"}}},
+    }
+    config = Config.model_validate({"buffer": buffer, "model": {"lora_configs": [{}]}})
+    old, new = config.model_dump(), config.model_dump()
+    del old["trainer"]["callbacks"], old["buffer"]["explorer_input"]["taskset"]["split"]
+    del old["buffer"]["trainer_input"]["auxiliary_buffers"]["more"]["capacity"]
+    del old["model"]["lora_configs"][0]["lora_rank"], old["monitor"]
+    assert changes(entry(old), entry(new), train=3, explore=4, row=12) == []
+    new["trainer"]["callbacks"] = ["mine:Mine"]
+    old["model"]["lora_configs"] = None  # null is a value
+    found = changes(entry(old), entry(new), train=3, explore=4, row=12)
+    assert "trainer.callbacks: [] -> ['mine:Mine']: from train step 3 on" in found
+    assert any(line.startswith("model.lora_configs[0].lora_rank: none -> ") for line in found)
 
 
 def test_a_resume_is_refused_where_the_adapter_it_began_from_was_overwritten(

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from trireme.algorithms.recipes import Recipe
 from trireme.checkpoint.layout import JobFolder
 from trireme.config import ConfigError, Plan, Problem
 from trireme.config.lookup import model_config
+from trireme.config.schema import Config
+from trireme.config.section import Section
 from trireme.launch.starts import read_starts, same_part
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ def changes(
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Name, old and new value of all that a run's course may depend on."""
-    before, now = _flat(old["config"]), _flat(new["config"])
+    before, now = (_flat(_with_defaults(each["config"], Config)) for each in (old, new))
     yield from _unequal(before, now)
     for key, facts in new["data"].items():
         was = old["data"].get(key)
@@ -148,6 +150,25 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
             yield f"plugins {Path(path).name}", was, is_
     yield from _unequal(_flat(old["versions"], "versions."), _flat(new["versions"], "versions."))
     yield from _unequal(_flat(old["code"], "code."), _flat(new["code"], "code."))
+
+
+def _with_defaults(value: Any, kind: Any) -> Any:
+    """A value of one of the schema's types, with the defaults of keys that its sections lack.
+
+    An earlier release wrote no keys that came after it, and its runs were as the defaults say.
+    """
+    if isinstance(kind, type) and issubclass(kind, Section) and isinstance(value, Mapping):
+        kinds = {name: field.annotation for name, field in kind.model_fields.items()}
+        whole = {**kind.model_construct().model_dump(), **value}
+        return {name: _with_defaults(inner, kinds.get(name)) for name, inner in whole.items()}
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list and isinstance(value, list):
+        return [_with_defaults(item, inner[0]) for item in value]
+    if origin is dict and isinstance(value, Mapping):
+        return {name: _with_defaults(item, inner[1]) for name, item in value.items()}
+    for each in inner:  # a union
+        value = _with_defaults(value, each)
+    return value
 
 
 def _unequal(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
