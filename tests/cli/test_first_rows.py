@@ -125,8 +125,34 @@ def test_messages_of_a_workflow_that_are_none_are_told_with_its_line(
     own = "buffer.explorer_input.default_workflow_type=gives_text:GivesText"
     code, output = checked(tmp_path, good, own)
     assert code == 1 and output.count("chat takes a list of messages, not text") == 1
-    assert "problem: format_messages of workflow 'gives_text:GivesText' failed: " in output
+    start = (
+        "problem: format_messages of workflow 'gives_text:GivesText' gave what is no conversation: "
+    )
+    assert start in output and "Refused" not in output
     assert "gives_text.py:4: class GivesText(SimpleWorkflow)" in output
+
+
+@pytest.mark.parametrize(
+    "own", ["def run(self)", "async def run_async(self)", "async def ask(self)", ""]
+)
+def test_messages_that_a_workflow_s_own_run_reads_are_left_to_it(
+    tmp_path: Path, good: dict[str, Any], monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    module = f"two_chats_{len(own)}"
+    (tmp_path / f"{module}.py").write_text(
+        "from trireme.workflows.single_turn import SimpleWorkflow\n\n\n"
+        "class Asks(SimpleWorkflow):\n"
+        f"    {own or 'def other(self)'}:\n"
+        "        return []\n\n\n"
+        "class TwoChats(Asks):\n"
+        "    def format_messages(self):\n"
+        "        return [[{'role': 'user', 'content': text}] for text in 'ab']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    workflow = f"buffer.explorer_input.default_workflow_type={module}:TwoChats"
+    code, output = checked(tmp_path, good, workflow)
+    assert code == (not own), output
+    assert ("no conversation: a message must be a dict" in output) == (not own)
 
 
 def test_a_template_that_refuses_a_prompt_is_told(tmp_path: Path, good: dict[str, Any]) -> None:

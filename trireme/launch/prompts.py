@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from trireme.config import Plan, Problem
@@ -14,7 +15,7 @@ from trireme.launch.data import Text
 from trireme.log import get_logger
 from trireme.model.chat_tokens import plain_messages
 from trireme.task import Task
-from trireme.usercode import UserCode
+from trireme.usercode import Refused, UserCode
 from trireme.workflows.scheduled import ScheduledWorkflow, conversation
 from trireme.workflows.single_turn import SimpleWorkflow
 from trireme.workflows.workflow import resolve
@@ -75,13 +76,25 @@ def first_messages(task: Task) -> tuple[list[dict[str, Any]], Any] | None:
     if not simple or task.workflow_args.get("use_base"):
         return None
     make: Any = code
+    name = f"format_messages of workflow '{task.workflow}'"
     try:
         messages = make(task=task, model=None).format_messages()
     except Exception:  # a user's class may need the model: only the run can say what it asks
         logger.debug("what %s asks is not known without a model", code, exc_info=True)
         return None
-    with UserCode(f"format_messages of workflow '{task.workflow}'", code):
+    try:
         return plain_messages(messages), None
+    except ValueError as error:
+        if _has_own_run(make):  # which may take what it gives in another form
+            return None
+        with UserCode(name, code):
+            raise Refused(f"{name} gave what is no conversation: {error}") from error
+
+
+def _has_own_run(workflow: type) -> bool:
+    """Whether a user's class asks the model by itself."""
+    own = takewhile(lambda cls: not cls.__module__.startswith("trireme."), workflow.__mro__)
+    return any({"run", "run_async", "ask"} & set(vars(cls)) for cls in own)
 
 
 def check_teacher_prompts(text: Text, taskset: Taskset, limit: int | None) -> None:
