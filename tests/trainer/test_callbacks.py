@@ -13,7 +13,7 @@ from tests.trainer.test_trainer import saves, trained
 from trireme.registry import CALLBACKS
 from trireme.trainer.callbacks import Callbacks, examine_callbacks
 from trireme.usercode import fault_of
-from trireme.workflows.swift import TrainerCallback as SwiftCallback
+from trireme.workflows.swift_callback import TrainerCallback as SwiftCallback
 
 SEEN: list[str] = []
 ARGS = {"max_steps": 9, "output_dir": "jobs/a"}
@@ -91,6 +91,7 @@ class HandsOn(SwiftCallback):
         super().__init__(*args, **kwargs)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_init_end(args, state, control, **kwargs)  # transformers' own, which is empty
         SEEN.append(f"{self.args.output_dir}, {self.trainer.model}")
 
 

@@ -68,7 +68,7 @@ NAMES = {
     "RepetitionPenalty": f"{_GROUP}:Repetition",
     "SoftOverlong": _GROUP,
     "rm_plugins": _HERE,
-    "TrainerCallback": _HERE,
+    "TrainerCallback": "trireme.workflows.swift_callback",
     "callbacks_map": "trireme.registry:CALLBACKS",
     "prms": _HERE,
     "LossScale": _SCALE,
@@ -103,13 +103,6 @@ class SwiftORM(_ORM):
 
     def __init__(self, args: Any = None) -> None:
         self.args = args
-
-
-class TrainerCallback:
-    """Base of callbacks, whose constructor takes ms-swift's arguments."""
-
-    def __init__(self, args: Any, trainer: Any) -> None:
-        self.args, self.trainer = args, trainer
 
 
 class RequestConfig(SimpleNamespace):
