@@ -397,6 +397,25 @@ OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
             "synchronizer.sync_interval (4): all 4 explore steps are sampled by the first weights",
         ),
         (
+            ["synchronizer.sync_interval=3", "trainer.total_steps=2"],
+            "synchronizer.sync_interval (3): all 2 explore steps that are trained are sampled by "
+            "the first weights",
+        ),
+        (
+            ["synchronizer.sync_interval=1", "synchronizer.sync_offset=2", "trainer.total_steps=2"],
+            "synchronizer.sync_interval (1), sync_offset (2): all 2 explore steps that are trained "
+            "wait for no new weights",
+        ),
+        (
+            [
+                "synchronizer.sync_style=dynamic_by_explorer",
+                "synchronizer.sync_interval=2",
+                "synchronizer.sync_offset=2",
+            ],
+            "synchronizer.sync_interval (2), sync_offset (2): all 4 explore steps are sampled by "
+            "the first weights",
+        ),
+        (
             ["algorithm.kl_loss_fn=none", "algorithm.kl_loss_fn_args={kl_coef: 0.1}"],
             "algorithm.kl_loss_fn_args: kl_loss_fn is none, and they change nothing",
         ),
@@ -422,6 +441,9 @@ def test_what_changes_something_is_not_noted(tmp_path):
     assert plan_of(tmp_path, *steps, *useful, f"{OPTIMIZER}.lr_warmup_steps=4").notes == plain
     by_rlhf = plan_of(tmp_path, *steps, f"trainer.save_interval={UNASKED_SAVE_INTERVAL}")
     assert by_rlhf.notes == plain
+    for comes in ("sync_interval=4", "sync_offset=3", "sync_style=fully_async"):
+        ahead = plan_of(tmp_path, "buffer.total_steps=9", f"synchronizer.{comes}").notes
+        assert not any("weights" in note for note in ahead)
     explores = [*steps, "mode=explore", f"{OPTIMIZER}.lr=0", "trainer.save_interval=9"]
     assert not any("lr (0)" in note for note in plan_of(tmp_path, *explores).notes)
 

@@ -405,7 +405,7 @@ def note_idle(stage: StageConfig, steps: Steps) -> None:
     if stage.config.mode not in ("explore", "bench", "serve"):
         stage.notes += _idle_in_training(stage, steps)
     if stage.config.mode in ("both", "explore") and not stage.reads_file:
-        stage.notes += _idle_in_exploring(stage, steps)
+        stage.notes += _idle_in_exploring(stage)
 
 
 def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
@@ -437,20 +437,13 @@ def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
     return found
 
 
-def _idle_in_exploring(stage: StageConfig, steps: Steps) -> list[str]:
-    config, explore, found = stage.config, steps.explore_steps, list[str]()
+def _idle_in_exploring(stage: StageConfig) -> list[str]:
+    config, found = stage.config, list[str]()
     evaluates = any(taskset.is_eval for taskset in used_tasksets(config))
     idle = not evaluates and not stage.another_evaluates
     if "eval_interval" in config.explorer.model_fields_set and idle:
         found.append(
             f"explorer.eval_interval ({config.explorer.eval_interval}): there are no eval_tasksets "
             "in buffer.explorer_input, and nothing is evaluated"
-        )
-    interval = config.synchronizer.sync_interval
-    by_explorer = config.synchronizer.sync_style in ("fixed", "explorer_driven")
-    if config.mode == "both" and by_explorer and explore and 1 < explore <= interval:
-        found.append(
-            f"synchronizer.sync_interval ({interval}): all {explore} explore steps are sampled by "
-            "the first weights"
         )
     return found

@@ -21,7 +21,7 @@ from trireme.config.placement import (
     places_of,
 )
 from trireme.config.schema import Config
-from trireme.config.stages import StageConfig, Steps, check_fates, lengths_of, steps_of
+from trireme.config.stages import StageConfig, check_fates, lengths_of, steps_of
 from trireme.config.sync import (
     SyncMethod,
     SyncStyle,
@@ -170,18 +170,18 @@ def derive(stage: StageConfig, root: Path, gpus: int | None = None) -> Plan:
     check_fates(stage, on_ray=on_ray, on_vllm=engine.kind == "vllm")
     note_places(stage, places, gpus)
     lengths, steps = lengths_of(stage), steps_of(stage)
-    style = style_of(stage, steps.own_batch)
-    method = method_of(stage, on_ray, hosts)
+    style, method = style_of(stage, steps.own_batch), method_of(stage, on_ray, hosts)
     in_turns = takes_lock_step(stage, steps.own_batch, method)
     lock_step = in_turns and (places.paired or (not on_ray and not hosts))
     takes_turns = check_colocated(stage, places, gpus, hosts=hosts, lock_step=lock_step)
     inexact = against_exactness(stage, steps.own_batch, on_ray=on_ray, hosts=hosts)
     device, dtype = "cuda" if gpus else "cpu", _dtype(stage, gpus)
     shares = lock_step and not on_ray and not config.model.lora_configs and dtype == "float32"
-    check_beat(stage, style, inexact)
+    check_beat(stage, steps, style, inexact)
     job_dir = root / stage.name if stage.name else root
     buffer_type, buffer_path = store_of(stage, job_dir)
-    _note(stage, steps, on_ray or hosts > 0)
+    _note_engine(stage, on_ray or hosts > 0)
+    note_idle(stage, steps)
     max_tokens = _max_tokens(stage, lengths.max_model_len)
     memory = plan_memory(
         stage,
@@ -261,12 +261,6 @@ def _dtype(stage: StageConfig, gpus: int) -> str:
     if asked == "float16":
         stage.notes.append(f"explorer.rollout_model.dtype ({asked}): a CPU computes in float32")
     return "float32"
-
-
-def _note(stage: StageConfig, steps: Steps, several: bool) -> None:
-    """Lines on the engine, and on what the stage is told in vain."""
-    _note_engine(stage, several)
-    note_idle(stage, steps)
 
 
 def _note_engine(stage: StageConfig, several: bool) -> None:

@@ -7,12 +7,13 @@ turns.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Literal
 
 from trireme.config.placement import KEY, Places, further_sizes
 from trireme.config.schema import SynchronizerConfig
-from trireme.config.stages import StageConfig
+from trireme.config.stages import StageConfig, Steps
 
 SyncMethod = Literal["memory", "checkpoint", "nccl"]
 SyncStyle = Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"]
@@ -165,11 +166,12 @@ def _check_whole_steps(stage: StageConfig) -> None:
         stage.problem(key, "is explore_step: a replay buffer mixes explore steps")
 
 
-def check_beat(stage: StageConfig, style: SyncStyle, inexact: list[str]) -> None:
+def check_beat(stage: StageConfig, steps: Steps, style: SyncStyle, inexact: list[str]) -> None:
     """Over-rollout needs a beat that is not fixed, and determinism one that is; see also
     `_check_whole_steps`. `inexact`: what determinism expects and the stage has not.
     """
     _check_whole_steps(stage)
+    _note_first_weights(stage, steps, style)
     config = stage.config
     ratio = config.explorer.over_rollout.ratio
     if ratio > 0 and config.mode in ("both", "explore") and style == "fixed":
@@ -180,6 +182,34 @@ def check_beat(stage: StageConfig, style: SyncStyle, inexact: list[str]) -> None
         )
     if config.deterministic and inexact and not stage.reads_file:
         stage.problem("deterministic", f"is true: expected {'; '.join(inexact)}")
+
+
+def _note_first_weights(stage: StageConfig, steps: Steps, style: SyncStyle) -> None:
+    """A line where the run ends before the explorer first meets the trainer: it is legal, and the
+    weights that it waits for then sample nothing that is trained.
+    """
+    config, sync = stage.config, stage.config.synchronizer
+    if config.mode != "both" or stage.reads_file or style not in ("fixed", "explorer_driven"):
+        return
+    per_train = 1 if stage.whole_steps else steps.own_batch / stage.rollouts
+    explore, train = steps.explore_steps or math.inf, steps.train_steps or math.inf
+    replays = config.buffer.trainer_input.experience_buffer.replay_buffer.enable
+    needed = math.inf if replays else train * per_train
+    if not 1 < min(explore, needed) <= sync.sync_interval + sync.sync_offset:
+        return
+    one_each = stage.whole_steps or stage.one_experience
+    which, condition = f"all {math.ceil(min(explore, needed))} explore steps", ""
+    if needed < explore:
+        which += " that are trained"
+        condition = "" if one_each else ", where each rollout leaves an experience"
+    keys = f"synchronizer.sync_interval ({sync.sync_interval})"
+    if sync.sync_offset:
+        keys += f", sync_offset ({sync.sync_offset})"
+    # a trainer in the fixed style pushes by itself, also while the explorer works ahead
+    trains = min(train, explore / per_train if one_each and not replays else math.inf)
+    by_first = style == "explorer_driven" or trains <= sync.sync_interval
+    how = "are sampled by the first weights" if by_first else "wait for no new weights"
+    stage.notes.append(f"{keys}: {which} {how}{condition}")
 
 
 def check_colocated(
