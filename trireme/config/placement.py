@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ Launcher = Literal["local", "ray"]
 EngineKind = Literal["torch", "vllm"]
 VARIABLE = "TRIREME_VLLM_PYTHON"
 KEY = "explorer.rollout_model"
+OLDEST = (0, 32)
+"""Version of vLLM by whose weight transfer Trireme has been run."""
 PROBE_S = 60
 _ENDS = {"lm_head", "embed_tokens", "wte", "wpe", "embed_in", "embed_out"}
 """Names of heads and embeddings."""
@@ -451,11 +454,11 @@ def _probe(python: str) -> Vllm:
 
 
 def _check_arguments(stage: StageConfig, vllm: Vllm) -> None:
-    if "weight_transfer_config" not in vllm.arguments:
+    if tuple(map(int, re.findall(r"\d+", vllm.version)[:2])) < OLDEST:
         stage.problem(
             f"{KEY}.engine_type",
-            f"is vllm, and vLLM {vllm.version} of {vllm.python} has no weight transfer: expected "
-            "0.32 or later",
+            f"is vllm, and vLLM {vllm.version} of {vllm.python} is too old: expected "
+            f"{OLDEST[0]}.{OLDEST[1]} or later, for its weight transfer",
         )
     for name in stage.config.explorer.rollout_model.extra_engine_args:
         key = f"{KEY}.extra_engine_args.{name}"
