@@ -44,7 +44,10 @@ def first_sentence(path: Path) -> str:
     line = text.partition("\n\n")[0].replace("\n", " ").replace("|", r"\|")
     name, colon, rest = line.partition(": ")
     is_name = colon and len(name.split()) <= 3 and "`" not in name
-    return f"{rest[0].upper()}{rest[1:]}" if is_name else line
+    if not is_name:
+        return line
+    has_capital = any(letter.isupper() for letter in rest.split()[0])  # such as vLLM
+    return rest if has_capital else f"{rest[0].upper()}{rest[1:]}"
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 New weights come in Hugging Face's form and by vLLM's own calls, see transfer.py; an adapter comes
 by ours. On a CPU vLLM keeps weights packed by their products; where the head is tied to the
 embedding its reload packs only one of the two anew, and the head goes on with the old one; experts
-it does not pack anew at all, and takes them for packed: both are packed again here.
+are packed only at the start, and new ones are assumed to be packed. Both are packed again here.
 
 vLLM's sampler reports one number a token, raw or of the distribution drawn from; the Engine's
 contract has both, the raw one at the temperature, and the weights' version. So our sampler's row of
 log-probabilities is [sampled token, (-1 - version, the sampler's), likeliest, second likeliest,
 ...]. No token has a negative id. It draws as the embedded engine does, with one hashed number a
 token: vLLM has a random generator for each request, and a GPU takes these row by row. It is written
-for the Sampler of vLLM 0.10 to 0.32 (vllm/v1/sample/sampler.py).
+for the Sampler of vLLM 0.32 (vllm/v1/sample/sampler.py).
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class TriremeWorker:
 
     def trireme_mend(self) -> None:
         """On a CPU pack anew what vLLM's reload does not: a tied head, from the embedding's new
-        weight, and experts, which it packs the first time alone.
+        weight, and experts, which vLLM packs only at its start.
         """
         for module in self.model_runner.get_model().modules():
             method: Any = getattr(module, "quant_method", None)
