@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import MetaData, text
 
-from tests.buffer.samples import run, sample, step_of, uids
+from tests.buffer.samples import JumpingClock, run, sample, step_of, uids
 from tests.postgres import PASSWORD, Server
 from trireme.buffer.buffer import Closed
 from trireme.buffer.claims import Reuse
@@ -407,3 +407,16 @@ def test_replay_in_a_database_drops_the_lowest_priority(url: str) -> None:
             await buffer.take(1)
 
     run(main())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_side_that_nobody_started_is_said_long_before_the_time_out(
+    url: str, there: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = open_as("train", url, "t", clock=JumpingClock(), max_read_timeout=60.0)
+    if there:
+        open_as("explore", url, "e")
+    with pytest.raises(TimeoutError, match="no new one came for 60 s"):
+        run(trainer.take(1))
+    sentence = "waiting on buffer 'experiences'; no command with mode: explore is on this buffer"
+    assert caplog.text.count(sentence) == int(not there)

@@ -101,3 +101,17 @@ def test_what_an_earlier_trainer_said_is_no_news(tmp_path: Path, old: str) -> No
         assert sync.finished
     say(tmp_path, "stopped", 4)
     assert sync.finished
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_trainer_that_nobody_started_is_said_long_before_the_time_out(
+    tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trireme.sync.checkpoint.NOTED", 0.1)
+    sync, _ = polled(tmp_path)
+    if there:
+        say(tmp_path, "running", 1)
+    with pytest.raises(TimeoutError, match="explore step 2 waited 1 s"):
+        asyncio.run(sync.pull(2))
+    sentence = f"weights of train step 2, and no command with mode: train is on {tmp_path}"
+    assert caplog.text.count(sentence) == int(not there)

@@ -124,9 +124,11 @@ class Parties:
         return {row.name: now - row.seen for row in connection.execute(rows)}
 
     def missing(self, connection: Connection, role: str) -> str:
-        """A sentence's end that names those of that side who went without a word; or nothing."""
+        """A sentence's end: nobody of that side has come, or who fell silent; or nothing."""
         silent = self.silent(connection, role)
         table = self._table
+        if connection.scalar(select(table.c.name).where(table.c.role == role)) is None:
+            return f"; no command with mode: {role} is on this buffer"
         here = select(table.c.name).where(table.c.role == role, table.c.closed.is_(False))
         gone = [f"{n} for {silent[n]:.0f} s" for n in connection.scalars(here) if n in silent]
         return f"; not heard from: {', '.join(gone)}" if gone else ""

@@ -43,6 +43,8 @@ Role = Literal["explore", "train", "both"]
 Result = TypeVar("Result")
 
 POLL_FIRST, POLL_LONGEST = 0.05, 1.0
+NOTED = 15.0
+"""Seconds of waiting for a side that is not there, after which a warning says so."""
 """Seconds between two looks at the database; each look without news doubles them."""
 BEATS = 4
 """Heartbeats in the time of a lease."""
@@ -81,6 +83,7 @@ class SqlBuffer:
         self._retry_seconds = retry_seconds
         self._clock = clock or WallClock()
         self._changed = Condition(self._clock)
+        self._noted = False
         self.demand = Demand()
         metadata = MetaData()
         party = party or "default"
@@ -120,7 +123,7 @@ class SqlBuffer:
             )
 
         rows = await asyncio.to_thread(lambda: [row_of(e) for e in experiences])
-        await self._poll(lambda connection: self._try_put(connection, rows), full)
+        await self._poll(lambda connection: self._try_put(connection, rows), full, "train")
         logger.info("%d experiences put", len(rows))
         self.demand.set(False)  # until a look that begins now has found too few
         self._changed.notify_all()
@@ -145,6 +148,7 @@ class SqlBuffer:
             taken = await self._poll(
                 lambda connection: self._try_take(connection, n),
                 waited_for,
+                "explore",
                 in_vain=lambda: self.demand.set(True),
                 transact=transact,
                 gives_up=self._gives_up,
@@ -311,6 +315,7 @@ class SqlBuffer:
         self,
         attempt: Callable[[Connection], Result | None],
         waited_for: Callable[[], str],
+        other: str,
         in_vain: Callable[[], None] = lambda: None,
         transact: Callable[..., Any] | None = None,
         gives_up: threading.Event | None = None,
@@ -318,11 +323,12 @@ class SqlBuffer:
         """Run `attempt` in transactions of its own, less and less often, until it gives a result.
 
         `in_vain()` follows an attempt that gave nothing, where nothing was notified meanwhile.
-        Cancelled, it sets `gives_up`: its thread waits for no server any more.
+        Where the `other` side is not there, a warning says so long before the time-out. Cancelled,
+        it sets `gives_up`: its thread waits for no server any more.
         """
         gives_up = gives_up or threading.Event()
         seen = -1
-        since = self._clock.now()
+        since = begun = self._clock.now()
         pause = POLL_FIRST
 
         def look(connection: Connection) -> tuple[Result | None, int]:
@@ -348,6 +354,11 @@ class SqlBuffer:
             left = since + self._timeout - self._clock.now()
             if left <= 0:
                 raise TimeoutError(waited_for())
+            if not self._noted and self._clock.now() - begun > NOTED:
+                if missing := self._missing(other):
+                    logger.warning("waiting on buffer '%s'%s", self.name, missing)
+                    self._noted = True
+                begun = self._clock.now()
             await self._changed.wait(min(pause, left))
             pause = min(2 * pause, POLL_LONGEST)
 

@@ -27,6 +27,8 @@ from trireme.sync.synchronizer import Persist, is_due, once
 logger = get_logger("synchronizer")
 
 POLL_SECONDS = 0.2
+NOTED = 15.0
+"""Seconds without a word of any trainer, after which a warning says what is waited for."""
 TRIES = 2
 """How often weights that cannot be read are tried again: the full checkpoint of a step puts another
 folder in the place of the one with its weights.
@@ -116,13 +118,17 @@ class PolledSync:
     @property
     def finished(self) -> bool:
         """Whether the trainer has said that it stopped. Raises RuntimeError where it failed."""
-        path = self._folder.root / STATE_FILE
-        if not path.exists() or path.stat().st_mtime_ns == self._old_news:
-            return False
-        state = json.loads(path.read_text())["trainer"]
+        state = self._said()
         if state.startswith("failed"):
             raise RuntimeError(f"the trainer of {self._folder.root} has {state}")
         return state == "stopped"
+
+    def _said(self) -> str:
+        """What the trainer said last of itself; empty where none has begun."""
+        path = self._folder.root / STATE_FILE
+        if not path.exists() or path.stat().st_mtime_ns == self._old_news:
+            return ""
+        return json.loads(path.read_text())["trainer"]
 
     def forget(self) -> None:
         """What a trainer has said before now is of an earlier run: this one begins first, say."""
@@ -137,7 +143,15 @@ class PolledSync:
         """Load the newest weights; `fixed` waits for those of train step `step - offset`."""
         started = time.monotonic()
         wanted = step - self._offset if self._style == "fixed" else 0
+        noted = False
         while self._latest() < wanted and not self.finished:
+            if not noted and not self._said() and time.monotonic() - started > NOTED:
+                noted = True
+                logger.warning(
+                    "explore step %d waits for the weights of train step %d, and no command with "
+                    "mode: train is on %s",
+                    step, wanted, self._folder.root,
+                )  # fmt: skip
             if time.monotonic() - started > self._timeout:
                 raise TimeoutError(
                     f"explore step {step} waited {self._timeout:g} s "
