@@ -15,7 +15,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,14 +134,26 @@ def with_place(sentence: str, line: str) -> str:
 
 def innermost(frame: FrameType | None) -> tuple[UserCode | None, str]:
     """Of a stack that runs: which `UserCode` it is in, and its deepest line that is the user's."""
+    return _innermost(() if frame is None else (f for f, _ in traceback.walk_stack(frame)))
+
+
+def awaiting(coroutine: Any) -> tuple[UserCode | None, str]:
+    """The same of a coroutine that waits, as far as what it awaits is a coroutine as well."""
+    frames: list[FrameType] = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        frames.append(frame)
+        coroutine = coroutine.cr_await
+    return _innermost(reversed(frames))
+
+
+def _innermost(frames: Iterable[FrameType]) -> tuple[UserCode | None, str]:
     line = ""
-    while frame is not None:
+    for frame in frames:
         if not line and _is_theirs(frame.f_code.co_filename):
             line = _line(frame.f_code.co_filename, frame.f_lineno)
         for value in frame.f_locals.values() if not _is_theirs(frame.f_code.co_filename) else ():
             if isinstance(value, UserCode):
                 return value, line
-        frame = frame.f_back
     return None, line
 
 

@@ -29,6 +29,7 @@ from trireme.registry import (
     advantage,
     policy_loss,
 )
+from trireme.usercode import fault_of
 
 
 def _config(**given):
@@ -413,8 +414,12 @@ def test_an_advantage_of_the_wrong_shape_is_told():
         return rewards.mean()
 
     recipe = get_recipe(_config(algorithm_type="grpo", advantage_fn="one_number"))
-    with pytest.raises(ValueError, match="one number per experience"):
+    with pytest.raises(ValueError, match="gave one number: expected one number per exp") as raised:
         recipe.advantages(_rollouts({(0, 0): 1.0}))
+    raised.value.__traceback__ = None  # a run has no line of the user's on its way there
+    fault = fault_of(raised.value)
+    assert fault is not None and str(fault).startswith("algorithm.advantage_fn 'one_number' gave ")
+    assert fault.place.endswith(": def one_number(rewards: Tensor) -> Tensor:")
 
 
 def test_something_that_is_no_recipe_is_refused():

@@ -470,7 +470,29 @@ def test_a_teacher_that_is_too_slow_is_named_and_not_the_workflow() -> None:
 
     models = Taught(Silent([], tokenizer=TOKENIZER))
     [failed] = outcome_of(ask, models=models, teacher=True, max_timeout=0.5).failures
-    assert failed.kind == "timeout" and str(failed.fault) == (
+    assert failed.kind == "timeout" and str(failed.fault).startswith(
         "the teacher (explorer.auxiliary_models[0], big/model) failed: it was not done when the "
         "rollout had taken longer than explorer.max_timeout (0.5 s)"
     )
+
+
+def test_a_reward_that_hangs_is_named_with_its_line_and_said_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def hang(task: Any, answer: str) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    async def main() -> Outcome:
+        spec, one = resolve("simple_workflow"), task("simple_workflow")
+        one.reward_fn = hang
+        return await make_runner(max_timeout=0.2, max_retries=1).run(one, spec, [0])
+
+    [failed] = run(main()).failures
+    assert failed.kind == "timeout" and failed.fault.what == "reward 'hang'"
+    assert failed.message.startswith("it was not done when the rollout had taken longer than")
+    assert failed.fault.place.startswith(f"{__file__}:")
+    assert failed.fault.place.endswith(": await asyncio.Event().wait()")
+    # the console hears of the first alone
+    shown = [not getattr(record, "file_only", False) for record in caplog.records]
+    assert shown == [True, False]

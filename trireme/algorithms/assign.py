@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trireme.algorithms.part import Part
 from trireme.experience import EID, Experience, group_by
+from trireme.usercode import Refused, UserCode
 
 
 def assign_advantages(
@@ -85,10 +86,13 @@ def _scores(
 
     scores, rewards = part(lookup, data.__contains__), data["rewards"]()
     if not isinstance(scores, Tensor) or scores.shape != rewards.shape:
-        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(
-            f"{part.label} gave {shape}: expected one number per experience, [{len(experiences)}]"
-        )
+        of = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else ""
+        gave = "one number" if of and not scores.ndim else of or type(scores).__name__
+        with UserCode(whose := f"algorithm.{part.label}", part.function):  # for its line
+            raise Refused(
+                f"{whose} gave {gave}: expected one number per experience, a tensor of shape "
+                f"[{len(experiences)}]"
+            )
     _refuse_not_finite(part, scores, rewards, data["groups"](), experiences)
     return scores
 

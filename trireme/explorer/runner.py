@@ -29,7 +29,7 @@ from trireme.experience import EID, Experience
 from trireme.log import FILE_ONLY, get_logger
 from trireme.model.model import Model
 from trireme.task import Task
-from trireme.usercode import Fault, UserCode, fault_of
+from trireme.usercode import Fault, UserCode, awaiting, fault_of
 from trireme.workflows.workflow import NoExperience, WorkflowSpec
 
 logger = get_logger("explorer")
@@ -94,6 +94,8 @@ class TimeLimit:
     def __init__(self, most: float, *, ratio: float | None = None, warmup: int = 1) -> None:
         self.most, self._ratio, self._warmup = most, ratio, warmup
         self._total, self._count = 0.0, 0
+        self.told = False
+        """Whether the console has heard of a time-out; the explorer counts them after each step."""
 
     def add(self, seconds: float) -> None:
         """A training task ended after `seconds`."""
@@ -170,9 +172,13 @@ class Runner:
                     outcome.experiences = result
                     self.log.info("%s", _told(rollout_name(task, runs[0]), result))
                     return outcome
-                # the explorer says on the console how many of a step failed of which cause
+                # the explorer says on the console how many of a step failed of which cause; where
+                # rollouts hang that takes long, and the first time-out is said at once
+                first = result.kind == "timeout" and not self.limit.told
+                self.limit.told |= first
+                shown = {"place": result.fault.place} if first else FILE_ONLY
                 self.log.warning("%s (attempt %d of %d)\n%s", result, attempt + 1,
-                                 self.max_retries + 1, result.trace, extra=FILE_ONLY)  # fmt: skip
+                                 self.max_retries + 1, result.trace, extra=shown)  # fmt: skip
                 if result.fault.lasting:
                     break
         outcome.failures = [replace(result, key=rollout_name(task, run)) for run in runs]
@@ -189,20 +195,21 @@ class Runner:
         """One try: experiences with their ids, or why there are none. `attempts` gets its times."""
         model = self.make_model(task, key)
         name = rollout_name(task, runs[0])
-        turns = [spec.label]  # whose it is comes last: the workflow's, then the teacher's
-        call = asyncio.ensure_future(self._call(task, spec, model, runs, turns))
+        call = asyncio.create_task(self._call(task, spec, model, runs))
         seconds = self.limit.seconds
         begun = time.monotonic()
         try:
             await self._wait(call, key[:3], seconds)
             if not call.done():
                 whose = "max_timeout" if seconds == self.limit.most else "dynamic_timeout"
-                alone = turns[-1] == spec.label
+                part, place = awaiting(call.get_coro())
+                what = part.what if part is not None else spec.label
+                alone = what == spec.label
                 took = "it took" if alone else "it was not done when the rollout had taken"
                 late = f"{took} longer than explorer.{whose} ({seconds:g} s)"
-                return Failed(name, "timeout", Fault(turns[-1], late, "", lasting=False))
+                return Failed(name, "timeout", Fault(what, late, place, lasting=False))
             if call.cancelled():  # by its own code: this runner has not cancelled it yet
-                itself = Fault(turns[-1], "it cancelled itself", "", lasting=False)
+                itself = Fault(spec.label, "it cancelled itself", "", lasting=False)
                 return Failed(name, "error", itself)
             return stamp(call.result(), task, runs, spec)
         except Exception as error:  # foreign code: the one place where anything may come
@@ -229,11 +236,9 @@ class Runner:
             left = seconds - (time.monotonic() - begun - held)
 
     async def _call(
-        self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int], turns: list[str]
+        self, task: Task, spec: WorkflowSpec, model: Model, runs: list[int]
     ) -> list[Experience]:
-        """The workflow's own code, in its own daemon thread where it blocks, and the teacher, whose
-        name is added to `turns` when its turn comes.
-        """
+        """The workflow's own code, in its own daemon thread where it blocks, and the teacher."""
         with UserCode(spec.label, spec.code) as _:
             if spec.blocking:
                 blocking = model.blocking(asyncio.get_running_loop())
@@ -245,8 +250,8 @@ class Runner:
                 experiences = await spec.call(task, model, len(runs), runs[0])
         if self.teacher and not task.is_eval:
             teacher = model.auxiliary[0]
-            turns.append(f"the teacher (explorer.auxiliary_models[0], {teacher.model_path})")
-            with UserCode(turns[-1]):  # not the workflow's fault
+            whose = f"the teacher (explorer.auxiliary_models[0], {teacher.model_path})"
+            with UserCode(whose) as _:  # not the workflow's fault
                 await scored(experiences, teacher, model, task.raw_task.get(TEACHER_PROMPT))
         return experiences
 
