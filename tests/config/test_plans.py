@@ -448,6 +448,21 @@ def test_what_changes_something_is_not_noted(tmp_path):
     assert not any("lr (0)" in note for note in plan_of(tmp_path, *explores).notes)
 
 
+def test_a_save_interval_of_the_whole_file_is_not_noted_of_its_short_stages(tmp_path):
+    tree: dict[str, Any] = values(tmp_path) | {"trainer": {"save_interval": 100}}
+    short = {"stage_name": "one", "trainer": {"total_steps": 2}}
+    itself = {"stage_name": "one", "trainer": {"total_steps": 2, "save_interval": 50}}
+    task = tree["buffer"]["explorer_input"]["taskset"]
+    evaluates = {"explorer_input": {"eval_tasksets": [task]}}
+    other = {"stage_name": "two"}
+    bench = {**other, "mode": "bench", "buffer": evaluates}
+    for stages, told in (([short, other], []), ([itself, other], [50]), ([short, bench], [100])):
+        plans = make_plans(config_of(tmp_path, tree | {"stages": stages}))
+        notes = [note for plan in plans for note in plan.notes if "none is saved" in note]
+        expected = "trainer.save_interval ({}): of 2 train steps none is saved but the last"
+        assert notes == [expected.format(interval) for interval in told]
+
+
 def test_an_interval_of_the_whole_file_is_noted_where_no_stage_evaluates(tmp_path):
     tree: dict[str, Any] = values(tmp_path) | {"explorer": {"eval_interval": 1}}
     task = tree["buffer"]["explorer_input"]["taskset"]

@@ -430,7 +430,8 @@ def _idle_in_training(stage: StageConfig, steps: Steps) -> list[str]:
             f"learning rate is {optimizer.lr * last / warmup:.3g}, and not lr ({optimizer.lr:g})"
         )
     interval = config.trainer.save_interval
-    if train is not None and interval > train and interval != UNASKED_SAVE_INTERVAL:
+    asked = interval != UNASKED_SAVE_INTERVAL and not stage.shares_save_interval
+    if train is not None and interval > train and asked:
         found.append(
             f"trainer.save_interval ({interval}): of {train} train steps none is saved but the last"
         )

@@ -47,6 +47,8 @@ class StageConfig:
     """The file says `algorithm.repeat_times`; if not, the algorithm's `group_size` holds."""
     another_evaluates: bool = False
     """Another stage has evaluation tasksets, of which the keys of the whole file may speak."""
+    shares_save_interval: bool = False
+    """`trainer.save_interval` is of the whole file, of which another stage trains, too."""
     reads_file: bool = False
     """The trainer reads a data set instead of what an explorer makes."""
     whole_steps: bool = False
@@ -162,10 +164,14 @@ def stages_of(config: Config) -> list[StageConfig]:
         name = stage.stage_name or f"stage_{index}"
         out.append(_stage(Config.model_validate(values), index, name, model_from))
         algorithms = [config.algorithm, *([stage.algorithm] if stage.algorithm else [])]
+        own_interval = stage.trainer and "save_interval" in stage.trainer.model_fields_set
+        out[-1].shares_save_interval = not own_interval
         out[-1].gives_repeats = any("repeat_times" in a.model_fields_set for a in algorithms)
     for one in out:
         others = (other.config.buffer.explorer_input for other in out if other is not one)
         one.another_evaluates = any(inputs.eval_tasksets for inputs in others)
+        trains = any(other.config.mode in ("both", "train") for other in out if other is not one)
+        one.shares_save_interval &= trains
     return out or [_stage(config)]
 
 
