@@ -15,8 +15,9 @@ from trireme.cli import flag_names
 from trireme.cli.main import app
 from trireme.cli.rollout import RolloutOptions, _spec
 from trireme.config import ConfigError, load_config
-from trireme.registry import RM_PLUGINS
+from trireme.registry import MULTI_TURNS, RM_PLUGINS
 from trireme.rewards.grouped import Judge
+from trireme.workflows.gym_scheduler import GymScheduler
 
 YAML = """
 buffer:
@@ -562,7 +563,14 @@ def test_rlhf_of_a_teacher_without_a_reward_distils(rlhf: Any) -> None:
     assert [one.model_path for one in config.explorer.auxiliary_models] == ["t"]
 
 
-@pytest.mark.parametrize("words", ["--sdar_loss_coef 0.1", "--advantage_reweight rlsd"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--sdar_loss_coef 0.1", "--advantage_reweight rlsd", "--advantage_estimator rloo"),
+        *("--kl_in_reward true", "--scale_rewards none", "--dynamic_sample true"),
+        "--reward_weights 1",
+    ],
+)
 def test_rlhf_says_that_a_use_of_the_teacher_needs_a_reward(rlhf: Any, words: str) -> None:
     said = re.sub(r"[│╭╮╰╯─]", "", rlhf(f"--model m --dataset d --teacher_model t {words}"))
     expected = f"{words} needs a reward beside the teacher: expected --reward_funcs"
@@ -650,8 +658,18 @@ def test_rlhf_of_a_distillation(rlhf: Any, beta: str, share: float) -> None:
         "--lmbda 1 --sft_alpha 0.1": "--sft_alpha 0.1: expected 0, since no reply",
         "--lmbda 1 --reward_funcs accuracy": "--reward_funcs has no effect on gkd",
         "--lmbda 1 --rlhf_type grpo": "--lmbda has no effect on grpo",
+        **{
+            f"--lmbda 1 {flag}": f"{flag.split()[0]} has no effect on gkd"
+            for flag in (
+                *("--kl_in_reward true", "--advantage_reweight rlsd", "--sdar_loss_coef 0.1"),
+                *("--scale_rewards none", "--dynamic_sample true", "--reward_weights 1"),
+                *("--rlsd_lambda 0.5", "--cosine_max_len 9", "--max_resample_times 2"),
+            )
+        },
     }.items():
         assert message in rlhf(words + wrong)
+    off = "--kl_in_reward false --dynamic_sample false --sdar_loss_coef 0"
+    assert rlhf(f"{words}--lmbda 1 {off}").algorithm.algorithm_type == "jsd"
     assert "--teacher_model is not given" in rlhf("--rlhf_type gkd --model m --dataset d --lmbda 1")
 
 
@@ -768,12 +786,31 @@ def test_a_rollout_server_takes_the_environment_and_the_template_of_ms_swift(
             {"gym_env": "gues", "multi_turn_scheduler": "gym_scheduler"},
             "unknown environment 'gues'",
         ),
+        (
+            {"gym_env": "g", "multi_turn_scheduler": "math_tip_trick"},
+            "--gym_env g has no effect on --multi_turn_scheduler math_tip_trick",
+        ),
+        (
+            {"gym_env": "g", "multi_turn_scheduler": "openenv_scheduler"},
+            "whose constructor has no argument env: expected gym_scheduler",
+        ),
     ],
 )
 def test_an_environment_that_no_scheduler_plays_is_refused(
     given: dict[str, Any], message: str, tiny_dir: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
+        _spec(RolloutOptions(str(tiny_dir), **given))
+
+
+def test_an_environment_reaches_a_scheduler_that_hands_it_to_its_base(tiny_dir: Path) -> None:
+    class Own(GymScheduler):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    given: dict[str, Any] = {"gym_env": "no_such", "multi_turn_scheduler": "own_of_flags"}
+    MULTI_TURNS["own_of_flags"] = Own
+    with pytest.raises(ValueError, match="unknown environment 'no_such'"):
         _spec(RolloutOptions(str(tiny_dir), **given))
 
 

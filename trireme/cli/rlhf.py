@@ -15,7 +15,14 @@ from typing import Any
 import typer
 import yaml
 
-from trireme.cli.flag_names import CHOICES, KEYS, REWARD_OPTIONS, TASKSETS, TRANSLATED
+from trireme.cli.flag_names import (
+    CHOICES,
+    KEYS,
+    REWARD_OPTIONS,
+    REWEIGHT_OPTIONS,
+    TASKSETS,
+    TRANSLATED,
+)
 from trireme.cli.flag_values import Given, number_of, scalar, system_of
 from trireme.cli.flags import SDAR, WithFlags, in_effect, overrides
 
@@ -59,6 +66,10 @@ _OTHERS += ("simpo_gamma", "response_length", "loss_weights", "num_mini_batches"
 _OTHERS += ("whiten_rewards", "vf_coef", "teacher_model_server", "center_rewards_coefficient")
 """Flags of algorithms that this command does not have, which it says by their names."""
 _REWARDS = ("reward_funcs", "reward_model", "gym_env", "use_gym_env")
+_BESIDE_REWARDS = ("advantage_estimator", "advantage_reweight", *REWEIGHT_OPTIONS, SDAR)
+_BESIDE_REWARDS += ("sdar_gate_beta", "kl_in_reward", "scale_rewards", "dynamic_sample")
+_BESIDE_REWARDS += ("max_resample_times", "reward_weights", "reward_model_plugin", *REWARD_OPTIONS)
+"""Flags of what is made of rewards: a teacher alone has none."""
 _EVALUATION = ("eval_steps", "val_dataset")
 _ROLLOUTS = ("num_generations", "generation_batch_size", "steps_per_generation", "val_dataset")
 
@@ -291,8 +302,8 @@ def _distils(flags: Given) -> bool:
     rewards = (*_REWARDS, "multi_turn_scheduler")
     if "teacher_model" not in flags or any(name in flags for name in rewards):
         return False
-    for name in ("advantage_reweight", SDAR):
-        if name in flags:
+    for name in _BESIDE_REWARDS:
+        if name in flags and not _says_no(name, flags):
             raise typer.BadParameter(
                 f"--{name} {flags[name][0]} needs a reward beside the teacher: expected "
                 "--reward_funcs"
@@ -310,8 +321,9 @@ def _of_teacher(flags: Given) -> Given:
             raise typer.BadParameter(f"--{name} {value:g}: expected {expected}, since {why}")
     if "teacher_model" not in flags:
         raise typer.BadParameter("--teacher_model is not given: expected one, for --rlhf_type gkd")
-    for name in (*_REWARDS, "loss_type", "advantage_estimator", "teacher_kl_coef"):
-        if name in flags:
+    flags = in_effect(flags)
+    for name in (*_REWARDS, *_BESIDE_REWARDS, "loss_type", "teacher_kl_coef"):
+        if name in flags and not _says_no(name, flags):
             raise typer.BadParameter(
                 f"--{name} has no effect on gkd, whose teacher stands in the place of rewards: "
                 "expected it to be left out, or --rlhf_type grpo"
@@ -320,6 +332,11 @@ def _of_teacher(flags: Given) -> Given:
     defaults = {"num_generations": 1, "per_device_train_batch_size": 1}
     defaults["gradient_accumulation_steps"] = -(-16 // micro_batch)
     return {name: [str(value)] for name, value in defaults.items()} | dict(flags)
+
+
+def _says_no(name: str, flags: Given) -> bool:
+    """Whether a switch of rewards is off, as it is without rewards."""
+    return name in ("kl_in_reward", "dynamic_sample") and flags[name][0].lower() == "false"
 
 
 def _of_penalty(flags: Given) -> Given:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import os
 import signal
 import socket
@@ -182,6 +183,7 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
                 f"--gym_env {options.gym_env} has no effect alone: expected --multi_turn_scheduler "
                 "gym_scheduler beside it"
             )
+        _refuse_env(options.gym_env, options.multi_turn_scheduler)
         scheduler["env"] = options.gym_env
     make_scheduler(scheduler)
     format_of(options.tool_call_parser)
@@ -210,6 +212,28 @@ def _spec(options: RolloutOptions) -> tuple[EngineSpec, Any]:
         tool_call_parser=options.tool_call_parser,
     )
     return spec, tokenizer
+
+
+def _refuse_env(env: str, name: str) -> None:
+    """Raise ValueError for an environment of a scheduler that plays none."""
+    from trireme.registry import MULTI_TURNS
+    from trireme.workflows.swift import Absent
+
+    scheduler: Any = MULTI_TURNS.get(name)
+    if not isinstance(scheduler, type) or issubclass(scheduler, Absent):
+        return  # making it says why it cannot be
+    for one in scheduler.__mro__:
+        if (init := vars(one).get("__init__")) is None:
+            continue
+        parameters = inspect.signature(init).parameters
+        if "env" in parameters:
+            return
+        if all(item.kind is not item.VAR_KEYWORD for item in parameters.values()):
+            break  # what it does not name goes to no base class
+    raise ValueError(
+        f"--gym_env {env} has no effect on --multi_turn_scheduler {name}, whose constructor has no "
+        "argument env: expected gym_scheduler, or the flag to be left out"
+    )
 
 
 async def serve_vllm(options: RolloutOptions, spec: EngineSpec, plugins: Sequence[Path]) -> int:
