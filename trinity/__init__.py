@@ -106,7 +106,9 @@ NAMES: dict[str, dict[str, str]] = {
         **_SAMPLE,
         "DefaultSampleStrategy": _CLASSES,
     },
-    "trinity.algorithm.sample_strategy.utils": {"representative_sample": _CLASSES},
+    "trinity.algorithm.sample_strategy.utils": {
+        "representative_sample": "trireme.algorithms.sample"
+    },
     "trinity.algorithm.utils": dict.fromkeys(
         ("aggregate_loss", "masked_mean", "masked_sum", "prefix_metrics"), _CLASSES
     ),

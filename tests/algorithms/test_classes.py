@@ -15,6 +15,7 @@ import torch
 from tests.trainer.test_every_algorithm import _step
 from trireme.algorithms.recipes import get_recipe, row_of
 from trireme.batch import flatten
+from trireme.buffer.buffer import Closed
 from trireme.experience import EID, Experience
 from trireme.registry import ADVANTAGES, ALGORITHMS, ENTROPIES, KLS, POLICY_LOSSES, SAMPLES
 
@@ -211,6 +212,77 @@ def test_what_is_no_sample_is_refused_by_the_strategys_name(plugin: Any, given: 
     recipe = _recipe("grpo", sample_strategy="wrong")
     with pytest.raises(ValueError, match=r"'Wrong' gave .* for train step 3: expected a tuple"):
         asyncio.run(recipe.take(Rows(), 8, step=3))
+
+
+class LastRows(Rows):
+    """Has eight rows, row i of weight version i, and then its end."""
+
+    async def take(self, n: int) -> list[Experience]:
+        left = 8 - sum(self.taken)
+        if not left:
+            raise Closed("read to its end")
+        taken = await super().take(min(n, left))
+        for e in taken:
+            e.versions = torch.full((3,), int(e.eid.batch), dtype=torch.int32)
+        return taken
+
+
+def test_a_strategy_reads_by_either_name_and_leaves_out_what_older_weights_sampled(
+    plugin: Any,
+) -> None:
+    from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
+
+    class Fresh(DefaultSampleStrategy):
+        async def sample(self, step, **kwargs):
+            first = await self.exp_buffer.read_async(2)
+            return first + await self.exp_buffer.read(2, min_model_version=4), {}, []
+
+    SAMPLES["fresh"] = Fresh
+    taken, metrics = asyncio.run(_recipe("grpo", sample_strategy="fresh").take(LastRows(), 4))
+    assert [e.eid.batch for e in taken] == [0, 1, 4, 5]
+    assert metrics["sample/dropped_stale"] == 2
+
+
+def test_a_plain_sample_method_is_refused_before_the_run(plugin: Any) -> None:
+    from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
+
+    class Plain(DefaultSampleStrategy):
+        def sample(self, step, **kwargs):
+            return self.exp_buffer.read(), {}, []
+
+    SAMPLES["plain"] = Plain
+    with pytest.raises(ValueError, match="'Plain': expected `async def sample"):
+        _ = _recipe("grpo", sample_strategy="plain").parts
+
+
+def test_what_a_strategy_had_read_when_the_data_ended_is_counted(
+    plugin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
+
+    class Twice(DefaultSampleStrategy):
+        async def sample(self, step, **kwargs):
+            return [e for n in (3, 3) for e in await self.exp_buffer.read(n)], {}, []
+
+    SAMPLES["twice"] = Twice
+
+    async def until_the_end() -> None:
+        recipe, rows = _recipe("grpo", sample_strategy="twice"), LastRows()
+        assert len((await recipe.take(rows, 6, step=1))[0]) == 6
+        with pytest.raises(Closed):
+            await recipe.take(rows, 6, step=2)
+
+    with caplog.at_level("WARNING", logger="trireme.trainer"):
+        asyncio.run(until_the_end())
+    assert "step 2: the 2 experiences that it had read are not trained" in caplog.text
+
+
+def test_staleness_control_trains_the_last_fresh_ones() -> None:
+    options = {"sample_strategy_args": {"max_staleness": 0}}
+    recipe = _recipe("grpo", sample_strategy="staleness_control", **options)
+    taken, metrics = asyncio.run(recipe.take(LastRows(), 8, version=3))
+    assert [e.eid.batch for e in taken] == [3, 4, 5, 6, 7]
+    assert metrics["sample/dropped_stale"] == 3
 
 
 def test_a_kl_class_is_given_the_old_log_probabilities_where_it_names_them(plugin: Any) -> None:

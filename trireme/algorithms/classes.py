@@ -17,18 +17,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trireme.algorithms.kl import LOSS_AGG_MODES
+from trireme.algorithms.sample import Takes, staleness_control
 from trireme.experience import TOKEN_FIELDS, Experience, group_by
+from trireme.log import get_logger
 from trireme.usercode import Refused, UserCode
 
-if TYPE_CHECKING:
-    from trireme.algorithms.sample import Takes
+logger = get_logger("trainer")
 
 _OURS = {
     "logprob": "logprobs",
@@ -38,6 +39,7 @@ _OURS = {
     "token_level_rewards": "token_rewards",
 }
 """An argument's name there and here."""
+_TAKEN = "taken"  # among the counts of what a strategy reads: its experiences, which no metric is
 _NO_OPTION = ("self", "backend", "buffer_config", "kl_coef", "adaptive", "target_kl", "horizon")
 
 
@@ -141,16 +143,27 @@ class Storage:
     say, stands for the same store.
     """
 
-    def __init__(self, name: str, store: Takes, batch_size: int) -> None:
+    def __init__(self, name: str, store: Takes, batch_size: int, reads: dict[str, float]) -> None:
         self.name, self.batch_size, self.schema_type = name, batch_size, "experience"
-        self._store = store
+        self._store, self._reads = store, reads
 
     def __deepcopy__(self, memo: Any) -> Storage:
         return copy.copy(self)
 
-    async def read(self, batch_size: int | None = None) -> list[Experience]:
-        """So many experiences, in the store's order; fewer only when these are the last."""
-        return await self._store.take(batch_size or self.batch_size)
+    async def read(
+        self, batch_size: int | None = None, min_model_version: int = 0
+    ) -> list[Experience]:
+        """So many experiences, in the store's order; fewer only when these are the last. What older
+        weights sampled is dropped, and counted.
+        """
+        taken, counts = await staleness_control(
+            self._store, batch_size or self.batch_size, min_model_version, max_staleness=0
+        )
+        for name, count in {**counts, _TAKEN: len(taken)}.items():
+            self._reads[name] = self._reads.get(name, 0.0) + count
+        return taken
+
+    read_async = read
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the store's own place is in every checkpoint."""
@@ -160,7 +173,7 @@ class Storage:
         """Nothing to do."""
 
 
-def reader_of(storage: Storage) -> Storage:
+def reader_of(storage: Storage, *_: Any) -> Storage:
     """What reads a store of `buffer_config`: that itself."""
     return storage
 
@@ -209,15 +222,6 @@ class DefaultSampleStrategy(SampleStrategy):
     ) -> tuple[list[Experience], dict[str, Any], Any]:
         """As many as a train batch has."""
         return await self.exp_buffer.read(), {}, []
-
-
-def representative_sample(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Prompt, reply and reward of the worst and the best of them."""
-    ranked = sorted((e for e in experiences if e.reward is not None), key=lambda e: e.reward or 0.0)
-    shown = [ranked[0], ranked[-1]] if ranked else list(experiences[:1])
-    return [
-        {"prompt": e.prompt_text, "response": e.response_text, "reward": e.reward} for e in shown
-    ]
 
 
 @contextmanager
@@ -394,22 +398,32 @@ def _kl(part: type) -> Callable[..., Any]:
 
 
 def _sample(part: type) -> Callable[..., Any]:
-    made = _made_once(part)
+    whose = f"algorithm.sample_strategy '{part.__name__}'"
+    if not inspect.iscoroutinefunction(inspect.unwrap(getattr(part, "sample", part))):
+        raise ValueError(f"{whose}: expected `async def sample(self, step, **kwargs)` of the class")
+    made, reads = _made_once(part), dict[str, float]()
 
     async def sample(
         buffer: Takes, num: int, step: int, auxiliary: Mapping[str, Takes], **options: Any
     ) -> tuple[list[Experience], dict[str, float]]:
-        whose = f"algorithm.sample_strategy '{part.__name__}'"
+        reads.clear()
         with UserCode(whose, part):
-            strategy = made(buffer_config=_buffer_config(buffer, num, auxiliary), **options)
-            given = await strategy.sample(step)
+            strategy = made(buffer_config=_buffer_config(buffer, num, auxiliary, reads), **options)
+            try:
+                given = await strategy.sample(step)
+            except EOFError:
+                if had := reads.get(_TAKEN):
+                    told = f"{whose}: the data ended amid its reads for train step {step}: the"
+                    logger.warning("%s %d experiences that it had read are not trained", told, had)
+                raise
             chosen = given[0] if isinstance(given, tuple) and len(given) in (2, 3) else None
             if not chosen or not all(isinstance(e, Experience) for e in chosen):
                 raise Refused(
                     f"{whose} gave {given!r:.80} for train step {step}: expected a tuple of a list "
                     "of experiences, at least one, a dictionary of metrics, and samples to show"
                 )
-            metrics = {name: float(value) for name, value in given[1].items()}
+            counts = {name: count for name, count in reads.items() if name != _TAKEN}
+            metrics = counts | {name: float(value) for name, value in given[1].items()}
         for e in chosen:  # what it has set may have the length of the reply
             for name in TOKEN_FIELDS:
                 if (values := getattr(e, name)) is not None:
@@ -420,12 +434,13 @@ def _sample(part: type) -> Callable[..., Any]:
     return sample
 
 
-def _buffer_config(buffer: Takes, num: int, auxiliary: Mapping[str, Takes]) -> Any:
+def _buffer_config(
+    buffer: Takes, num: int, auxiliary: Mapping[str, Takes], reads: dict[str, float]
+) -> Any:
     """What a strategy's constructor reads of the YAML's `buffer`, with stores in their places."""
-    others = {name: Storage(name, store, num) for name, store in auxiliary.items()}
-    stores = SimpleNamespace(
-        experience_buffer=Storage("experience_buffer", buffer, num), auxiliary_buffers=others
-    )
+    others = {name: Storage(name, store, num, reads) for name, store in auxiliary.items()}
+    own = Storage("experience_buffer", buffer, num, reads)
+    stores = SimpleNamespace(experience_buffer=own, auxiliary_buffers=others)
     return SimpleNamespace(train_batch_size=num, batch_size=num, trainer_input=stores)
 
 

@@ -10,12 +10,12 @@ of `default`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol
 
 import torch
+from annotated_types import Ge
 
-from trireme.algorithms.part import AtLeast0
 from trireme.experience import Experience
 from trireme.registry import SAMPLES
 
@@ -26,7 +26,7 @@ class Takes(Protocol):
     """What a strategy needs of a buffer."""
 
     async def take(self, n: int) -> list[Experience]:
-        """n experiences; fewer only when these are the last."""
+        """n experiences; fewer only when these are the last. Raises EOFError after these."""
         ...
 
     async def take_step(self) -> list[Experience]:
@@ -57,7 +57,7 @@ async def explore_step(buffer: Takes) -> Sample:
 
 @SAMPLES.register("staleness_control")
 async def staleness_control(
-    buffer: Takes, num: int, version: int, *, max_staleness: AtLeast0 = math.inf
+    buffer: Takes, num: int, version: int, *, max_staleness: Annotated[float, Ge(0)] = math.inf
 ) -> Sample:
     """`num` experiences at most `max_staleness` versions old; older ones are dropped and counted.
 
@@ -68,7 +68,12 @@ async def staleness_control(
     stale: list[Experience] = []
     while len(kept) < num:
         wanted = num - len(kept)
-        taken = await buffer.take(wanted)
+        try:
+            taken = await buffer.take(wanted)
+        except EOFError:
+            if not kept:
+                raise
+            break
         for experience in taken:
             made = experience.info.get("group_version", experience.version)
             fresh = made < 0 or version - made <= max_staleness
@@ -119,3 +124,12 @@ def own_share(num: int, expert_data_ratio: float) -> int:
             "more than 0 and less than 1"
         )
     return num - math.ceil(expert_data_ratio * num)
+
+
+def representative_sample(experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+    """Prompt, reply and reward of the worst and the best of them."""
+    ranked = sorted((e for e in experiences if e.reward is not None), key=lambda e: e.reward or 0.0)
+    shown = [ranked[0], ranked[-1]] if ranked else list(experiences[:1])
+    return [
+        {"prompt": e.prompt_text, "response": e.response_text, "reward": e.reward} for e in shown
+    ]

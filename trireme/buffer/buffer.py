@@ -26,7 +26,7 @@ DEFAULTS = ExperienceBufferConfig()
 """What a store's limits are where nothing is said of them."""
 
 
-class Closed(Exception):
+class Closed(EOFError):
     """The buffer is closed and empty: the end of the run, not a failure."""
 
 
