@@ -1,10 +1,14 @@
 from io import StringIO
 
+import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from tests.config.made import config_of, values
 from tests.config.test_placement import SEVEN, tree
 from trireme.cli.check import check
+from trireme.config import ConfigError, load_config
+from trireme.launch.check import checked
 
 
 def printed(path, *overrides):
@@ -109,6 +113,24 @@ def test_what_is_wrong_with_parts_and_rows_is_told_too(tmp_path):
     assert "policy_loss_fn 'ppo' has no option 'clip_rnge' (did you mean 'clip_range'?)" in text
     assert "operators[0] 'reward_filter' has no option 'min'" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_nowhere_is_a_problem_where_the_hub_is_away(tmp_path, monkeypatch):
+    config_of(tmp_path, values(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    code, text = printed(tmp_path / "config.yaml", "model.model_path=modle")
+    assert code == 1
+    problem = "problem: model.model_path (modle) is not on this machine, and "
+    assert f"{problem}HF_HUB_OFFLINE is set; did you mean 'model'?\n" in text
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 cannot be reached .*; did you mean 'mod"):
+        checked(load_config(tmp_path / "config.yaml", ["model.model_path=modle"]))
+    assert constants.HF_HUB_OFFLINE  # it is asked once
 
 
 def test_a_model_of_someone_elses_has_to_answer(tmp_path):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
@@ -28,7 +25,7 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     console = console or Console(soft_wrap=True)
     with console.status(f"checking {config}"):  # the line is there before torch is
         from trireme.config.stages import shared
-        from trireme.launch.check import complete, examine
+        from trireme.launch.check import complete, examine, without_hub
 
         try:
             plans, problems, parts = examine(config, overrides)
@@ -37,8 +34,8 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
     for plan in plans:
         show_plan(plan, console)
     if not problems:
-        if any("will be downloaded" in note for plan in plans for note in plan.notes):
-            _offline_without_hub(console)
+        if away := without_hub(plans, parts):
+            console.print(Text(f"note: {away}: only this machine is looked at", "dim"))
         for plan, made in zip(plans, parts, strict=True):
             complete(plan, made)
         problems = shared([made.stage for made in parts])
@@ -47,23 +44,6 @@ def check(config: Path, overrides: Sequence[str] = (), console: Console | None =
         sentences = show_first_rows(plans, parts, console)
     show_problems(sentences, console)
     return 1 if sentences else 0
-
-
-def _offline_without_hub(console: Console) -> None:
-    """Where the hub cannot be reached, say so once, and prevent a minute of retries."""
-    proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"))
-    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if proxied or os.environ.get("HF_HUB_OFFLINE"):
-        return
-    try:
-        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
-    except OSError as error:
-        from huggingface_hub import constants  # its own reading of the variable has been
-
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
-        text = f"note: {hub.hostname} cannot be reached ({error}): only this machine is looked at"
-        console.print(Text(text, "dim"))
 
 
 def show_plan(plan: Plan, console: Console) -> None:

@@ -22,6 +22,7 @@ from trireme.config.lookup import (
     located,
     model_config,
     model_facts,
+    near_model,
 )
 from trireme.config.memory import experts_of
 from trireme.config.schema import Config
@@ -139,6 +140,7 @@ def check_model(stage: StageConfig) -> ModelFacts | None:
     if facts.folder is None and stage.model_from is None:
         stage.file_notes.append(
             f"model.model_path ({model.model_path}): not on this machine, will be downloaded"
+            f"{near_model(model.model_path)}"
         )
     wanted = model.max_model_len or 0
     if facts.max_positions and wanted > facts.max_positions:

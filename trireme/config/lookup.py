@@ -55,6 +55,15 @@ def _near(path: Path) -> str:
     return f" (the first part that is missing is '{missing}')" if missing != path else ""
 
 
+def near_model(path: str) -> str:
+    """A model's folder here whose first part is nearly that of what reads like an id on the hub."""
+    first, *rest = Path(path).parts
+    names = os.listdir()  # os.path is content with folders that may not be entered
+    here = [name for name in names if os.path.isfile(Path(name, *rest, "config.json"))]
+    near = did_you_mean(first, here, "{}")
+    return f"; did you mean '{Path(near, *rest)}'?" if near else ""
+
+
 def _in_cache(hub_id: str, kind: str) -> Path | None:
     """The newest snapshot of a hub repository in the local cache, if there is one."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"

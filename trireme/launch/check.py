@@ -7,6 +7,8 @@ written. What has to be downloaded, asked over the network or encoded comes wher
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from trireme.algorithms.recipes import PARTS, Recipe, get_recipe, row_of
 from trireme.config import ConfigError, Plan, Problem
@@ -30,7 +33,7 @@ from trireme.config.check import (
     job_folder,
 )
 from trireme.config.load import read_config
-from trireme.config.lookup import ModelFacts, located, num_gpus
+from trireme.config.lookup import ModelFacts, located, near_model, num_gpus
 from trireme.config.plan import derive
 from trireme.config.schema import Config
 from trireme.config.schema_rollout import ExperienceBufferConfig, TasksetConfig
@@ -130,6 +133,7 @@ def checked(config: Config) -> Draft:
     made = draft(config)
     problems = list(made.problems)
     if not problems:
+        without_hub(made.plans, made.parts)
         for i, (plan, parts) in enumerate(zip(made.plans, made.parts, strict=True)):
             complete(plan, parts, data=i > 0)
             parts.stage.problems += prompt_problems(plan, parts.prompts)
@@ -394,6 +398,42 @@ def _check_template(parts: Parts, facts: ModelFacts) -> None:
                     "expected a chat model, or model.chat_template_path",
                 )
                 return
+
+
+def without_hub(plans: Sequence[Plan], parts: Sequence[Parts]) -> str:
+    """Why nothing can be downloaded, where something has to be: a missing model is a problem then.
+
+    Where the hub does not answer, this process does not ask it again: that is a minute of retries.
+    """
+    if not any("will be downloaded" in note for plan in plans for note in plan.notes):
+        return ""
+    if not (away := _hub_is_away()):
+        return ""
+    for plan, made in zip(plans, parts, strict=True):
+        path = plan.model_path
+        if plan.launcher == "ray" or plan.api or plan.model_from_stage is not None:
+            continue  # another machine of Ray's may have the model
+        if located(path, "models") is None:
+            text = f"({path}) is not on this machine, and {away}{near_model(path)}"
+            made.stage.problem("model.model_path", text)
+    return away
+
+
+def _hub_is_away() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return ""  # only the proxy knows
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True  # the variable was read when it was imported
+        return f"{hub.hostname} cannot be reached ({error})"
+    return ""
 
 
 def complete(plan: Plan, parts: Parts, *, data: bool = True) -> None:
