@@ -44,6 +44,26 @@ def test_only_a_column_of_answers_that_a_user_chose_must_be_there() -> None:
         taskset(format_args=FORMAT | {"response_key": "reply"})
 
 
+@pytest.mark.parametrize("lacking", [{"question": "q"}, {"question": "q", "answer": None}])
+def test_a_row_without_the_answer_that_others_have_is_noted(lacking: dict[str, Any]) -> None:
+    data = [{"question": "q", "answer": "a"}] * 4 + [lacking]
+    places = [f"x.jsonl, line {n}" for n in range(1, 6)]
+
+    def note(chosen: list[dict[str, Any]], **options: Any) -> str | None:
+        made = Rows("dataset 'x'", chosen, ["question", "answer"], places=places)
+        given: dict[str, Any] = {"name": "x", "batch_size": 1, "format_args": FORMAT}
+        return Taskset(made, **(given | options)).answers_note()
+
+    assert note(data) == (
+        "x: 1 of 5 rows hold nothing in 'answer' (format.response_key), so that their task.truth "
+        "is None; the first: dataset 'x', row 4 (x.jsonl, line 5)"
+    )
+    assert note(data[:4]) is None
+    assert note([lacking] * 5) is None  # a data set need not hold answers
+    assert note(data, reads_prompt=False) is None
+    assert note(data, format_args=FORMAT | {"reward_fn_key": "answer"}) is None
+
+
 def test_total_steps_go_before_epochs() -> None:
     assert len(all_batches(taskset(total_epochs=1, total_steps=7))) == 7
 

@@ -106,13 +106,17 @@ class Rows:
 
     def require_values(self, column: str, key: str) -> None:
         """Raise ValueError naming the first row that holds nothing in `column` (of `key`)."""
+        for number in self.without(column)[:1]:
+            how = "empty" if column in self[number] else "missing"
+            raise ValueError(f"{self.where(number)}: the column '{column}' ({key}) is {how}")
+
+    def without(self, column: str) -> list[int]:
+        """The numbers of the rows that hold nothing in `column`."""
         table = getattr(self._data, "data", None)  # a whole column is looked at in the table
         whole = getattr(self._data, "_indices", None) is None
         if table is not None and whole and table.column(column).null_count == 0:
-            return
-        for number, row in enumerate(self):
-            if row.get(column) is None:
-                raise ValueError(f"{self.where(number)}: the column '{column}' ({key}) is empty")
+            return []
+        return [number for number, row in enumerate(self) if row.get(column) is None]
 
     def where(self, index: int) -> str:
         """A row in messages, with its file and line where they are known."""

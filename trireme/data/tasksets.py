@@ -200,6 +200,21 @@ class Taskset:
             if column and key == "prompt_key":
                 self.rows.require_values(column, f"format.{key}")
 
+    def answers_note(self) -> str | None:
+        """How many rows lack the answer that others have, and where; None where none does."""
+        column = str(self._format.get("response_key"))
+        mixed = any(self._format.get(key) for key in _OWN)  # rows of some kinds may need none
+        if not self._reads_prompt or mixed or column not in self.rows.columns:
+            return None
+        lacking = self.rows.without(column)
+        if not lacking or len(lacking) == len(self.rows):
+            return None
+        of = f"{len(lacking)} of {len(self.rows)} rows"
+        return (
+            f"{self.name}: {of} hold nothing in '{column}' (format.response_key), so that their "
+            f"task.truth is None; the first: {self.rows.where(lacking[0])}"
+        )
+
     def _count_steps(self, total_epochs: int, total_steps: int | None) -> int:
         if self.is_eval:
             return math.ceil(len(self.rows) / self.batch_size)

@@ -273,6 +273,8 @@ def _make_tasksets(parts: Parts, names_are_known: bool) -> None:
         if rows is not None and names_are_known and (item.is_eval or not _prepares_tasks(stage)):
             make = partial(make_taskset, stage.config, item, rows, mixed and not item.is_eval)
             taskset = parts.tried(make, item.key)
+            if taskset is not None and (note := taskset.answers_note()) is not None:
+                stage.file_notes.append(note)
         (parts.evaluation if item.is_eval else training).append(taskset)
         if names_are_known:
             one = _resolve(parts, item, taskset)
