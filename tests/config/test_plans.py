@@ -416,6 +416,10 @@ OPTIMIZER, BONUS = "algorithm.optimizer", "algorithm.entropy_loss_fn"
             "the first weights",
         ),
         (
+            ["trainer.callbacks=[a:B, c]", "mode=explore"],
+            "trainer.callbacks (a:B, c): nothing trains in mode explore, and none is called",
+        ),
+        (
             ["algorithm.kl_loss_fn=none", "algorithm.kl_loss_fn_args={kl_coef: 0.1}"],
             "algorithm.kl_loss_fn_args: kl_loss_fn is none, and they change nothing",
         ),

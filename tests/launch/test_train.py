@@ -203,6 +203,17 @@ def test_callbacks_are_told_of_every_step(tiny_dir: Path, tmp_path: Path) -> Non
         start(tiny_dir, tmp_path, reward=varied, callbacks=[Task])
 
 
+def test_a_class_that_waits_for_events_is_sent_to_its_key() -> None:
+    class Stops:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    sentence = r"Stops, which has on_step_end.*trainer=\{'callbacks': \['my_file:Stops'\]\}"
+    given: list[Any] = [Stops, Stops()]
+    for callback in given:
+        with pytest.raises(ValueError, match=sentence):
+            config_from("m", ROWS, None, None, "grpo", None, {}, callbacks=[callback])
+
+
 def test_columns_of_a_file_are_found_as_those_of_rows(tmp_path: Path) -> None:
     path = tmp_path / "tasks.csv"
     path.write_text("question,solution\n1 + 1?,2\n")

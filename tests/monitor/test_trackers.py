@@ -99,6 +99,7 @@ def test_one_that_hangs_holds_up_nobody(
         (f"{ME}:nothing", None, "has no 'nothing'"),
         (f"{ME}:callback", {"mode": "offline"}, "takes no options"),
         (f"{ME}:Named", None, "a class with the methods log, rollouts and close"),
+        (f"{ME}:Waits", None, r"close \(one with on_step_end and the like goes into trainer.call"),
         (f"{ME}:ME", None, r"expected a function \(metrics, step, part\)"),
         (["tensorboard", f"{ME}:callback"], {"wandb": {}}, "has no option 'wandb'"),
         ("tensorboard", {"mode": "x"}, "has no option 'mode'"),
@@ -115,6 +116,12 @@ def test_one_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(trackers._PACKAGES, "wandb", ("no_such_package", "wandb"))
     with pytest.raises(ValueError, match="needs the package no_such_package: pip install wandb"):
         examine_trackers("wandb", None)
+
+
+class Waits:
+    """No tracker, but what `trainer.callbacks` takes."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
 
 class Named:

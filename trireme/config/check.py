@@ -404,8 +404,14 @@ UNASKED_SAVE_INTERVAL = 500
 
 def note_idle(stage: StageConfig, steps: Steps) -> None:
     """A line for all that the stage is told and that changes nothing in its run; it is legal."""
-    if stage.config.mode not in ("explore", "bench", "serve"):
+    mode, callbacks = stage.config.mode, stage.config.trainer.callbacks
+    if mode not in ("explore", "bench", "serve"):
         stage.notes += _idle_in_training(stage, steps)
+    elif callbacks:
+        names = ", ".join(callbacks)
+        stage.notes.append(
+            f"trainer.callbacks ({names}): nothing trains in mode {mode}, and none is called"
+        )
     if stage.config.mode in ("both", "explore") and not stage.reads_file:
         stage.notes += _idle_in_exploring(stage)
 

@@ -33,6 +33,7 @@ from trireme.monitor.figures import Summary
 from trireme.monitor.monitor import FILE_NAME, read_metrics
 from trireme.registry import ORMS, REWARDS, TRACKERS, WORKFLOWS, Registry
 from trireme.serialize import decode
+from trireme.trainer.callbacks import EVENTS
 from trireme.workflows.tool_calls import TOOLS
 
 BATCH_SIZE = 32
@@ -251,6 +252,15 @@ def _as_function(callback: str | Callable[..., Any]) -> str | Callable[..., Any]
     tracker. A class, and a partial of one, does that here too.
     """
     made = getattr(callback, "func", callback)
+    event = next((name for name in EVENTS if callable(getattr(made, name, None))), None)
+    no_tracker = inspect.isclass(made) or not callable(callback)
+    if event and no_tracker and not hasattr(made, "log"):
+        kind = made if inspect.isclass(made) else type(made)
+        raise ValueError(
+            f"callbacks hold {kind.__name__}, which has {event}, and no tracker is told of that: "
+            "such a class goes into trainer.callbacks, for example "
+            f"trainer={{'callbacks': ['my_file:{kind.__name__}']}}"
+        )
     if isinstance(callback, str) or inspect.isfunction(callback) or inspect.isclass(made):
         return callback
     if not callable(callback):

@@ -218,9 +218,11 @@ def examine_trackers(kinds: str | Sequence[str], args: Mapping[str, Any] | None)
         if inspect.isfunction(made):
             refuse_signature(whose, made, made, "(metrics, step, part)")
         elif not callable(made) or (inspect.isclass(made) and not _has_methods(made)):
+            waits = inspect.isclass(made) and any(name.startswith("on_") for name in dir(made))
             raise ValueError(
                 f"{whose} is {made!r:.60}: expected a function (metrics, step, part), or a class "
                 "with the methods log, rollouts and close"
+                + (" (one with on_step_end and the like goes into trainer.callbacks)" * waits)
             )
         options = _options(names, name, args)
         if inspect.isfunction(made) and options:
