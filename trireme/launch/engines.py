@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from trireme.engines.device import Device
     from trireme.engines.remote import RemoteEngine
     from trireme.explorer.runner import Key
-    from trireme.launch.stage import Stage
-    from trireme.trainer.backend import Backend
 
 
 class Endpoint:
@@ -118,22 +116,6 @@ def engine_spec(plan: Plan, model_path: str) -> EngineSpec:
         chat_template=chat_template_of(plan),
         enable_thinking=config.model.enable_thinking,
         trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def shares_tensors(stage: Stage, backend: Backend) -> bool:
-    """Whether an engine of this process may read the trainer's tensors: nothing trains while it
-    generates.
-    """
-    return (stage.plan.share_tensors or stage.recipe.from_data) and backend.adapter is None
-
-
-def embedded_engine(stage: Stage, backend: Backend | None = None) -> Engine:
-    """The engine of this process, over the trainer's tensors where nothing trains meanwhile."""
-    share = backend.module if backend is not None and shares_tensors(stage, backend) else None
-    spec = engine_spec(stage.plan, stage.model_path)
-    return make_torch_engine(
-        spec, stage.text.tokenizer, stage.device, barrier=stage.barrier, share_with=share
     )
 
 

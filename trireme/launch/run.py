@@ -30,7 +30,7 @@ from trireme.engines.remote import RemoteEngine
 from trireme.files import write_json
 from trireme.launch import GC_THRESHOLDS
 from trireme.launch.engine_host import with_engines
-from trireme.launch.engines import embedded_engine, make_api_engine
+from trireme.launch.engines import make_api_engine
 from trireme.launch.explorer_side import ExplorerSide, lone_explorer
 from trireme.launch.models import load_models
 from trireme.launch.modes import run_mode
@@ -224,7 +224,7 @@ async def _run_here(
         if stage.trains:
             models, both = load_models(stage), plan.mode == "both"
             if both or (stage.recipe.from_data and stage.eval_tasksets):
-                engine = remote or embedded_engine(stage, models.backend)  # it may read its tensors
+                engine = remote or stage.embedded_engine(models.backend)  # it may read its tensors
             side = trainer = TrainerSide(stage, models, engine)
             stop.gently, stop.waits_for = side.trainer.stop, lambda: side.trainer.doing
             if engine is not None:
@@ -232,7 +232,7 @@ async def _run_here(
                 side.explorer_state = explorer.explorer.state if both else None
         else:
             asked = make_api_engine(plan, plan.api, stage.text) if plan.api else remote
-            engine = asked or embedded_engine(stage)
+            engine = asked or stage.embedded_engine()
             explorer = await lone_explorer(stage, engine)
         result = await run_mode(stage, trainer, explorer, measure_end=measure_end)
         if plan.mode == "bench" and engine is not None:

@@ -25,7 +25,6 @@ from trireme.experience import Experience, group_by
 from trireme.explorer.metrics import run_metrics
 from trireme.explorer.scheduler import LEAST_BLOCKED_S
 from trireme.files import alone, write_json, write_text
-from trireme.launch.engines import embedded_engine
 from trireme.launch.explorer_side import polled_sync, sampling_of
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
@@ -45,7 +44,7 @@ GRACE = 0.8
 async def run_serve(stage: Stage, remote: RemoteEngine | None, stop: Stop) -> StageResult:
     """Serve until a signal or the trainer's end. Raises the first cause of a failure."""
     with _alone(stage):
-        return await _run(stage, remote or embedded_engine(stage), stop)
+        return await _run(stage, remote or stage.embedded_engine(), stop)
 
 
 async def _run(stage: Stage, engine: Engine, stop: Stop) -> StageResult:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.buffer.buffer import Buffer
@@ -25,12 +25,14 @@ from trireme.checkpoint.manifest import Loaded, load_checkpoint
 from trireme.config import ConfigError, Plan, Problem
 from trireme.data.tasksets import Mixture, Taskset
 from trireme.engines.device import Device, RolloutBarrier
+from trireme.engines.engine import Engine
+from trireme.engines.make import make_torch_engine
 from trireme.experience import Experience
 from trireme.explorer.explorer import explorer_state
 from trireme.launch import data
 from trireme.launch.changes import since_last_start
 from trireme.launch.data import Text, examine_taskset, make_text
-from trireme.launch.engines import examine_auxiliary
+from trireme.launch.engines import engine_spec, examine_auxiliary
 from trireme.launch.results import StageResult
 from trireme.launch.starts import add_start, this_start
 from trireme.log import get_logger, setup_logging
@@ -40,6 +42,9 @@ from trireme.monitor.trackers import TrackedRun
 from trireme.monitor.watchdog import Alarm, sample_of
 from trireme.pipeline.operators import Operator
 from trireme.pipeline.pipeline import Pipeline, Resampling
+
+if TYPE_CHECKING:
+    from trireme.trainer.backend import Backend
 
 logger = get_logger("launcher")
 
@@ -133,6 +138,20 @@ class Stage:
         if self.resumed is not None:
             buffer.load_state(self.resumed.run_state["buffer"])
         return buffer
+
+    def shares_tensors(self, backend: Backend) -> bool:
+        """Whether an engine of this process may read the trainer's tensors: nothing trains while
+        it generates.
+        """
+        return (self.plan.share_tensors or self.recipe.from_data) and backend.adapter is None
+
+    def embedded_engine(self, backend: Backend | None = None) -> Engine:
+        """The engine of this process, over the trainer's tensors where nothing trains meanwhile."""
+        share = backend.module if backend is not None and self.shares_tensors(backend) else None
+        spec, tokenizer = engine_spec(self.plan, self.model_path), self.text.tokenizer
+        return make_torch_engine(
+            spec, tokenizer, self.device, barrier=self.barrier, share_with=share
+        )
 
     def pipeline(self) -> Pipeline:
         """The operators, with the copy of what comes in where the YAML wants one."""

@@ -18,7 +18,6 @@ from trireme.engines.engine import Engine
 from trireme.engines.remote import RemoteEngine
 from trireme.experience import Experience
 from trireme.launch.data import end_ids_of, make_file_buffer
-from trireme.launch.engines import shares_tensors
 from trireme.launch.models import Models, make_pairs
 from trireme.launch.results import StageResult
 from trireme.launch.stage import Stage
@@ -100,7 +99,7 @@ class TrainerSide:
                 dtype = self.stage.plan.dtype
                 http = HttpSync(source, engine, device, dtype=dtype, probe=self._probe)
                 return await http.give(version)
-            shared = shares_tensors(self.stage, backend)
+            shared = self.stage.shares_tensors(backend)
             weights = None if shared else await device.run(source.weights)
             await engine.update_weights(weights, version)
 
