@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = {
-    "trireme files": 292,
-    "trireme lines": 63_000,
+    "trireme files": 281,
+    "trireme lines": 62_700,
     "trinity files": 3,
     "longest file": 500,
     "longest function": 90,
