@@ -108,7 +108,9 @@ def test_the_run_goes_on_and_counts_what_failed(tmp_path: Path, workflow: str) -
         assert [row["rollout/retries"] for row in explored] == [0, 4, 4, 0]
         # the watchdog of learning has warnings of its own
         *warned, last = [row for row in done.stderr.splitlines() if "rollouts failed" in row
-                         or "workflow 'moody' failed" in row]  # fmt: skip
+                         or "workflow 'moody' failed in" in row]  # fmt: skip
+        first = "(timeout): workflow 'moody' failed: it took longer than explorer.max"
+        assert done.stderr.count(first) == done.stderr.count("(timeout)") == 1
         causes = [
             "of step 1: KeyError: 'the tool broke' (",
             "of step 2: it took longer",
