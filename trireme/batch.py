@@ -86,6 +86,10 @@ class Batch:
         """The same batch with more fields."""
         return replace(self, fields={**self.fields, **fields})
 
+    def eid_of(self, entry: int) -> str:
+        """The experience that an entry is of."""
+        return self.eids[int(self.sample_ids[entry])]
+
     def select(self, samples: Sequence[int]) -> Batch:
         """The batch of these samples alone, in this order, counted from 0 again."""
         chosen = np.asarray(samples, dtype=np.int64)

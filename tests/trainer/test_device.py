@@ -14,7 +14,7 @@ import torch
 
 from tests.fake_gpu import DEVICE, FakeGpu, put
 from tests.trainer.samples import backend_of, critic_of, experiences, gradients_of, move
-from tests.trainer.test_every_algorithm import _samples
+from tests.trainer.test_every_algorithm import MIXES, _samples
 from trireme.algorithms.recipes import Recipe, get_recipe
 from trireme.config.memory import LOGIT_NUMBERS
 from trireme.registry import ALGORITHMS
@@ -24,20 +24,7 @@ from trireme.trainer.learning import TrainState
 PARTS: list[dict[str, Any]] = [
     {"algorithm_type": name} for name in ALGORITHMS.built_in() if name != "grpo_verl"
 ]
-PARTS += [
-    {"algorithm_type": "grpo", **given}
-    for given in (
-        {"rollout_correction": {"rollout_is": "sequence", "rollout_rs": "geometric"}},
-        {"kl_loss_fn": "corrected_k3", "kl_loss_fn_args": {"kl_coef": 0.1}},
-        {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
-        {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
-        {"policy_loss_fn": "vespo"},
-        {"policy_loss_fn": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
-        {"policy_loss_fn": "dppo"},
-        {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
-        {"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
-    )
-]
+PARTS += [{"algorithm_type": "grpo", **given} for given in MIXES]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,21 +76,21 @@ def test_layout_changes_neither_loss_nor_gradient(name, tiny_dir):
             torch.testing.assert_close(got[key], value, atol=1e-5, rtol=1e-4, msg=f"{share} {key}")
 
 
-@pytest.mark.parametrize(
-    ("given"),
-    [
-        {"rollout_correction": {"rollout_is": "sequence", "rollout_rs": "geometric"}},
-        {"kl_loss_fn": "corrected_k3", "kl_loss_fn_args": {"kl_coef": 0.1}},
-        {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
-        {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
-        {"policy_loss_fn": "vespo"},
-        {"policy_loss_fn": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
-        {"policy_loss_fn": "dppo"},
-        {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
-        {"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
-    ],
-    ids=str,
-)
+MIXES: list[dict[str, Any]] = [
+    {"rollout_correction": {"rollout_is": "sequence", "rollout_rs": "geometric"}},
+    {"kl_loss_fn": "corrected_k3", "kl_loss_fn_args": {"kl_coef": 0.1}},
+    {"entropy_loss_fn_args": {"entropy_coef": 0.1}, "loss_agg_mode": "seq-mean-token-sum"},
+    {"policy_loss_fn": "gspo", "loss_agg_mode": "seq-mean-token-sum-norm"},
+    {"policy_loss_fn": "vespo"},
+    {"policy_loss_fn": "geo_mean", "loss_agg_mode": "seq-mean-token-mean"},
+    {"policy_loss_fn": "dppo"},
+    {"policy_loss_fn": "rec", "policy_loss_fn_args": {"clip_mode": "gspo-one-side"}},
+    {"policy_loss_fn_args": {"top_entropy_quantile": 0.4}},
+]
+"""Parts of one algorithm beside those of another."""
+
+
+@pytest.mark.parametrize("given", MIXES, ids=str)
 def test_parts_mix_freely(given, tiny_dir):
     recipe = _recipe("grpo", **given)
     expected, _ = _step(tiny_dir, recipe, share=False, length=10_000)

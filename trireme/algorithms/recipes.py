@@ -315,7 +315,7 @@ def _refuse_weights(
     if len(odd):
         entry = int(odd[0])
         raise ValueError(
-            f"experience {batch.eids[int(batch.sample_ids[entry])]} has a loss_weight of "
+            f"experience {batch.eid_of(entry)} has a loss_weight of "
             f"{float(loss_weight[entry]):g}: {part.label} is {kind} and takes weights of "
             f"{' and '.join(map(str, taken))} only"
         )

@@ -412,7 +412,7 @@ def note_idle(stage: StageConfig, steps: Steps) -> None:
         stage.notes.append(
             f"trainer.callbacks ({names}): nothing trains in mode {mode}, and none is called"
         )
-    if stage.config.mode in ("both", "explore") and not stage.reads_file:
+    if mode in ("both", "explore") and not stage.reads_file:
         stage.notes += _idle_in_exploring(stage)
 
 

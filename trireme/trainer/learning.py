@@ -304,7 +304,7 @@ def _refuse_not_finite(whose: str, values: Tensor, batch: Batch) -> None:
         raise ValueError(
             f"{whose}{values[entry].item():g} for {len(broken)} of {batch.num_tokens} tokens, "
             f"first for token {int(batch.positions[entry])} of experience "
-            f"{batch.eids[int(batch.sample_ids[entry])]}: expected finite numbers"
+            f"{batch.eid_of(entry)}: expected finite numbers"
         )
 
 

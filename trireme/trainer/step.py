@@ -286,7 +286,7 @@ def _blame(total: Tensor, batch: Batch, recipe: Recipe) -> None:
     if len(broken):
         entry = int(broken[0])
         raise NotFinite(
-            f"the loss of experience {batch.eids[int(batch.sample_ids[entry])]} is "
+            f"the loss of experience {batch.eid_of(entry)} is "
             f"{float(total[entry].detach())} at token {int(batch.positions[entry])} "
             f"(algorithm '{recipe.name}')"
         )
